@@ -233,16 +233,7 @@ def _values(
             f"the table has no value of {metric} for any policy; it has {', '.join(measured)}; "
             f"replay with --metric {metric}, or compare by another metric"
         )
-    sizes = (
-        table.select("policy", "trace", "budget", "per_query_head", requested=REQUESTED)
-        .unique()
-        .group_by("policy", "requested")
-        .agg(pl.col("per_query_head").any(), entries=pl.col("budget").mean())
-    )
-    weakest = of_metric.group_by(KEYS).agg(WEAKEST)
     rows = means.select(KEYS).unique(maintain_order=True)
-    rows = rows.join(sizes, on=["policy", "requested"], how="left", maintain_order="left")
-    rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
     names = means["trace"].unique(maintain_order=True)
     cells = rows.select(KEYS).join(names.to_frame(), how="cross", maintain_order="left_right")
     cells = cells.join(
@@ -259,14 +250,25 @@ def _values(
             f"no prompt has a value of {metric} for every policy and budget; compare runs of the "
             "same prompts, or fewer policies or budgets"
         )
-    left_out, remarks = names.filter(~shared).to_list(), []
+    traces, left_out, remarks = names.filter(shared), names.filter(~shared).to_list(), []
+    among = pl.col("trace").is_in(traces.to_list())
+    sizes = (
+        table.filter(among)
+        .select("policy", "trace", "budget", "per_query_head", requested=REQUESTED)
+        .unique()
+        .group_by("policy", "requested")
+        .agg(pl.col("per_query_head").any(), entries=pl.col("budget").mean())
+    )
+    weakest = of_metric.filter(among).group_by(KEYS).agg(WEAKEST)
+    rows = rows.join(sizes, on=["policy", "requested"], how="left", maintain_order="left")
+    rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
     if left_out:
         cell = cells.filter(pl.col("value").is_null(), trace=left_out[0]).row(0, named=True)
         remarks.append(
             f"{plural(len(left_out), 'prompt')} left out, because not every policy has a value: "
             f"{first_of(left_out)} ({cell['policy']} at budget {cell['requested']} has none)"
         )
-    return rows, values[:, shared], tuple(names.filter(shared)), remarks
+    return rows, values[:, shared], tuple(traces), remarks
 
 
 def _ranked(

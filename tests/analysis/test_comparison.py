@@ -342,6 +342,10 @@ def test_means_are_over_shared_prompts():
     assert comparison.remarks[0] == (
         "1 prompt left out, because not every policy has a value: t2 (h2o at budget 64 has none)"
     )
+    short = table({"tova": [1.0], "h2o": [2.0]}, share="25%", budget=40, fidelity="exact")
+    long = table({"tova": [9.0]}, share="25%", budget=4000, traces=["long"])
+    both = compare(pl.concat([short, long])).table
+    assert both.select("entries", "fidelity").rows() == [(40.0, "exact")] * 2
     other = table({"knorm": [1.0]}, traces=["other"])
     with pytest.raises(PolicyError, match="no prompt has a value of output_error for every"):
         compare(pl.concat([values, other]))
