@@ -159,18 +159,21 @@ def test_replay_in_float64_equals_the_naive_replay(name):
         held = (outcome.evicted_at > at)[..., : at + 1].sum(-1)
         seen["ragged"] += bool((held != held[..., :1]).any())
 
-    for kind in kinds:
-        some = settings(QUIET, max_examples=examples(least // len(kinds)))
-        of(f"{name} {kind}", some(given(st.data(), st.just(kind))(check)))()
-    assert seen["cases"] >= least
+    wanted = {"cases": least}
     if name != "full":
-        assert seen["chained"] >= least // 20, seen
-        assert seen["edge"], seen
+        wanted |= {"chained": least // 20, "edge": 1}
     if name in SIMPLE[1:]:
-        assert all(seen[f"group {group}"] for group in strategies.GROUPS)
-        assert seen["tied"] or name in NEVER_TIED, seen
+        wanted |= {f"group {group}": 1 for group in strategies.GROUPS}
+        wanted |= {} if name in NEVER_TIED else {"tied": 1}
     if name in AROUND[:2]:
-        assert seen["ragged"], seen
+        wanted["ragged"] = 1
+    # cases resemble those before them, and one run in 80 draws none of some kind: once more then
+    for again in ("", " again"):
+        if any(seen[what] < count for what, count in wanted.items()):
+            for kind in kinds:
+                some = settings(QUIET, max_examples=examples(least // len(kinds)))
+                of(f"{name} {kind}{again}", some(given(st.data(), st.just(kind))(check)))()
+    assert all(seen[what] >= count for what, count in wanted.items()), (wanted, seen)
 
 
 @pytest.mark.deep
