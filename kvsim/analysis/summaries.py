@@ -161,24 +161,16 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
 
 
 def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance")) -> pl.DataFrame:
-    """The Table as without `events`: what stands for all events of a head (`Metric.over_events`).
-
-    columns: those of values, of which the last one or the mean stays.
-    """
+    """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`)."""
     names = [name for name, entry in METRICS.items() if entry.over_events == "last"]
     last, event = pl.col("metric").is_in(names), pl.col("event")
-    of_cell = ("trace", "policy", "params", "interval", "prefill")
-    latest = event.max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
+    latest = event.max().over(*_PLACE[:10], "share")  # of a layer
     table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
     listed = ~last & event.is_not_null()
     place = [name for name in table.columns if name not in ("_row", "event", *columns)]
-    means = (
-        table.filter(listed)
-        .group_by(place)
-        .agg(pl.col("_row").min(), event.first(), pl.col(columns).mean())
-    )
-    whole = pl.concat([table.filter(~listed), means.select(table.columns)])
-    return whole.sort("_row").drop("_row")
+    kept = pl.col("_row").min(), event.first(), pl.col(columns).mean()
+    means = table.filter(listed).group_by(place).agg(*kept).select(table.columns)
+    return pl.concat([table.filter(~listed), means]).sort("_row").drop("_row")
 
 
 def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
@@ -444,10 +436,7 @@ def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
 
 
 def uneven(layers: Mapping[str, Sequence[int]]) -> str:
-    """A remark on means over traces whose layers, by trace, differ; empty where they do not.
-
-    A trace has fewer where its text is longer than the sliding window of some.
-    """
+    """A remark on means over traces whose layers, by trace, differ; empty where they do not."""
     alike: dict[tuple[int, ...], list[str]] = {}
     for trace, numbers in layers.items():
         alike.setdefault(tuple(numbers), []).append(trace)

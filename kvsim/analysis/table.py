@@ -351,8 +351,7 @@ def blocks_of(
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}
         shared |= {x: str(label) for x, label in labels.items() if x not in _NUMBERS}
         values, rows = cells.values, cells.events
-        # of the same events and heads as the values beside it
-        given = np.nan if cells.chance is None else cells.chance
+        given = np.nan if cells.chance is None else cells.chance  # of the values' own events
         chance = np.where(np.isnan(values), np.nan, given)
         if rows is not None and not events:
             if entry.over_events == "last":
@@ -362,8 +361,7 @@ def blocks_of(
         layers = cells.layer if isinstance(cells.layer, Sequence) else [cells.layer]
         size = len(values) // len(layers)
         index = np.repeat(np.arange(size), 1 if rows is None else len(rows))
-        none = np.full(len(index), -1)
-        axis = cells.heads
+        none, axis = np.full(len(index), -1), cells.heads
         if record is not None and record.per_query_head and axis == "head":
             axis = "qhead"  # its head axis counts query heads
         heads = index if axis == "head" else none, index if axis == "qhead" else none
