@@ -11,7 +11,15 @@ import numpy as np
 from kvsim.analysis.results import Result
 from kvsim.analysis.significance import FEWEST
 from kvsim.studies.claims.claim import Claim
-from kvsim.studies.claims.evidence import Cases, Evidence, PolicySetting, joined, metric_text, of
+from kvsim.studies.claims.evidence import (
+    Cases,
+    Evidence,
+    PolicySetting,
+    joined,
+    least_of,
+    metric_text,
+    of,
+)
 
 #: The scorer that the paper puts AMS around first, requested where a table has no other.
 BASE = "tova"
@@ -54,7 +62,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
 
 def _wiped_out(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Claim:
     """Q1: over all lengths and thresholds, since the paper does not define its rate."""
-    cases, outside = {}, {}
+    cases, least, outside = {}, {}, {}
     for variant in e.variants("wipeout"):
         for label, plain, ours in e.pairs(base, with_ams):
             for budget in e.budgets:
@@ -64,14 +72,14 @@ def _wiped_out(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Cla
                     continue
                 a, b = (e.value("wipeout", variant, of=(side, budget)) for side in (plain, ours))
                 if np.nansum(a + b):
-                    cases[case] = a - b
+                    cases[case], least[case] = a - b, least_of(a, b)
     says = f"AMS around {base} wipes out fewer regions, whatever their length and the threshold"
     tested = (
         f"wipe-out: {base} minus {with_ams}, regions of every length and threshold; cases in which "
         "neither wipes out anything are left out"
     )
     needs = e.lacks([base, with_ams], "wipeout")
-    return Claim("Q1", says, tested, cases, outside=outside, needs=needs)
+    return Claim("Q1", says, tested, cases, least=least, outside=outside, needs=needs)
 
 
 def _ablations(e: Evidence) -> Iterator[Claim]:
@@ -136,18 +144,19 @@ def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) ->
     """Q10: the smallest budget beside the largest."""
     pairs = e.pairs(base, with_ams)
     for metric in (e.quality(pairs), "wipeout"):
-        cases = {}
+        cases, least = {}, {}
         for label, plain, ours in pairs:
-            leads = {
-                n: e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n))
+            both = {
+                n: (e.value(metric, of=(plain, n)), e.value(metric, of=(ours, n)))
                 for n in e.budgets
                 if not e.outside(n, plain, ours)
             }
-            leads = {n: lead for n, lead in leads.items() if (~np.isnan(lead)).sum() >= FEWEST}
+            leads = {n: a - b for n, (a, b) in both.items() if (~np.isnan(a - b)).sum() >= FEWEST}
             if len(leads) > 1:
                 (small, lead), *_, (large, last) = leads.items()
                 # where nothing leads, a smaller loss is no growing lead
-                cases[joined(f"budget {small}", label)] = lead
+                case = joined(f"budget {small}", label)
+                cases[case], least[case] = lead, least_of(*both[small])
                 cases[joined(f"budget {small} against {large}", label)] = lead - last
         says = f"The lead of AMS over {base} grows as the budget falls ({metric_text(metric)})"
         tested = (
@@ -159,7 +168,7 @@ def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) ->
             f"{FEWEST} prompts: kvsim replay --budget N,M"
         )
         needs = needs if pairs else e.lacks([base, with_ams], metric)
-        yield Claim("Q10", says, tested, cases, needs=needs)
+        yield Claim("Q10", says, tested, cases, least=least, needs=needs)
 
 
 def _segments_by_depth(e: Evidence) -> Claim:

@@ -257,8 +257,7 @@ class Evidence:
                         continue
                     x, y = (self.value(metric, variant, layer, of=(one, budget)) for one in (a, b))
                     cases[case] = x - y
-                    both = (np.abs(x) + np.abs(y))[~np.isnan(x - y)] / 2
-                    least[case] = MATTERS * both.mean() if len(both) else 0.0
+                    least[case] = least_of(x, y)
         where = ", each layer" if layers else ""
         tested = f"{metric_text(metric, variant)}{where}: {more} minus {less}"
         needs = self.lacks([more, less], metric, variant)
@@ -324,7 +323,7 @@ class Evidence:
             for budget in self.budgets:
                 case = joined(f"budget {budget}", label)
                 x, base = (self.value(metric, of=(result, budget)) for result in (a, b))
-                measured = base[~np.isnan(base)]
+                measured = base[~np.isnan(x - base)]
                 if why := self.outside(budget, a, b):
                     outside[case] = why
                 elif len(measured) and measured.mean():
@@ -402,6 +401,12 @@ def metric_text(metric: str, variant: str | None = None) -> str:
 
 def _main(metric: str) -> str:
     return METRICS[metric].main if metric in METRICS else ""
+
+
+def least_of(x: Floats, y: Floats) -> float:
+    """The least difference of two settings [prompt] that matters, over prompts that have both."""
+    both = (np.abs(x) + np.abs(y))[~np.isnan(x - y)] / 2
+    return MATTERS * float(both.mean()) if len(both) else 0.0
 
 
 def _differences(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:

@@ -598,6 +598,25 @@ def test_the_wipe_out_claim_is_over_the_whole_grid():
     assert one.verdict == NOT
 
 
+def test_a_difference_of_two_settings_matters_as_a_share_of_their_mean():
+    """Half of few regions is much, whatever the unit; of a change it is the mean of both, too."""
+    found = table(
+        *(
+            rows(name, [value, 1.1 * value], "wipeout", budget=budget)
+            for budget, of_tova in ((32, 0.004), (64, 0.003))
+            for name, value in (("tova", of_tova), ("ams", 0.002))
+        )
+    )
+    assert answer(found, "Q1", "around tova").verdict == HOLDS
+    assert answer(found, "Q10", "wipe-out").votes["budget 32"].vote == "for"
+
+    base = [*[1.0] * 6, *[100.0] * 6]  # the last six prompts have no value of the other window
+    alike = table(rows("ams", base), rows("ams", [1.2] * 6, params={"window": 32}, few=True))
+    (case,) = answer(alike, "Q12").votes.values()
+    assert (case.interval.mean, case.interval.n) == (pytest.approx(0.2), 6)
+    assert answer(alike, "Q12").verdict == NOT
+
+
 def test_budgets_are_shares_too():
     """They come in the order of the entries that they were."""
     found = table(
