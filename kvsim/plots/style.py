@@ -252,8 +252,10 @@ def clip_far(
     most = far_off([value for *_, value in points], [name for name, *_ in points])
     if most is None:
         rising = sorted(value for _, _, value in points)
-        low = ((5, len(rising) // 2), (10, (len(rising) - 1) // 4)) if rising else ()
-        if share or not any(0 < times * rising[place] < rising[-1] for times, place in low):
+        if share or not rising:
+            return
+        low = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
+        if not any(0 < times * rising[place] < rising[-1] for times, place in low):
             return
         least, locator = rising[-1] / 1000, None
         if rising[0] >= least:
