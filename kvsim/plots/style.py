@@ -254,8 +254,8 @@ def clip_far(
         rising = sorted(value for _, _, value in points)
         if share or not rising:
             return
-        low = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
-        if not any(0 < times * rising[place] < rising[-1] for times, place in low):
+        crowded = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
+        if not any(0 < times * rising[place] < rising[-1] for times, place in crowded):
             return
         least, locator = rising[-1] / 1000, None
         if rising[0] >= least:
