@@ -70,8 +70,7 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
             f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
             f"Policies evict after the prompt and after each {r.plan.interval} rows of the answer. "
-            "So few answers distinguish policies that are far apart, not neighbours, and say "
-            "nothing of other tasks or longer answers. [How many stay right]"
+            "They say nothing of other tasks or longer answers. [How many stay right]"
             "(qwen.md#answers-under-policies) was measured live."
         )
         return f"# Results on {model}: answers that need reasoning", about

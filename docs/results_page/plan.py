@@ -158,7 +158,7 @@ LONG = Plan(
 #: Answers that need reasoning, and are right with the full cache.
 QWEN = Plan(
     model="Qwen2.5-Coder-1.5B-Instruct",
-    prompts=12,
+    prompts=40,
     budgets=(64, 128),
     interval=32,
     prefill=True,
@@ -168,11 +168,11 @@ QWEN = Plan(
     sizes=QUARTER,
     cost=(),
 )
-#: The same answers, given to smaller models: whether these predict the ranking, of equal prompts.
+#: The first of these answers, given to smaller models: whether these predict the ranking.
 QWEN_SMALL = replace(
-    QWEN, model="Qwen2.5-Coder-0.5B-Instruct", called="qwen-0.5b", beside=QWEN.called
+    QWEN, model="Qwen2.5-Coder-0.5B-Instruct", prompts=12, called="qwen-0.5b", beside=QWEN.called
 )
-QWEN_SMOLLM2 = replace(QWEN, model="smollm2", called="qwen-smollm2", beside=QWEN.called)
+QWEN_SMOLLM2 = replace(QWEN_SMALL, model="smollm2", called="qwen-smollm2")
 QWEN_LONG = replace(
     LONG,
     model=QWEN.model,
