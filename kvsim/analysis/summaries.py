@@ -137,9 +137,7 @@ def stage_of(layer: int, n_layers: int) -> str:
 def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
     """Return the Table with a column `stage` (see `stage_of`); null where a value has no layer.
 
-    Args:
-        table: of `kvsim.measure`.
-        n_layers: of the model; by default one more than the last layer of each trace.
+    n_layers: of the model; by default one more than the last layer of each trace.
     """
     total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
     counted = table.with_columns(total=total.cast(pl.Int64))
@@ -164,7 +162,7 @@ def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance"
     """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`)."""
     names = [name for name, entry in METRICS.items() if entry.over_events == "last"]
     last, event = pl.col("metric").is_in(names), pl.col("event")
-    latest = event.max().over(*_PLACE[:10], "share")  # of a layer
+    latest = event.max().over("share", *({*_PLACE} - {"head", "qhead", "event"}))
     table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
     listed = ~last & event.is_not_null()
     place = [name for name in table.columns if name not in ("_row", "event", *columns)]
@@ -436,7 +434,10 @@ def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
 
 
 def uneven(layers: Mapping[str, Sequence[int]]) -> str:
-    """A remark on means over traces whose layers, by trace, differ; empty where they do not."""
+    """A remark on means over traces whose layers, by trace, differ; empty where they do not.
+
+    A trace has fewer where its text is longer than the sliding window of some.
+    """
     alike: dict[tuple[int, ...], list[str]] = {}
     for trace, numbers in layers.items():
         alike.setdefault(tuple(numbers), []).append(trace)

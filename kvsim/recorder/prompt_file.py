@@ -180,11 +180,10 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if not line.startswith("["):
             reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))
-            more = "; `polars.read_csv(FILE).write_ndjson(FILE + '.jsonl')` converts a table"
-            more *= ".csv, line" in where
-            raise CaptureError(
-                f"{where}: {reason}, expected one JSON object on each line{more}"
-            ) from None
+            text = f"{where}: {reason}, expected one JSON object on each line"
+            if ".csv, line" in where:
+                text += "; `polars.read_csv(FILE).write_ndjson(FILE + '.jsonl')` converts a table"
+            raise CaptureError(text) from None
         row = []
     if isinstance(row, list):
         raise CaptureError(
