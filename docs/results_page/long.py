@@ -70,7 +70,7 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
             f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
             f"Policies evict after the prompt and after each {r.plan.interval} rows of the answer. "
-            "They say nothing of other tasks or longer answers. [How many stay right]"
+            "The answers say nothing of other tasks or longer answers. [How many stay right]"
             "(qwen.md#answers-under-policies) was measured live."
         )
         return f"# Results on {model}: answers that need reasoning", about
@@ -295,8 +295,8 @@ def _stages(r: Results) -> str:
 
 _STAGES = (
     "CPU seconds of a prompt on one thread, replaying and judging of all policies and budgets "
-    "together; resident memory of the process with the model and, from replaying on, the trace, of "
-    "the prompt with the least, because a process keeps memory of earlier ones."
+    "together; resident memory of the process with the weights read so far and, from replaying on, "
+    "the trace, of the prompt with the least, because a process keeps memory of earlier ones."
 )
 
 
