@@ -240,13 +240,12 @@ def accuracy(rows: Sequence[Row]) -> str:
     body = [
         [
             *(task, str(level)),
-            *(proportion(row[name], row["n"]) for name in ("chain", "report", "answer")),
-            *(f"{row['right']:.4f}", _counts(row["errors"])),
+            *(proportion(row["chain"], row["n"]), _counts(row["errors"])),
         ]
         for (task, level), row in cells.items()
         if row["errors"]
     ]
-    head = ["task", "level", "chain", "report", "answer", "right words", "first wrong word"]
+    head = ["task", "level", "chain", "first wrong word"]
     together = table(["", *(f"level {level}" for level in sorted(levels_))], [["all", *pooled]])
     return f"{together}\n\nTasks and levels with errors:\n\n{table(head, body)}"
 
@@ -263,14 +262,13 @@ def layers(rows: Sequence[Row]) -> str:
     cells = best(rows, "ablation")
     if not cells:
         return ""
-    parts = [name for name in next(iter(cells.values()))["removed"] if "head" not in name]
+    removed = next(iter(cells.values()))["removed"]
+    parts = [name for name in removed if "head" not in name and "mean" not in name]
     same: dict[tuple[str, ...], list[str]] = {}
     for part in parts[1:]:
         same.setdefault(_without(cells, part), []).append(part)
     body = [["nothing", *_without(cells, parts[0])]]
-    body += [
-        ["; ".join(names).replace(", mean", " (mean)"), *values] for values, names in same.items()
-    ]
+    body += [[", ".join(names), *values] for values, names in same.items()]
     return table(["without", *(task for task, _ in cells)], body)
 
 
@@ -293,24 +291,23 @@ def roles(head: Row) -> list[str]:
 def attention(rows: Sequence[Row]) -> str:
     """Return where the attention of each head goes, and its roles.
 
-    Heads of a layer without a role share a row, with ranges.
+    Heads of a layer with the same roles and the same words share a row, with ranges.
     """
     measured = heads(rows)
     if not measured:
         return ""
-    rows_of: dict[tuple[int, int], list[Row]] = {}
+    rows_of: dict[tuple[str, ...], list[Row]] = {}
     for each in measured:
-        alone = each["head"] if roles(each) != ["mixed"] else -1
-        rows_of.setdefault((each["layer"], alone), []).append(each)
+        key = (str(each["layer"]), ", ".join(roles(each)), _finds(each))
+        rows_of.setdefault(key, []).append(each)
     body = [
         [
-            str(same[0]["layer"]),
+            layer,
             ", ".join(str(each["head"]) for each in same),
             _range(same, "effective", ".1f"),
-            ", ".join(roles(same[0])),
-            _finds(same[0]),
+            *(shown, found),
         ]
-        for same in rows_of.values()
+        for (layer, shown, found), same in rows_of.items()
     ]
     head = ["layer", "query head", "effective tokens", "role", "retrieves"]
     means = (
