@@ -10,6 +10,7 @@ evict after every row, and the output error of one record. A ratio is that of th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ import torch
 from replay import Size, arrays, fresh
 
 import kvsim
-from harness import cpu_seconds, options, publish
+from harness import cpu_seconds
 from kvsim.analysis.output.error import output_error
 
 POLICIES = (
@@ -78,7 +79,8 @@ def run(size: Size, other: Path) -> tuple[dict[str, float], list[str]]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = options(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
     parser.add_argument("other", type=Path, help="the folder of the other checkout")
     parser.add_argument("--turn", action="store_true", help="one turn, of the kvsim on the path")
     given = parser.parse_args()
@@ -88,7 +90,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(turn(size)) + "\n")
         return
     _, lines = run(size, given.other)
-    publish(lines, given.doc, "against")
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":
