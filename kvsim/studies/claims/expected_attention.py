@@ -67,7 +67,7 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
     def off(layer: int, skip: int) -> Floats:
         return e.value("projection_gap", f"skip={skip}", layer)
 
-    distance = "distance of log mean exp(x) from that of normal samples, median over keys"
+    distance = "distance from 0 of log mean exp(x) less that of normal samples, median over keys"
     needs, metric = e.untraced("projection_gap"), ("projection_gap", "skip=4")
     says = (
         "Projections of queries are nearly normal: their mean exponential is within a factor of 2"

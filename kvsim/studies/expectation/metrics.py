@@ -100,8 +100,8 @@ METRICS: Mapping[str, Metric] = {
         main=f"{STEPS[-1]},removed=0.5", default=False,
         arrays=_ROWS, after="expectation_recall"),
     "projection_gap": Metric(
-        "distance of a key's log mean exponential over queries from that of normal ones, median "
-        "over heads and keys",
+        "a key's log mean exponential over queries less that of normal ones: median over heads and "
+        "keys, and its distance from 0",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
         main=f"skip={SINK}", default=False,
         arrays=_ROWS, after="attention_loss"),
