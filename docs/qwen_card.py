@@ -52,12 +52,31 @@ FORM = "\n\nPlease reason step by step, and put your final answer within \\boxed
 #: Questions of `check`.
 CHECKED = ("What is 12 + 35 - 7 + 18?", "How often is the letter r in strawberry?")
 SEED = 1
+#: Three questions in one prompt, for long answers: the task of such prompts, and of the questions.
+SHEET = "sheet"
+QUESTIONS = (
+    *("chain_sum", "basic_arithmetic", "simple_equations", "lcm", "gcd", "complex_arithmetic"),
+    *("simple_geometry", "gsm_symbolic"),
+)
+ON_A_SHEET = 3
+OF_SHEET = (
+    "Answer these three questions one after the other. Please reason step by step, and put the "
+    "final answer of each within \\boxed{}."
+)
 
 
 def final(response: str) -> str:
     """Return what the last box of a response has, without marks of LaTeX."""
-    text = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", response)[-1:] or [""]
-    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text[0])
+    return (boxes(response) or [""])[-1]
+
+
+def boxes(response: str) -> list[str]:
+    """Return what the boxes of a response have, without marks of LaTeX."""
+    return [*map(_plain, re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", response))]
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[()\[\],;!]|[$*`\\]", "", text).rpartition("=")[2]
     return text.strip().rstrip(".").strip()
 
@@ -74,6 +93,30 @@ def reasoning(task: str, n: int) -> Iterator[dict[str, Any]]:
             | {"answer": str(entry["answer"])},
             "content": [{"role": "user", "content": entry["question"] + FORM}],
             "right": lambda text, entry=entry: _solves(data, final(text), entry),
+        }
+
+
+def sheets(n: int) -> Iterator[dict[str, Any]]:
+    """Yield `n` prompts of three questions each, of different tasks; right are all answers."""
+    from reasoning_gym import create_dataset  # noqa: PLC0415  the extra `tasks`
+
+    data = [create_dataset(task, seed=SEED + 1, size=ON_A_SHEET * n) for task in QUESTIONS]
+    for index in range(n):
+        places = range(ON_A_SHEET * index, ON_A_SHEET * (index + 1))
+        of = [data[ON_A_SHEET * place % len(data)] for place in places]
+        asked = [each[place] for each, place in zip(of, places, strict=True)]
+        questions = [f"Question {i}: {entry['question']}" for i, entry in enumerate(asked, 1)]
+        prompt = "\n\n".join([*questions, OF_SHEET])
+
+        def right(text: str, of: Any = of, asked: Any = asked) -> bool:
+            found = boxes(text)
+            return len(found) == len(asked) and all(map(_solves, of, found, asked))
+
+        yield {
+            "row": {"task": SHEET, "index": index, "prompt": prompt}
+            | {"answer": "; ".join(str(entry["answer"]) for entry in asked)},
+            "content": [{"role": "user", "content": prompt}],
+            "right": right,
         }
 
 
@@ -140,7 +183,7 @@ def measure(args: argparse.Namespace) -> None:
         for task in tasks
         for prompts in (
             [retrieval(task, length, args.n, tokenizer) for length in args.length]
-            or [reasoning(task, args.n)]
+            or [sheets(args.n) if task == SHEET else reasoning(task, args.n)]
         )
     ]
     turns = [one for each in zip(*groups, strict=True) for one in each]
@@ -205,7 +248,7 @@ def reasoning_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> st
     """Return right answers and lengths of responses: a row per task."""
     heads = [f"{name} {column}" for name in models for column in ("right", "tokens")]
     lines = []
-    for task in TASKS:
+    for task in (*TASKS, SHEET):
         cells = []
         for name in models:
             found = [row for row in rows if (row["task"], row["model"]) == (task, name)]
