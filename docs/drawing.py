@@ -38,6 +38,7 @@ OTHERS = {
     "figures/results-8k.png": "docs/results.py",
     "figures/results-qwen-1.5b.png": "docs/results.py",
     "figures/results-qwen-1.5b-8k.png": "docs/results.py",
+    "figures/results-qwen-1.5b-sheets.png": "docs/results.py",
     "figures/answer.png": "docs/answer.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",

@@ -246,14 +246,15 @@ def page(by_cell: Found) -> str:
     """Tables and statements, for the card."""
     (n,) = {count.n for counts in by_cell.values() for count in counts}
     known = ", ".join(proportion(n * share // 4, n) for share in range(5))
+    tried = ", ".join(f"`{name}`" for name in _by_policy(next(iter(by_cell.values()))))
     counted = (
-        f"Counts are of {n} samples; Wilson's 95 % intervals: {known}. A policy of the last table "
-        "that another table does not list keeps none."
+        f"Counts are of {n} samples; Wilson's 95 % intervals: {known}. Of {tried}, those that a "
+        "table does not list keep none."
     )
     parts = [METHOD, counted]
     for cell, counts in by_cell.items():
         parts += [f"{_title(cell)}:", _chains(counts)]
-    parts += [_separate(by_cell), OTHERS, _others(by_cell)]
+    parts.append(_separate(by_cell))
     return "\n\n".join(parts)
 
 
@@ -268,7 +269,6 @@ METHOD = (
     "smaller sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. Levels "
     "and budgets were chosen, on other samples, where policies differ."
 )
-OTHERS = "Mean share of the chain before its first wrong word, given the right words before it:"
 
 
 def _title(cell: tuple[str, int]) -> str:
@@ -320,22 +320,6 @@ def _separate(by_cell: Found) -> str:
     return (
         f"Three groups of policies, intervals apart, some policies left out between them: {where}."
     )
-
-
-def _others(by_cell: Found) -> str:
-    """At the middle budget of each cell."""
-    columns = {}
-    for cell, counts in by_cell.items():
-        shares = budgets_of(counts)
-        middle = shares[len(shares) // 2]
-        columns[f"{_title(cell)}, {middle:.0%}"] = {
-            count.policy: f"{count.reached:.2f}"
-            for count in counts
-            if count.budget == middle or count.policy == FULL
-        }
-    names = _by_policy(next(iter(by_cell.values())))
-    rows = [[f"`{name}`", *(cells.get(name, "") for cells in columns.values())] for name in names]
-    return table(["policy", *columns], rows)
 
 
 # -------------------------------------------------------------------------------------- the figure

@@ -49,6 +49,8 @@ PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
 #: Pages of all policies, and those whose values claims are tested on.
 WHOLE = ("tiny", "smollm2")
 CLAIMED = (*WHOLE, "qwen-1.5b", "qwen-1.5b-8k")
+#: Pages whose rankings are compared, where the model is the same.
+COMPARED = (*CLAIMED, "qwen-1.5b-sheets")
 
 
 def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
@@ -122,10 +124,10 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        known = committed([name for name in CLAIMED if name != plan.name])
+        known = committed([name for name in COMPARED if name != plan.name])
         compared = [known[name] for name in WHOLE if name in known]
-        if plan.once:
-            same = [each for each in known.values() if each.plan.model == plan.model]
+        if plan.once or plan.sheets:
+            same = [x for x in known.values() if x.plan.model == plan.model and not x.plan.sheets]
             compared = same if plan.model in WHOLE else same + compared
         smaller = [each for each in PLANS.values() if each.beside == plan.name]
         files = ((values(each, out), each) for each in smaller)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.policies import CATALOGUE
@@ -113,7 +113,28 @@ def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
             continue
         lines.append([*pattern, *[""] * len(by_model)])
         lines += [["", f"`{policy}`", "", *cells] for policy, cells in of_policies.items()]
-    return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
+    return _rows(lines)
+
+
+def differing(r: Results, shorter: Results) -> str:
+    """What claims that are decided on results say, where not the same as on shorter answers."""
+    counts: Counter[str] = Counter()
+    rows = []
+    for claims in CLAIMS.values():
+        known = {(claim.number, claim.says): claim for claim in claims(shorter.evidence)}
+        for claim in claims(r.evidence):
+            other = known.get((claim.number, claim.says))
+            counts[claim.verdict] += bool(claim.votes or claim.outside)
+            if claim.verdict != OPEN and other and other.verdict != claim.verdict:
+                rows.append([claim.number, claim.says, _result(other), _result(claim)])
+    text = (
+        f"Of the [claims of the papers](claims.md), {counts[HOLDS]} hold on these answers, "
+        f"{counts[NOT]} do not, and {counts[OPEN]} are not decided, which so few prompts seldom "
+        f"are where a case is a layer. Decided here, and otherwise than on [{shorter.plan.prompts} "
+        f"shorter answers]({shorter.plan.page}):"
+    )
+    lines = [["", "claim", "shorter answers", "here"], ["---"] * 4, *rows]
+    return f"{text}\n\n{_rows(lines)}"
 
 
 def _pattern(number: str, says: str, tested: str) -> tuple[str, tuple[str, str, str]]:
@@ -147,6 +168,7 @@ def _result(claim: Claim) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _escaped(text: str) -> str:
-    """Bars would end a cell."""
-    return text.replace("|", "\\|")
+def _rows(lines: Sequence[Sequence[str]]) -> str:
+    """The lines of a table; bars would end a cell."""
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

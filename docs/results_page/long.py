@@ -13,6 +13,7 @@ from study import NAMED, read
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.schema import plural
+from results_page.claims import differing
 from results_page.plan import PLANS, Plan
 from results_page.ranking import Row, markdown, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
@@ -51,6 +52,7 @@ def long_page(
         else "## Do other prompts and models predict the ranking?",
         _prediction(r, others, [x for x in policies if x not in REFERENCES]),
         *_live(r, policies),
+        *_claims(r, others),
         *_needles(r, policies),
         "## Time and memory",
         _stages(r),
@@ -60,20 +62,26 @@ def long_page(
     return "\n\n".join(parts) + "\n"
 
 
+_RIGHT_LIVE = " [How many stay right](qwen.md#answers-under-policies) was measured live."
+
+
 def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
     """The title of the page, and what it is about."""
     tokens, prompt = np.array(r.sizes).T
     if not r.plan.once:
         model = r.plan.model if r.plan.solved else "the shipped model"
         answers = tokens - prompt
+        kind, each, live = "answers that need reasoning", "", _RIGHT_LIVE
+        if r.plan.sheets:
+            kind, each, live = "long answers", ", each to three questions,", ""
         about = (
-            f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
-            f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
-            f"Policies evict after the prompt and after each {r.plan.interval} rows of the answer. "
-            "The answers say nothing of other tasks or longer answers. [How many stay right]"
-            "(qwen.md#answers-under-policies) was measured live."
+            f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens{each} behind "
+            f"prompts of {min(prompt)} to {max(prompt)}, right with the full cache "
+            f"([how often](qwen.md)). Policies evict after the prompt and after each "
+            f"{r.plan.interval} rows of the answer. The answers say nothing of other tasks or "
+            f"longer answers.{live}"
         )
-        return f"# Results on {model}: answers that need reasoning", about
+        return f"# Results on {model}: {kind}", about
     model = _model(r) if r.plan.lengths else "the shipped model"
     whole = ", ".join(f"[{_model(x)}]({x.plan.page})" for x in others if not x.plan.only)
     about = (
@@ -92,7 +100,9 @@ def _model(r: Results) -> str:
 def _meaning(r: Results) -> str:
     """What the columns of the first table are."""
     once = "Because the only event is after the prompt, decisions are those of a live run. "
-    fewer = ", ".join(f"{_count(r, n)} at {n}" for n in r.plan.budgets)
+    counts = {n: _count(r, n) for n in r.plan.budgets}
+    fewer = ", ".join(f"{count} at {n}" for n, count in counts.items())
+    fewer = f" (prompts: {fewer})" if len({*counts.values()}) > 1 else ""
     return (
         "*KL* is judged: how far the model's predictions of the response move from those with the "
         "full cache when each row sees what the replay kept, in nats per token, mean and 95 % "
@@ -100,12 +110,11 @@ def _meaning(r: Results) -> str:
         + (
             once
             if r.plan.once
-            else f"Budgets are at most half the tokens of prompt and answer (prompts: {fewer}). "
+            else f"Budgets are at most half the tokens of prompt and answer{fewer}. "
         )
         + f"Rows are sorted by KL at budget {r.plan.budget}, that of the other "
-        "[metrics](metrics.md): *top-1* is the share of tokens of the response whose most likely "
-        "token stays that of the full cache, *wipe-out 32* the share of regions of 32 tokens of "
-        "which nothing is left."
+        "[metrics](metrics.md): *top-1* is the share of tokens whose most likely one stays, "
+        "*wipe-out 32* that of regions of 32 tokens of which nothing is left."
     )
 
 
@@ -195,7 +204,7 @@ def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) 
 
 def _live(r: Results, policies: Sequence[str]) -> list[str]:
     """The rank correlation with wrong answers of live runs, where they were measured."""
-    if not r.plan.solved:
+    if not r.plan.solved or r.plan.sheets:
         return []
     rows = [
         row
@@ -220,6 +229,14 @@ def _live(r: Results, policies: Sequence[str]) -> list[str]:
         "does not see whether a wrong step is mended later."
     )
     return ["## Does judged KL predict right answers?", text]
+
+
+def _claims(r: Results, others: Sequence[Results]) -> list[str]:
+    """What budgets of the papers change about their claims, beside shorter answers."""
+    shorter = [each for each in others if each.plan.solved == r.plan.solved and not each.plan.once]
+    if not r.plan.sheets or not shorter:
+        return []
+    return ["## Do claims hold at these budgets?", differing(r, shorter[0])]
 
 
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
@@ -294,9 +311,9 @@ def _stages(r: Results) -> str:
 
 
 _STAGES = (
-    "CPU seconds of a prompt on one thread, replaying and judging of all policies and budgets "
-    "together; resident memory of the process with the weights read so far and, from replaying on, "
-    "the trace, of the prompt with the least, because a process keeps memory of earlier ones."
+    "CPU seconds of a prompt on one thread, of all policies and budgets together; resident memory "
+    "with the weights read so far, of the prompt with the least, for a process keeps memory of "
+    "earlier ones."
 )
 
 
@@ -334,10 +351,8 @@ def _smaller(plan: Plan) -> list[str]:
 
 
 _ANSWERS = (
-    "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
-    "least {least} tokens. The answer, written greedily in bfloat16, is recorded in one pass in "
-    "float32. Answers this short leave little to evict, so the larger budgets of the papers are "
-    "not measured."
+    "* Prompts are the first of the [card](qwen.md) that the model answered right, in at least "
+    "{least} tokens. The answer, written greedily in bfloat16, is recorded in one pass in float32."
 )
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "

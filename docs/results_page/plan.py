@@ -44,9 +44,9 @@ class Plan:
     how many of the first prompts regret is measured on, all by default. only: of a page on long
     prompts or long answers, the policies; without regret, claims and calibration. called: what
     `--model` calls such a page. once: the only event is after the prompt. solved: the model in
-    docs/qwen-results.jsonl whose right answers are recorded, of at least `least` tokens. beside:
-    the plan on whose page the values are, if they have none of their own. file: the GGUF file of
-    the model. device: what computes.
+    docs/qwen-results.jsonl whose right answers are recorded, of at least `least` tokens. sheets:
+    those to several questions in one prompt. beside: the plan on whose page the values are, if they
+    have none of their own. file: the GGUF file of the model. device: what computes.
     """
 
     model: str = "tiny"
@@ -70,6 +70,7 @@ class Plan:
     once: bool = False
     solved: str = ""
     least: int = 200
+    sheets: bool = False
     beside: str = ""
     file: Path | None = field(default=None, compare=False)
     device: str = field(default="cpu", compare=False)
@@ -173,6 +174,16 @@ QWEN_SMALL = replace(
     QWEN, model="Qwen2.5-Coder-0.5B-Instruct", prompts=12, called="qwen-0.5b", beside=QWEN.called
 )
 QWEN_SMOLLM2 = replace(QWEN_SMALL, model="smollm2", called="qwen-smollm2")
+#: Long answers, to three questions each: budgets and sizes of the papers.
+QWEN_SHEETS = replace(
+    QWEN,
+    prompts=7,
+    budgets=(128, 256, 384),
+    called="qwen-1.5b-sheets",
+    least=620,
+    sheets=True,
+    sizes=Sizes(),
+)
 QWEN_LONG = replace(
     LONG,
     model=QWEN.model,
@@ -185,7 +196,9 @@ QWEN_LONG = replace(
 PLANS = {
     "tiny": FULL,
     "smollm2": SMOLLM2,
-    **{plan.called: plan for plan in (LONG, QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)},
+    **{
+        plan.called: plan for plan in (LONG, QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_SHEETS, QWEN_LONG)
+    },
 }
 _FEW = ("full", "random", "snapkv", "tova")
 _LEAST = Plan(prompts=2, level=None, budgets=(32,), prefill=True, only=_FEW, cost=())
@@ -210,6 +223,6 @@ SMALLEST = {
             beside=plan.beside,
             tried=plan.tried and _LEAST.budgets,
         )
-        for plan in (QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)
+        for plan in (QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_SHEETS, QWEN_LONG)
     },
 }

@@ -20,6 +20,7 @@ from kvsim.studies.language import tasks
 from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
+from qwen_card import SHEET
 from results_page.plan import Plan
 from results_page.stages import Stages
 
@@ -92,6 +93,7 @@ def _solved(plan: Plan, number: int) -> Prompt:
         if row["model"] == plan.solved
         and {"right", "ended", "prompt"} <= {name for name, value in row.items() if value}
         and row["response_tokens"] >= plan.least
+        and (row["task"] == SHEET) == plan.sheets
     ]
     if number > len(right):
         raise SystemExit(f"{ANSWERS} has {len(right)} answers, expected {plan.prompts}")

@@ -16,6 +16,7 @@ from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
 from kvsim.studies.claims import CLAIMS, OPEN
+from qwen_card import SHEET
 from results_page import tables as measuring
 from results_page.claims import claims_page
 from results_page.plan import FULL, PLANS, SMALLEST
@@ -276,9 +277,10 @@ def _same_answers(text):
     return text[start : text.index("On [", start)]
 
 
-def test_recorded_answers_are_right_and_of_their_model():
+@pytest.mark.parametrize("name", ["qwen-1.5b", "qwen-1.5b-sheets"])
+def test_recorded_answers_are_right_and_of_their_model(name):
     """Of the card's answers those count that are right, ended and long; each has a task."""
-    plan = PLANS["qwen-1.5b"]
+    plan = PLANS[name]
     rows = [json.loads(line) for line in ANSWERS.read_text("utf-8").splitlines()]
 
     answers = samples(plan)[1:]
@@ -295,6 +297,7 @@ def test_recorded_answers_are_right_and_of_their_model():
         assert row["right"]
         assert row["ended"]
         assert row["response_tokens"] >= plan.least
+        assert (row["task"] == SHEET) == plan.sheets
 
 
 @pytest.mark.deep
