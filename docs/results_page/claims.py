@@ -129,9 +129,9 @@ def differing(r: Results, shorter: Results) -> str:
                 rows.append([claim.number, claim.says, _result(other), _result(claim)])
     text = (
         f"Of the [claims of the papers](claims.md), {counts[HOLDS]} hold on these answers, "
-        f"{counts[NOT]} do not, and {counts[OPEN]} are not decided, which so few prompts seldom "
-        f"are where a case is a layer. Decided here, and otherwise than on [{shorter.plan.prompts} "
-        f"shorter answers]({shorter.plan.page}):"
+        f"{counts[NOT]} do not, and {counts[OPEN]} are not decided, most of them because a case is "
+        f"a layer, which takes more prompts. Decided here, and otherwise than on "
+        f"[{shorter.plan.prompts} shorter answers]({shorter.plan.page}):"
     )
     lines = [["", "claim", "shorter answers", "here"], ["---"] * 4, *rows]
     return f"{text}\n\n{_rows(lines)}"
