@@ -3,6 +3,7 @@
 
     python docs/qwen_card.py measure FILE.gguf --name 0.5B [--n 30] [--task chain_sum ...]
     python docs/qwen_card.py measure FILE.gguf --name 0.5B --length 2048 4096 [--batch 1]
+    python docs/qwen_card.py measure FILE.gguf --name 1.5B --task sheet --n 96 --new-tokens 1200
     python docs/qwen_card.py check FILE.gguf
     python docs/qwen_card.py write
 

@@ -7,6 +7,7 @@
     python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
     python docs/results.py --model qwen-1.5b --file FILE.gguf    answers of Qwen2.5-Coder; resumes
     python docs/results.py --model qwen-smollm2    the same answers on its page; also qwen-0.5b
+    python docs/results.py --model qwen-1.5b-sheets --file FILE.gguf    long answers; resumes
     python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
@@ -49,8 +50,6 @@ PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
 #: Pages of all policies, and those whose values claims are tested on.
 WHOLE = ("tiny", "smollm2")
 CLAIMED = (*WHOLE, "qwen-1.5b", "qwen-1.5b-8k")
-#: Pages whose rankings are compared, where the model is the same.
-COMPARED = (*CLAIMED, "qwen-1.5b-sheets")
 
 
 def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
@@ -124,10 +123,10 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        known = committed([name for name in COMPARED if name != plan.name])
+        known = committed([name for name in CLAIMED if name != plan.name])
         compared = [known[name] for name in WHOLE if name in known]
         if plan.once or plan.sheets:
-            same = [x for x in known.values() if x.plan.model == plan.model and not x.plan.sheets]
+            same = [x for x in known.values() if x.plan.model == plan.model]
             compared = same if plan.model in WHOLE else same + compared
         smaller = [each for each in PLANS.values() if each.beside == plan.name]
         files = ((values(each, out), each) for each in smaller)

@@ -238,10 +238,7 @@ def accuracy(rows: Sequence[Row]) -> str:
         for _, same in sorted(levels_.items())
     ]
     body = [
-        [
-            *(task, str(level)),
-            *(proportion(row["chain"], row["n"]), _counts(row["errors"])),
-        ]
+        [task, str(level), proportion(row["chain"], row["n"]), _counts(row["errors"])]
         for (task, level), row in cells.items()
         if row["errors"]
     ]
@@ -305,7 +302,8 @@ def attention(rows: Sequence[Row]) -> str:
             layer,
             ", ".join(str(each["head"]) for each in same),
             _range(same, "effective", ".1f"),
-            *(shown, found),
+            shown,
+            found,
         ]
         for (layer, shown, found), same in rows_of.items()
     ]

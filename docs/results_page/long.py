@@ -363,7 +363,6 @@ _TEXTS = (
 _LIMITS = (
     "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
     "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
-    "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
     "* `kvzip` (twice the positions) and policies [across layers](across-layers.md) are missing.",
 )
 _OF_AMS = (

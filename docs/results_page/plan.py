@@ -174,7 +174,8 @@ QWEN_SMALL = replace(
     QWEN, model="Qwen2.5-Coder-0.5B-Instruct", prompts=12, called="qwen-0.5b", beside=QWEN.called
 )
 QWEN_SMOLLM2 = replace(QWEN_SMALL, model="smollm2", called="qwen-smollm2")
-#: Long answers, to three questions each: budgets and sizes of the papers.
+#: Long answers, to three questions each: budgets and sizes of the papers. Those of at least 620
+#: tokens hold, with their prompts, twice the largest budget.
 QWEN_SHEETS = replace(
     QWEN,
     prompts=7,

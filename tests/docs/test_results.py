@@ -4,21 +4,24 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import polars as pl
 import pytest
 
 import kvsim
 import results
+import results_page.claims
 from kvsim import policy
 from kvsim.analysis.summaries import per_prompt
 from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
-from kvsim.studies.claims import CLAIMS, OPEN
+from kvsim.studies.claims import CLAIMS, OPEN, Claim
 from qwen_card import SHEET
 from results_page import tables as measuring
-from results_page.claims import claims_page
+from results_page.claims import claims_page, differing
 from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
@@ -275,6 +278,24 @@ def _same_answers(text):
     """The part of a page about another model's values, up to the next other results."""
     start = text.index(f"On the first {SMALLEST['qwen-0.5b'].prompts} of these answers")
     return text[start : text.index("On [", start)]
+
+
+def test_a_page_lists_the_claims_that_turn_out_otherwise(monkeypatch):
+    """Those that are decided here, and were not so, or not the same, on the other results."""
+    signs = {"same": (1, 1), "turned": (1, -1), "decided": (0, 1), "undecided": (1, 0)}
+
+    def claims(side):
+        for says, of_sides in signs.items():
+            values = np.full(8, of_sides[side]) + np.linspace(-0.1, 0.1, 8)
+            yield Claim("X1", says, cases={"budget 64": values})
+
+    monkeypatch.setattr(results_page.claims, "CLAIMS", {"Paper": claims})
+    shorter, here = (SimpleNamespace(evidence=side, plan=FULL) for side in (0, 1))
+
+    text = differing(here, shorter)
+
+    assert "2 hold on these answers, 1 do not, and 1 are not decided" in text
+    assert [row.split(" | ")[1] for row in text.splitlines()[4:]] == ["turned", "decided"]
 
 
 @pytest.mark.parametrize("name", ["qwen-1.5b", "qwen-1.5b-sheets"])
