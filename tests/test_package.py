@@ -13,6 +13,7 @@ import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -334,3 +335,21 @@ def test_what_means_nothing_is_refused_in_one_line(call):
         call()
 
     assert "\n" not in str(error.value)
+
+
+def test_a_test_that_needs_what_is_lacking_is_deselected(pytestconfig, request, monkeypatch):
+    """It is counted under its marker, whose line in pyproject.toml says what to install."""
+    rules = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    lines = PYPROJECT["tool"]["pytest"]["markers"]
+    assert {line.split(": needs ")[0] for line in lines} >= set(rules._NEEDS)
+    monkeypatch.setitem(rules._NEEDS, "real", lambda: False)
+    gone = []
+    hook = SimpleNamespace(pytest_deselected=lambda *, items: gone.extend(items))
+    config = SimpleNamespace(stash=pytest.Stash(), hook=hook)
+    other = SimpleNamespace(iter_markers=lambda: iter([pytest.mark.real.mark]))
+    items = [request.node, other]
+
+    rules.pytest_collection_modifyitems(config, items)
+
+    assert (items, gone) == ([request.node], [other])
+    assert config.stash[rules._lacking] == {"real": 1}

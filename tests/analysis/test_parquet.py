@@ -5,11 +5,12 @@ import functools
 import io
 import random
 import subprocess
-import sys
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from kvsim.analysis import parquet as decoder
 from kvsim.analysis.parquet import decode_table, encode_table
@@ -56,7 +57,6 @@ def lying(data, number, claim):
 
 def arrow(table, **options):
     """Return a table as another library writes it."""
-    parquet = pytest.importorskip("pyarrow.parquet")
     data = io.BytesIO()
     parquet.write_table(table, data, compression="zstd", write_statistics=False, **options)
     return data.getvalue()
@@ -100,9 +100,8 @@ def second_version():
 
 def fixed_length():
     """Values of a length that is stored once."""
-    pyarrow = pytest.importorskip("pyarrow")
-    column = pyarrow.array([bytes(10_000)] * 20_000, pyarrow.binary(10_000))
-    return arrow(pyarrow.table({"params": column}))
+    column = pa.array([bytes(10_000)] * 20_000, pa.binary(10_000))
+    return arrow(pa.table({"params": column}))
 
 
 def lists():
@@ -182,7 +181,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux
 def test_forged_tables_take_no_memory(tmp_path, warm_python):
     """A process that opens them all grows by less than any of them decodes to."""
     (tmp_path / "honest").write_bytes(encode_table(results()))
@@ -196,7 +195,7 @@ def test_forged_tables_take_no_memory(tmp_path, warm_python):
     assert int(done.stdout) < 60_000  # KiB
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux
 def test_the_largest_table_that_is_decoded_takes_bounded_memory(tmp_path, warm_python):
     """A file at both bounds, of 250,000 rows and 16 MB in pages, stays below 150 MB."""
     data = written(results(250_000, params=pl.lit("a" * 200)))
@@ -240,7 +239,6 @@ def test_every_column_of_a_table_is_decoded():
 
 def test_sizes_are_those_of_another_reader():
     """Rows and bytes of pages are those in the footer that pyarrow reads, less page headers."""
-    parquet = pytest.importorskip("pyarrow.parquet")
     data = written(results(300_000))
     metadata = parquet.read_metadata(io.BytesIO(data))
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]

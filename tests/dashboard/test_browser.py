@@ -20,12 +20,7 @@ _SIZES = """() => [
     (text) => text.scrollWidth - text.clientWidth),
 ]"""
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        not shutil.which("chromium"), reason="no chromium; apt-get install chromium"
-    ),
-]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

@@ -167,13 +167,15 @@ def test_links_lead_somewhere(name):
 
 
 def test_readme_commands():
-    """The first two blocks of the README are its two commands, and they are what CI runs."""
+    """The first two blocks of the README are its two commands, which CI runs before all else."""
     demo, tests, *_ = [b.body.strip() for b in ALL if b.page == "README.md"]
     install = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]'"
     script = (ROOT / ".ci" / "run").read_text("utf-8")
 
     assert demo == f"{install} && .venv/bin/kvsim demo --out results/demo"
     assert tests == f"{install} && .venv/bin/python -m pytest -q"
-    assert "$(readme_command 1)" in script
-    assert "$(readme_command 2)" in script
+    assert "demo=$(readme_command 1)\ntests=$(readme_command 2)\n" in script
+    commands = [script.index(f'bash -euo pipefail -c "${name}"') for name in ("demo", "tests")]
+    installed = [script.index(command) for command in ("apt-get", "pip install", ".venv/bin")]
+    assert [*commands, min(installed)] == sorted([*commands, min(installed)])
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

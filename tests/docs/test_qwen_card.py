@@ -22,6 +22,7 @@ def test_the_answer_is_in_the_last_box(response, expected):
     assert card.final(response) == expected
 
 
+@pytest.mark.tasks
 def test_a_sheet_is_right_if_each_answer_is():
     """Its three questions are of different tasks; answers count in their order, none beside."""
     for sheet in card.sheets(2):

@@ -47,7 +47,7 @@ def examples(usual: int) -> int:
 
 
 def of(name: str, check: Callable[[], None]) -> Callable[[], None]:
-    """The property, with the same examples every time but others for every name, if so in CI."""
+    """The property; where examples are the same every time, with others for every name."""
     return seed(zlib.crc32(name.encode()))(check) if settings().derandomize else check
 
 

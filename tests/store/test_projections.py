@@ -257,7 +257,6 @@ def test_a_link_to_a_trace_leads_to_its_projections(trace, tmp_path):
 
 def test_traces_behind_a_url_have_them_next_to_them(trace):
     """Saved into a store and read from it; a second trace finds them there."""
-    pytest.importorskip("fsspec")
     for name in ("a", "b"):
         trace.save(f"memory://projections-test/{name}.zarr")
         found = open_trace(f"memory://projections-test/{name}.zarr")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from cost_models import BIG, LLAMA, LLAMA_8B, QWEN, QWEN_7B, counted
 
 import kvsim
@@ -31,7 +32,6 @@ from kvsim.tiny import PATH as TINY
 )
 def test_parameters_are_those_of_the_model(config):
     """The number of parameters equals that of the model which transformers builds."""
-    transformers = pytest.importorskip("transformers")
     shape = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -65,7 +65,6 @@ def test_weights_of_known_models():
 
 def test_flops_are_those_of_the_model():
     """FLOPs of a prefill are those of the products that the shipped model computes, and softmax."""
-    transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager")
     mine, rows = Model.from_config(TINY), 40
     ids = torch.arange(rows).unsqueeze(0)

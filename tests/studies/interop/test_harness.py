@@ -15,10 +15,7 @@ if find_spec("lm_eval"):
 
     from kvsim.studies.interop.harness import PolicyLM
 
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.skipif(not find_spec("lm_eval"), reason="needs the `peers` extra (lm-eval)"),
-]
+pytestmark = pytest.mark.peers
 
 CHOICE = """
 task: local_choice

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import islice
 
 import pytest
@@ -19,7 +20,10 @@ from kvsim.recorder import Prompt, capture_many, read_prompts
 from kvsim.studies.language import gym
 from small_model import bytes_tokenizer, small
 
-factory = pytest.importorskip("reasoning_gym").factory
+if find_spec("reasoning_gym"):
+    from reasoning_gym import factory
+
+pytestmark = pytest.mark.tasks
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 SOME = ("gym:chain_sum", "gym:leg_counting", "gym:spell_backward", "gym:letter_counting")
