@@ -74,11 +74,34 @@ class ContentDigest:
         return content_digest(header, shapes, self._dtypes, self.checksums())
 
 
-def array_digest(source: ArraySource, header: Header, dtype: torch.dtype) -> str:
-    """Return the digest of the arrays of `source`; dtype: of those whose own the header lacks."""
+#: Keys of `meta` on which no result depends; those of projections are among the checksums.
+_APART = ("versions", "capture_check", "notes", "projections")
+
+
+def fingerprint(digest: str, header: Header, checksums: Mapping[str, Any]) -> str:
+    """Return the key of a trace in results: its digest, and 16 hex digits of all else they read.
+
+    That is `meta` (needle, labels, answers, turns, sensitivity of layers, model) and the checksums
+    of texts and of the arrays that the digest leaves out. The digest alone says what attention is,
+    and so which queries, keys and values were learned from.
+    """
+    facts = {
+        "meta": {key: fact for key, fact in header.meta.items() if key not in _APART},
+        "checksums": {name: x for name, x in checksums.items() if name not in DIGESTED},
+    }
+    return f"{digest}+{document_digest(facts).removeprefix('sha256:')[:16]}"
+
+
+def array_fingerprint(
+    source: ArraySource, header: Header, dtype: torch.dtype, texts: Sequence[str] | None
+) -> str:
+    """Return the fingerprint of a trace of these arrays and texts of tokens, or None.
+
+    dtype: of arrays whose own the header lacks.
+    """
     digest = ContentDigest()
     shapes = dict(source.shapes)
-    for name in DIGESTED:
+    for name in CHECKSUMMED:
         if name not in shapes:
             continue
         if name == "tokens":
@@ -92,9 +115,11 @@ def array_digest(source: ArraySource, header: Header, dtype: torch.dtype) -> str
             for pos in blocks if "pos" in AXES[name] else [_ALL]:
                 part = source.read(name, only, pos)[0]
                 digest.update(name, layer, part.to(stored).numpy())
-    return digest.total(
-        header, {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
-    )
+    stored = {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
+    checksums = digest.checksums()
+    if texts is not None:
+        checksums["token_text"] = [text_checksum(texts)]
+    return fingerprint(digest.total(header, stored), header, checksums)
 
 
 def text_checksum(texts: Sequence[str]) -> str:

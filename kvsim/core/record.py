@@ -114,7 +114,7 @@ class Record(Displayed):
         prompt_len: tokens of the prompt.
         layers: the layers of the trace that were replayed, in order; layer_ids: their numbers in
             the model.
-        trace, digest: name of the trace, and its SHA-256; empty in memory.
+        trace, digest: name of the trace, and its fingerprint; empty in memory.
         positions: "slot" where keys are rotated to their slot in the cache, else "absolute".
         per_query_head: the head axis counts query heads.
         looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.

@@ -29,7 +29,7 @@ from kvsim.core.checks import (
     missing_array,
 )
 from kvsim.core.delegates import Displayed, delegates
-from kvsim.core.digest import array_digest
+from kvsim.core.digest import array_fingerprint
 from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
@@ -68,7 +68,7 @@ class Trace(Facts, Displayed):
         header: facts about the trace.
         dtype: the dtype that `read` returns: float64 for float64 arrays, float32 for all others.
         token_text: the text of each token, or None.
-        digest: the recorded digest; computed from the arrays by default.
+        fingerprint: the recorded one; computed from the arrays by default.
         path: where the trace is stored, its URL if it is not on this machine; None in memory.
         base: the trace whose KV heads `source` repeats, if it does.
 
@@ -93,7 +93,7 @@ class Trace(Facts, Displayed):
         *,
         dtype: torch.dtype | None = None,
         token_text: Sequence[str] | None = None,
-        digest: str | None = None,
+        fingerprint: str | None = None,
         path: Path | str | None = None,
         base: Trace | None = None,
     ) -> None:
@@ -102,7 +102,7 @@ class Trace(Facts, Displayed):
         self.dtype: Final[torch.dtype] = dtype or torch.float32
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
-        self._digest, self._base = digest, base
+        self._fingerprint, self._base = fingerprint, base
         #: what replays computed of it, whatever they keep
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
@@ -247,7 +247,8 @@ class Trace(Facts, Displayed):
         size = self.size_of(layers)
         if size not in self._alike:
             source, header = OneSize(self.source, self.sizes, size), replace(self.header, sizes=())
-            alike = self._alike[size] = self.derived(source, header, digest=self.digest)
+            alike = self.derived(source, header, fingerprint=self.fingerprint)
+            self._alike[size] = alike
             alike.windowed = self.windowed
             alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
         return self._alike[size]
@@ -285,7 +286,7 @@ class Trace(Facts, Displayed):
         attention, once computed, is kept.
         """
         source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
-        same = self.derived(source, digest=self.digest)
+        same = self.derived(source, fingerprint=self.fingerprint)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
         return same
 
@@ -312,12 +313,18 @@ class Trace(Facts, Displayed):
     @property
     def digest(self) -> str:
         """SHA-256 of what attention depends on, the same in memory and on disk."""
-        if self._digest is None:
-            if self._base is not None:
-                self._digest = f"{self._base.digest}/per_query_head"
-            else:
-                self._digest = array_digest(self.source, self.header, self.dtype)
-        return self._digest
+        digest, _, rest = self.fingerprint.partition("+")
+        return digest + rest[16:]
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest and what else results depend on (`kvsim.core.digest.fingerprint`)."""
+        if self._base is not None:
+            return f"{self._base.fingerprint}/per_query_head"
+        if self._fingerprint is None:
+            facts = self.source, self.header, self.dtype, self.token_text
+            self._fingerprint = array_fingerprint(*facts)
+        return self._fingerprint
 
     def has(self, name: str) -> bool:
         """Whether the array `name` is recorded; one that can be computed does not count."""

@@ -160,7 +160,7 @@ def run(
     restarted = descent is not None and descent.selection.restarted
     return record_of_run(
         *(trace, policy, budget, schedule, descent, evicted_at, reads, chosen),
-        digest=trace.digest if trace.path is not None else "",
+        digest=trace.fingerprint if trace.path is not None else "",
         positions="slot" if restarted else policy.positions,
         internals=tuple(plans),
     )

@@ -35,8 +35,8 @@ class _Copies:
 
 def isolated(trace: Trace) -> Trace:
     """Return a copy of a trace, for a policy that may write to it."""
-    digest = None if trace.path is None else trace.digest
-    return trace.derived(_Copies(trace.source), deepcopy(trace.header), digest=digest)
+    same = None if trace.path is None else trace.fingerprint
+    return trace.derived(_Copies(trace.source), deepcopy(trace.header), fingerprint=same)
 
 
 def read_together(trace: Trace, layer: int) -> Trace:

@@ -103,11 +103,12 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
                 "replay it, or report it without the runs"
             )
         for run, digests in replayed:
-            digest = digests.get(trace.name, trace.digest)
-            if digest != trace.digest:
+            digest = digests.get(trace.name, trace.fingerprint)
+            if digest != trace.fingerprint:
                 raise OutputError(
-                    f"{trace.name} has the digest {trace.digest}, but {run.path} replayed a trace "
-                    f"of this name with {digest}; give that trace, or replay this one"
+                    f"{trace.name} has the fingerprint {trace.fingerprint}, but {run.path} has "
+                    f"results of a trace of this name with {digest}; give that trace, or replay "
+                    "this one"
                 )
 
 

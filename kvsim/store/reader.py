@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
+from kvsim.core.digest import fingerprint
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import stored_part, whole_shape
 from kvsim.core.probe import ARRAYS as PROBE
@@ -67,7 +68,7 @@ def open_trace(path: str | Path) -> Trace:
         stored.header,
         dtype=stored.compute_dtype,
         token_text=stored.token_text,
-        digest=stored.digest,
+        fingerprint=stored.fingerprint,
         path=stored.path,
     )
 
@@ -131,6 +132,13 @@ class StoredTrace:
         """float64 where q, k or v is stored so, else float32."""
         double = any(self.arrays[name].dtype == np.float64 for name in "qkv")
         return torch.float64 if double else torch.float32
+
+    @property
+    def fingerprint(self) -> str:
+        """The key of the trace in results, from its attributes (`kvsim.core.digest`)."""
+        apart = {} if self.projections is None else {"o_proj": self.projections.facts.checksums}
+        checksums = self.attributes["checksums"] | apart
+        return fingerprint(self.digest, self.header, checksums)
 
     @cached_property
     def token_text(self) -> list[str] | None:

@@ -85,15 +85,15 @@ def named(judge: bool | str) -> str:
     return "" if judge is True else str(judge)
 
 
-def reopened(path: str, digest: str) -> Trace:
-    """Return the trace of that digest, opened once for the tasks that follow. Raises TraceError."""
+def reopened(path: str, fingerprint: str) -> Trace:
+    """Return the trace of a fingerprint, opened once for the tasks that follow; or TraceError."""
     status = next((x.stat() for x in (Path(path, "zarr.json"), Path(path)) if x.is_file()), None)
     written = None if status is None else (status.st_ino, status.st_mtime_ns)
     trace = open_trace(path) if written is None else _opened(path, written)
-    if trace.digest != digest:
+    if trace.fingerprint != fingerprint:
         raise TraceError(
-            f"{path} is another trace than when the sweep began, expected digest {digest[:12]}; "
-            "start again"
+            f"{path} is {trace.fingerprint}, another trace than when the sweep began, expected "
+            f"{fingerprint}; start again"
         )
     return trace
 

@@ -181,7 +181,7 @@ def plan_live(
         metrics=list(chosen),
         parameters={**parameters, "batch": given["batch"]},
         notes=(*filter(None, [shared]), *alone),
-        document={**parameters, "traces": {trace.name: trace.digest for trace in traces}},
+        document={**parameters, "traces": {trace.name: trace.fingerprint for trace in traces}},
         model=ModelWork(running.model),
         compute=executor.compute,
         check=executor.check,
@@ -267,7 +267,7 @@ class Loops:
         record, self._outcomes[cell.number] = loop.run(
             cell.policy, cell.budget, cell.schedule, self._layers, response
         )
-        digest = cell.trace.digest if cell.trace.path is not None else ""
+        digest = cell.trace.fingerprint if cell.trace.path is not None else ""
         return replace(record, digest=digest)
 
     def _write(self, cells: Sequence[Cell]) -> None:

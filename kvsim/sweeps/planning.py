@@ -178,7 +178,7 @@ class Plan(NamedTuple):
             tuple(failures.values()),
             {**self.parameters, **counts},
             interrupted,
-            digests={trace.name: trace.digest for trace in self.traces},
+            digests={trace.name: trace.fingerprint for trace in self.traces},
             notes=tuple(remarks),
         )
 
@@ -214,7 +214,7 @@ def _document(
     """The grid as a configuration, and what it was resolved to."""
     resolved = {
         "policies": [{one.name: json.loads(json.dumps(one.params))} for one in policies],
-        "traces": {trace.name: trace.digest for trace in traces},
+        "traces": {trace.name: trace.fingerprint for trace in traces},
         "cells": cells,
         "versions": provenance()["versions"],
     }

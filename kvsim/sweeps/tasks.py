@@ -22,7 +22,6 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import columns_of, measure
-from kvsim.core.digest import document_digest
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
@@ -54,14 +53,14 @@ class Task:
     """Cells of some layers of one trace.
 
     key: names the task by what it computes. trace: its path, or the trace itself if it is in
-    memory. name, digest: the trace's when the sweep was planned. keys: of each cell, what it
+    memory. name, fingerprint: the trace's when the sweep was planned. keys: of each cell, what it
     depends on. Without cells it measures the trace alone.
     """
 
     key: str
     trace: str | Trace
     name: str
-    digest: str
+    fingerprint: str
     layers: tuple[int, ...]
     cells: tuple[Cell, ...]  # without their trace
     keys: tuple[str, ...]
@@ -154,7 +153,7 @@ def _of_one(
             key=key_of(keys),
             trace=trace if trace.path is None else str(trace.path),
             name=trace.name,
-            digest=trace.digest,
+            fingerprint=trace.fingerprint,
             layers=of_task,
             cells=tuple(cell._replace(trace=None, layers=of_task) for cell in part),  # type: ignore[arg-type]
             keys=keys,
@@ -209,7 +208,7 @@ def _key(
 ) -> str:
     """A name for all that the values of a cell in some layers depend on."""
     content: dict[str, Any] = {
-        "trace": [trace.name, _identity(trace)],
+        "trace": [trace.name, trace.fingerprint],
         "layers": layers,
         "metrics": metrics,
         "options": {x: y for x, y in options.items() if x != "memory"},
@@ -224,12 +223,6 @@ def _key(
             "schedule": vars(cell.schedule),
         }
     return _digest([json.dumps(content, sort_keys=True)])
-
-
-def _identity(trace: Trace) -> str:
-    """Return the digest of a trace, and that of its probe, which the former leaves out."""
-    probe = trace.header.probe
-    return trace.digest if probe is None else f"{trace.digest} {document_digest(probe.document())}"
 
 
 def _code_of(piece: object) -> Iterator[tuple[str, str]]:
@@ -286,7 +279,7 @@ def outcome_of(task: Task, trace: Trace, executor: Executor, report: Progress) -
 def _loaded(task: Task) -> Trace:
     """Return the trace of a task, its layers held in memory where they fit. Raises TraceError."""
     given = task.trace
-    trace = given if isinstance(given, Trace) else reopened(given, task.digest)
+    trace = given if isinstance(given, Trace) else reopened(given, task.fingerprint)
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
     span = slice(min(task.layers), max(task.layers) + 1)
     if (span.stop - span.start) * _layer_bytes(trace) > limit:

@@ -3,6 +3,7 @@
 import base64
 import html
 import re
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -201,13 +202,16 @@ def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
     sample = kvsim.open_trace(kvsim.sample_trace())
     other = changed(sample, scale=sample.scale)
     stranger = changed(sample, name="stranger")
+    meta = {**sample.meta, "spans": {"needle": [[3, 9]]}}
+    again = sample.derived(sample.source, replace(sample.header, meta=meta))  # a corrected needle
     out = tmp_path / "r.html"
 
-    assert other.digest != sample.digest
-    with pytest.raises(OutputError) as refused:
-        write_report([run], out, traces=[other])
-    for part in (other.digest, sample.digest, str(run), "give that trace, or replay this one"):
-        assert part in str(refused.value)
+    assert again.digest == sample.digest != other.digest
+    for each in (other, again):
+        with pytest.raises(OutputError) as refused:
+            write_report([run], out, traces=[each])
+        for part in (each.fingerprint, sample.fingerprint, str(run), "give that trace, or replay"):
+            assert part in str(refused.value)
     with pytest.raises(OutputError, match=r"stranger is not among the traces of .*: sample; leave"):
         write_report([run], out, traces=[sample, stranger])
     with pytest.raises(TraceError, match="are both called 'sample'; expected one name"):
@@ -217,7 +221,7 @@ def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
     with pytest.raises(PolicyError, match="no policies to compare with 'tova'"):
         write_report([], out, "tova", traces=[sample])
     assert not out.exists()
-    assert read_run(run).parameters["traces"] == {"sample": sample.digest}
+    assert read_run(run).parameters["traces"] == {"sample": sample.fingerprint}
 
 
 def test_what_is_neither_run_nor_trace_is_refused(run, tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from damage import assign, edit, flip
-from kvsim.core.digest import array_digest
+from kvsim.core.digest import array_fingerprint
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
 from kvsim.store import describe, find_drafts, open_trace, verify
@@ -273,7 +273,8 @@ def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
     assert folders(tmp_path) == []
     assert (stored.path / "o_proj").is_dir()
     assert torch.equal(stored.o_proj, weights())
-    assert array_digest(stored.source, stored.header, stored.dtype) == stored.digest
+    facts = stored.source, stored.header, stored.dtype, stored.token_text
+    assert array_fingerprint(*facts) == stored.fingerprint == trace.fingerprint
 
 
 class Gated(torch.nn.Module):

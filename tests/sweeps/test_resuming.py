@@ -17,7 +17,7 @@ import torch
 import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.core.policy import Policy, Schedule, Scorer
-from kvsim.errors import OutputError, PolicyError
+from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.store.inputs import digests, sealed
 from kvsim.store.records import read_records
@@ -242,23 +242,54 @@ def test_other_arguments_compute_other_cells(tmp_path, change):
     assert read_run(tmp_path / "x").table.equals(other.table)
 
 
-def test_a_trace_with_another_probe_is_another_one(tmp_path):
-    """Probes are compared too, although the digest of a trace leaves them out."""
+HALVES = [[0, 6, 6], [6, 12, 6]]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("meta", {"spans": {"needle": [[2, 5]]}}),
+        ("meta", {"labels": {"task": "walk"}}),
+        ("meta", {"answer_check": {"right": True}}),
+        ("meta", {"turns": [{"labels": {"task": "walk"}}]}),
+        ("meta", {"layer_sensitivity": [1.0, 2.0]}),
+        ("meta", {"model": {"name": "tiny", "weights": "sha256:0"}}),
+        ("meta", {"probe": HALVES}),
+        ("o_proj", torch.ones(2, 4, 8, 3)),
+        ("residual_norm", torch.ones(2, 20)),
+        ("token_text", ["a"] * 20),
+    ],
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else "-".join(value)[:9]
+        if isinstance(value, dict)
+        else "other"
+    ),
+)
+@pytest.mark.parametrize("stored", [False, True], ids=["memory", "stored"])
+def test_a_trace_recorded_again_is_another_one(tmp_path, change, key, stored):
+    """Whatever results read is compared, although the digest of a trace leaves it out."""
     generator, rope = torch.Generator().manual_seed(0), kvsim.Rope.default(8)
     q, k = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2))
-    whole, halves = repeated(q, k, 12), repeated(q, k, 12)
-    halves["meta"]["probe"]["chunks"] = [[0, 6, 6], [6, 12, 6]]
-    traces = [
-        kvsim.Trace.from_arrays(q, k, k, prompt_len=12, rope=rope, name="a", **probe)
-        for probe in (whole, halves)
-    ]
+    first = repeated(q, k, 12) | {"o_proj": torch.zeros(2, 4, 8, 3), "token_text": ["b"] * 20}
+    first |= {"residual_norm": torch.zeros(2, 20)}
+    if change == "meta":
+        probe = {"probe": first["meta"]["probe"] | {"chunks": HALVES}}
+        key = first["meta"] | (probe if "probe" in key else key)
+    traces = []
+    for place, given in enumerate((first, first | {change: key})):
+        trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=12, rope=rope, name="a", **given)
+        traces.append(kvsim.open_trace(trace.save(tmp_path / f"{place}.zarr")) if stored else trace)
     options = {"out": tmp_path / "x", "metrics": ["entries_seen"], "resume": True}
-    replay_all(traces[:1], [kvsim.policy("kvzip")], [4], **options)
+    runs = [replay_all(each, ["kvzip"], [4], **options) for each in (*traces, traces[0])]
+
     assert traces[0].digest == traces[1].digest
-
-    replay_all(traces[1:], [kvsim.policy("kvzip")], [4], **options)
-
     assert len(parts(tmp_path / "x")) == 2
+    (record,) = runs[1].records
+    if stored:
+        with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+            kvsim.measure(traces[0], record, "entries_seen")
 
 
 def test_an_impossible_folder_is_found_before_any_work(tmp_path):
