@@ -140,6 +140,7 @@ def sweep(
         _status(plan, kept, as_json=as_json)
         return
     if look.collect and isinstance(kept, Shards):
+        plan.check_kind(kept)
         kept.scan()
         run = plan.run(kept)
         publish(run, kept)

@@ -92,7 +92,7 @@ def reopened(path: str, fingerprint: str) -> Trace:
     trace = open_trace(path) if written is None else _opened(path, written)
     if trace.fingerprint != fingerprint:
         raise TraceError(
-            f"{path} is {trace.fingerprint}, another trace than when the sweep began, expected "
+            f"{path} is another trace than when the sweep began: {trace.fingerprint}, expected "
             f"{fingerprint}; start again"
         )
     return trace

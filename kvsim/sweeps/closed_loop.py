@@ -181,7 +181,11 @@ def plan_live(
         metrics=list(chosen),
         parameters={**parameters, "batch": given["batch"]},
         notes=(*filter(None, [shared]), *alone),
-        document={**parameters, "traces": {trace.name: trace.fingerprint for trace in traces}},
+        document={
+            **parameters,
+            "command": "live",
+            "traces": {trace.name: trace.fingerprint for trace in traces},
+        },
         model=ModelWork(running.model),
         compute=executor.compute,
         check=executor.check,

@@ -192,6 +192,7 @@ def plan_replays(
         | {"metrics": [*chosen], "records": True}
     )
     plan = Plan.of(grid, list(chosen), accounts=accounts)
+    plan = plan._replace(document={**plan.document, "command": "replay"})
     if metrics is None:
         plan = plan._replace(parameters={**plan.parameters, "metrics": None})
     for cell in plan.cells:
@@ -202,6 +203,7 @@ def plan_replays(
 def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
     """Check that the plan can be computed, then make its folder or go on with one."""
     plan.check()
+    plan.check_kind(kept)
     if isinstance(kept, Shards):
         kept.begin(plan.document, resume=resume)
 

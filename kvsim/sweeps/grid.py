@@ -211,7 +211,7 @@ def grid_of(document: object, folder: Path, *, where: str) -> Grid:
 
 
 #: Keys of a configuration that kvsim writes for its users and does not read.
-_NOTES = ("resolved", "objects")
+_NOTES = ("resolved", "objects", "command")
 
 
 def _grid(document: object, folder: Path) -> Grid:

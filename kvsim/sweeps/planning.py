@@ -21,7 +21,7 @@ from kvsim.sweeps.cells import Cell, flops_of, in_cell_order, named
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
 from kvsim.sweeps.remarks import cell_remarks
-from kvsim.sweeps.shards import Kept
+from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
 from kvsim.sweeps.terms import Terms, described, params_of
 
@@ -143,6 +143,12 @@ class Plan(NamedTuple):
         return keys
 
     def run(self, kept: Kept, *, interrupted: bool = False) -> Run:
+    def check_kind(self, kept: Kept) -> None:
+        """Raise OutputError where results of another command would be replaced."""
+        if isinstance(kept, Shards):
+            keys = {key for of_cell in self.keys.values() for key in of_cell}
+            kept.check_kind(self.document["command"], keys, records=self.records)
+
         """The Run of what is finished."""
         keys = self.keys
         parts = {key: part for part in kept.parts.values() for key in part.done}
@@ -218,7 +224,7 @@ def _document(
         "cells": cells,
         "versions": provenance()["versions"],
     }
-    return grid.document() | {"resolved": resolved}
+    return grid.document() | {"command": "sweep", "resolved": resolved}
 
 
 def _joined(records: Sequence[Record]) -> Record:

@@ -19,6 +19,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -132,17 +133,29 @@ class Shards(Kept):
                 f"{self.where} exists and is not the folder of a sweep; give another --out or "
                 "move it away, nothing was changed"
             )
-        if self.has_begun() and _loop(self.folder / CONFIG) != configuration.get("loop"):
-            raise OutputError(
-                f"{self.where} holds runs of the model or replays, and these are the others; give "
-                "another --out, nothing was changed"
-            )
         check_writable(self.folder)
         text = yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
         with self.writing():
             (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
             replace_file(self.folder / CONFIG, text.encode())
         self.send(CONFIG)
+
+    def check_kind(self, command: str, keys: AbstractSet[str], *, records: bool) -> None:
+        """Raise OutputError where another command has results here that would be replaced.
+
+        keys: of the cells of the new results. records: whether these have records. Replays and
+        sweeps continue each other as long as nothing is lost.
+        """
+        begun = _commands(self.folder / CONFIG) if self.has_begun() else [command]
+        if command in begun:
+            return
+        self.scan()
+        lost = not records and any((self.folder / PARTS).glob("*.records"))
+        if lost or "live" in (command, *begun) or not self.done <= keys:
+            raise OutputError(
+                f"{self.where} holds results of `kvsim {begun[0]}`, which `kvsim {command}` would "
+                "replace; give another --out, nothing was changed"
+            )
 
     def is_empty(self) -> bool:
         """Whether nothing is there, apart from what `begin` makes before the configuration."""
@@ -275,13 +288,15 @@ class Shards(Kept):
         return writing(self.where, "what is finished is kept", self._again)
 
 
-def _loop(path: Path) -> object:
-    """Whether cells are runs of the model ("closed") or replays (None), by a configuration."""
+def _commands(path: Path) -> list[str]:
+    """Return the commands that may have written a configuration, one unless kvsim was older."""
     try:
         document = yaml.safe_load(path.read_bytes())
     except (OSError, yaml.YAMLError, ValueError):
-        return None
-    return document.get("loop") if isinstance(document, dict) else None
+        document = None
+    known = document if isinstance(document, dict) else {}
+    guess = ["live"] if known.get("loop") else ["replay", "sweep"]
+    return [str(known["command"])] if "command" in known else guess
 
 
 def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:

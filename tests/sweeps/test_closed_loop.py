@@ -4,7 +4,7 @@ import copy
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -249,7 +249,11 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeyp
     other = kvsim.live(*given, interval=4, out=folder, resume=True)  # other cells
     assert len(ran) == 9 + 4
     assert {record.interval for record in other.records} == {4}
-    with pytest.raises(OutputError, match="holds runs of the model or replays"):
+    meta = {**trace.meta, "labels": {"task": "another"}}
+    again = trace.derived(trace.source, replace(trace.header, meta=meta))  # recorded again
+    kvsim.live(model, [again], policies("tova"), [16], interval=4, out=folder, resume=True)
+    assert ran[13:] == [("tova", 16)]
+    with pytest.raises(OutputError, match="holds results of `kvsim live`, which `kvsim replay`"):
         replay_all([trace], policies("tova"), [16], out=folder, resume=True)
 
 

@@ -404,7 +404,7 @@ def test_hostile_parts_are_computed_again(tmp_path, whole, how):
 def test_a_sweep_without_records_leaves_none_of_an_older_run(paths, tmp_path):
     """Records of other cells are no part of the run that replaces them."""
     given = {"traces": paths, "policies": ["tova"], "budgets": [16]}
-    replay_all(*given.values(), interval=8, metrics=METRICS, out=tmp_path / "x")
+    kvsim.sweep(**given, intervals=8, metrics=METRICS, records=True, out=tmp_path / "x")
 
     swept = kvsim.sweep(**given, intervals=8, metrics=METRICS, out=tmp_path / "x")
 
@@ -441,3 +441,39 @@ def test_a_folder_that_another_process_works_in_is_not_withdrawn(paths, tmp_path
     other.close()
     mine.withdraw()
     assert (tmp_path / "x").exists() == (theirs == "part")
+
+
+@pytest.mark.parametrize("begun", ["replay", "sweep", "live", "older"])
+@pytest.mark.parametrize("command", ["replay", "sweep", "collect"])
+def test_no_command_replaces_results_of_another(tmp_path, run, begun, command):
+    """The folder stays as it is, byte for byte; of an older kvsim, live runs are known."""
+    make_trace().save(tmp_path / "a.zarr")
+    out, trace = tmp_path / "x", str(tmp_path / "a.zarr")
+    options = [
+        trace,
+        "--policy",
+        "tova",
+        "--budget",
+        "16",
+        "--metric",
+        "wipeout",
+        "--out",
+        str(out),
+    ]
+    run("replay" if begun in ("live", "older") else begun, *options)
+    if begun in ("live", "older"):
+        config = (out / "config.resolved.yaml").read_text().replace("command: replay\n", "")
+        text = "loop: closed\n" if begun == "older" else "command: live\n"
+        (out / "config.resolved.yaml").write_text(config + text)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    again = {"replay": ["--resume"], "sweep": [], "collect": ["--collect"]}[command]
+    status, _, err = run("replay" if command == "replay" else "sweep", *options, *again)
+
+    kind = "sweep" if command == "collect" else command
+    written = "live" if begun == "older" else begun
+    if kind == written:
+        assert status == 0
+        return
+    assert status == 2
+    assert f"holds results of `kvsim {written}`, which `kvsim {kind}` would replace" in err
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
