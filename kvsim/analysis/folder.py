@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from kvsim.analysis.parquet import decode_table, encode_table
-from kvsim.analysis.results import extent, is_live
+from kvsim.analysis.results import by_model, extent, is_live
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.delegates import Displayed
@@ -222,12 +223,13 @@ def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     path = folder / RUN
     document = unsealed(read_document(path), path)
     files = document.pop("files", None)
-    shapes = {"traces": dict, "remarks": list}
+    shapes = {"traces": dict, "remarks": list, "models": dict}
     if not isinstance(files, dict):
         raise damaged(path, "its list of files is of another type")
     typed = all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items())
-    if not typed or not all(isinstance(remark, str) for remark in document.get("remarks", ())):
-        raise damaged(path, "its traces or remarks are of another type")
+    texts = [*document.get("remarks", ()), *document.get("models", {}).values()] if typed else []
+    if not typed or not all(isinstance(text, str) for text in texts):
+        raise damaged(path, "its traces, models or remarks are of another type")
     return document, files
 
 
@@ -306,7 +308,8 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
                     "expected one name per trace: take the runs one by one, or record one trace "
                     "again under another id and replay it"
                 )
-    table = in_order(run.table for run in runs)
+    known = (run.parameters.get("models", {}) for run in runs)
+    table = by_model(in_order(run.table for run in runs), dict(chain(*(x.items() for x in known))))
     table = table.unique(
         [name for name in table.columns if name != "model"], keep="first", maintain_order=True
     )

@@ -91,6 +91,34 @@ def model_name(trace: Trace) -> str | None:
     return printable(_model(trace)).rstrip("/").rpartition("/")[2] or None
 
 
+def models_of(traces: Iterable[Trace]) -> dict[str, str]:
+    """Return for each trace by name its model, `NAME@WEIGHTS`, either empty if unknown."""
+    facts = ((each, object_at(each.meta, "model").get("weights") or "") for each in traces)
+    return {each.name: f"{model_name(each) or ''}@{weights}" for each, weights in facts}
+
+
+def model_labels(models: Mapping[str, str]) -> dict[str, str | None]:
+    """Return for each trace by name the name of its model, different for different weights.
+
+    models: of `models_of`. Where several have one name, 8 hex digits of the weights follow it.
+    """
+    pairs = {trace: model.rpartition("@") for trace, model in models.items()}
+    known = {(name, weights) for name, _, weights in pairs.values() if weights}
+    several = Counter(name for name, _ in known)
+    return {
+        trace: f"{name} ({weights[7:15]})" if weights and several[name] > 1 else name or None
+        for trace, (name, _, weights) in pairs.items()
+    }
+
+
+def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
+    """Return a Table with `model_labels` in its column `model` where several have one name."""
+    names = model_labels(models).items()
+    labels = {trace: x for trace, x in names if x and not models[trace].startswith(f"{x}@")}
+    model = pl.col("trace").replace_strict(labels, default=pl.col("model"), return_dtype=pl.String)
+    return table.with_columns(model=model)
+
+
 def _model(trace: Trace) -> str:
     """The name of a trace's model, a path or a hub id; empty if unknown."""
     return str(object_at(trace.meta, "model").get("name", ""))
@@ -116,7 +144,8 @@ def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
 
 def check_models(traces: Iterable[Trace]) -> None:
     """Raise PolicyError where traces are of several models, so that no mean is over them."""
-    if remark := several_models((model_name(trace), trace.name) for trace in traces):
+    labels = model_labels(models_of(traces))
+    if remark := several_models((label, name) for name, label in labels.items()):
         raise PolicyError(remark)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvsim.analysis.results import by_model, models_of
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
@@ -142,13 +143,13 @@ class Plan(NamedTuple):
                 keys[number].append(key)
         return keys
 
-    def run(self, kept: Kept, *, interrupted: bool = False) -> Run:
     def check_kind(self, kept: Kept) -> None:
         """Raise OutputError where results of another command would be replaced."""
         if isinstance(kept, Shards):
             keys = {key for of_cell in self.keys.values() for key in of_cell}
             kept.check_kind(self.document["command"], keys, records=self.records)
 
+    def run(self, kept: Kept, *, interrupted: bool = False) -> Run:
         """The Run of what is finished."""
         keys = self.keys
         parts = {key: part for part in kept.parts.values() for key in part.done}
@@ -157,7 +158,8 @@ class Plan(NamedTuple):
         first = [(cell.trace.name, keys[cell.number][0]) for cell in done]
         columns = [(name, parts[key].done[key]) for name, key in first]
         tables = kept.tables([*keys[-1], *wanted])
-        table = in_cell_order(tables, columns, self.metrics)
+        models = models_of(self.traces)
+        table = by_model(in_cell_order(tables, columns, self.metrics), models)
         records = kept.records(wanted) if self.records else {}
         finished = {cell.number for cell in done}
         failed = {key: x for part in kept.parts.values() for key, x in part.failed.items()}
@@ -182,7 +184,7 @@ class Plan(NamedTuple):
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,
             tuple(failures.values()),
-            {**self.parameters, **counts},
+            {**self.parameters, **counts, "models": models},
             interrupted,
             digests={trace.name: trace.fingerprint for trace in self.traces},
             notes=tuple(remarks),

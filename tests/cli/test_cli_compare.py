@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import polars as pl
+import pytest
 
 import kvsim
 from kvsim.analysis.folder import bind
@@ -130,6 +132,34 @@ def test_info_opens_with_the_verdict_of_a_run(run, runs):
     assert first.startswith("Budget 24: ")
     assert first in lines[:table]
     assert document["verdict"][0]["best"] in first
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
+def test_models_of_one_name_are_told_apart_by_their_weights(run, tmp_path, together):
+    """Two rows of a table, no mean over both; a trace that names no weights has the plain name."""
+    sample, paths = kvsim.open_trace(kvsim.sample_trace()), []
+    for name, digit in {"a": "1", "b": "2", "c": "2", "d": ""}.items():
+        model = {
+            "name": "runs/checkpoint-500",
+            **({"weights": f"sha256:{digit * 64}"} if digit else {}),
+        }
+        meta = {**sample.meta, "model": model}
+        trace = sample.derived(sample.source, replace(sample.header, name=name, meta=meta))
+        paths.append(trace.save(tmp_path / f"{name}.zarr"))
+    runs = []
+    for part in [paths] if together else [paths[:1], paths[1:]]:
+        runs.append(tmp_path / f"run{len(runs)}")
+        options = ["--policy", "tova", "--budget", 48, "--metric", "wipeout", "--out", runs[-1]]
+        assert run("replay", *part, *options)[0] == 0
+
+    out = run("table", *runs, "--by", "model")[1]
+    ones, twos = (f"checkpoint-500 ({digit * 8})" for digit in "12")
+    rows = re.findall(r"^(checkpoint-500(?: \(\d+\))?) +tova +48 ", out, re.MULTILINE)
+    assert sorted(rows) == sorted([ones, twos, "checkpoint-500"])
+    for command in (["table", *runs], ["compare", *runs], ["report", *paths[:2]]):
+        status, _, err = run(*command)
+        assert status == 2
+        assert f"several models: {ones} (a), {twos} (b" in err
 
 
 def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):

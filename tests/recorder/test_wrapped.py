@@ -59,6 +59,7 @@ class Adapter(nn.Module):
         self.inner = model
         facts = {"is_prompt_learning": prompt, "peft_type": "PREFIX_TUNING"}
         self.active_peft_config = SimpleNamespace(**facts)
+        model.peft_config = {"tuned": self.active_peft_config}
 
     def get_base_model(self):
         """The model that the adapter's layers are in."""
@@ -72,6 +73,7 @@ def test_the_model_inside_an_adapter_is_recorded():
     trace = capture(torch.compile(Adapter(model), backend="eager"), None, IDS, max_new_tokens=4)
 
     check_same(trace, capture(model, None, IDS, max_new_tokens=4))
+    assert trace.meta["model"]["name"] == "llama+tuned"
     with pytest.raises(CaptureError, match=r"\(PREFIX_TUNING\) adds entries of no token, expected"):
         capture(Adapter(model, prompt=True), None, IDS)
 
