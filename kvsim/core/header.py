@@ -79,8 +79,7 @@ class Header:
         return {
             name: printable(value) if isinstance(value, str) else value
             for name in LABELS
-            if isinstance(value := values.get(name), str | int)
-            or (name == "depth" and isinstance(value, float))
+            if fits_label(name, value := values.get(name))
         }
 
     @property
@@ -305,6 +304,17 @@ def _check_spans(spans: Any, prompt_len: int, where: str) -> None:
                     f"{prompt_len} tokens of the prompt, in a list for each name; record the trace "
                     "again"
                 )
+
+
+def fits_label(name: str, value: object) -> bool:
+    """Whether a value may be a label: text or a whole number of 64 bits, as columns of tables are.
+
+    `length` is never text, and `depth` a number from 0 to 1.
+    """
+    if name == "depth":
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return abs(value) < 1 << 63 if whole else isinstance(value, str) and name != "length"
 
 
 def printable(text: str) -> str:

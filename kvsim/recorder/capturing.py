@@ -22,6 +22,7 @@ from kvsim.errors import (
 )
 from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.contexts import share_contexts
+from kvsim.recorder.facts import check_labels
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.generation import device_of, stop_tokens
 from kvsim.recorder.models import load_model, unwrapped
@@ -30,7 +31,6 @@ from kvsim.recorder.prompts import (
     Labels,
     Prompt,
     PromptLike,
-    check_labels,
     file_name,
     naming,
     with_distinct_ids,

@@ -13,12 +13,11 @@ from typing import Any
 import polars as pl
 
 from kvsim.errors import CaptureError, TextError, error_line, missing_extra, suggest
+from kvsim.recorder.facts import check_labels, check_writer
 from kvsim.recorder.prompts import (
     Prompt,
     PromptLike,
     Turn,
-    check_labels,
-    check_writer,
     joined_parts,
     with_distinct_ids,
 )
@@ -280,7 +279,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         context=(row.get("context") or None) if is_question else row.get("context"),
         answer_prefix=prefix or "" if is_question else prefix,
         scorer=_scorer(row, where),
-        metadata=_metadata(row, where),
+        metadata=row.get("metadata"),
         writer=check_writer(row.get("writer"), response, f"{where}: "),
         max_new_tokens=row.get("max_new_tokens"),
         turns=tuple(turns),
@@ -303,18 +302,6 @@ def _answer(row: dict[str, Any], where: str) -> str | list[str] | None:
             f"{where}: {given[0]} is {_short(value)}, expected text, several or no {given[0]}"
         )
     return [*map(str, parts)] if isinstance(value, list) else str(value)
-
-
-def _metadata(row: dict[str, Any], where: str) -> Any:
-    """Return the metadata of a row; a column of a table may hold more than JSON can."""
-    try:
-        json.dumps(row.get("metadata"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CaptureError(
-            f"{where}: metadata is not JSON ({error_line(error)}), expected text, numbers, lists "
-            "and objects of them; convert the column first"
-        ) from None
-    return row.get("metadata")
 
 
 def _scorer(row: dict[str, Any], where: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +19,10 @@ from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
 from kvsim.recorder.tokenization import encoding_notes, need_tokenizer, tokenize
-from kvsim.schema import LABELS
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
-
-# Labels that are numbers, the same in all tables.
-_LABELS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "length": ((int,), "a whole number"),
-    "depth": ((int, float), "a number from 0 to 1"),
-}
 
 # Roles of a system message; a chat has at most one.
 _SYSTEM = ("system", "developer")
@@ -248,27 +240,6 @@ def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> No
         )
 
 
-def check_writer(writer: object, response: object, where: str = "") -> Any:
-    """Return what wrote a response; CaptureError unless it is text or an object for JSON."""
-    if writer is None:
-        return None
-    try:
-        valid = isinstance(writer, str | Mapping) and json.dumps(writer, allow_nan=False)
-    except (TypeError, ValueError):
-        valid = ""
-    if not valid or not writer:
-        raise CaptureError(
-            f"{where}writer is {reprlib.repr(writer)}, expected text or an object such as "
-            '{"engine": ..., "model": ..., "temperature": ...}'
-        )
-    if response is None:
-        raise CaptureError(
-            f"{where}writer is {reprlib.repr(writer)} and there is no response, expected the one "
-            "that it wrote; leave the writer out to generate one"
-        )
-    return writer
-
-
 def response_ids(
     response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any
 ) -> list[int]:
@@ -395,23 +366,6 @@ def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     messages = _messages(prompt, system=None, chat=False)
     text = prompt if isinstance(prompt, str) else _render(messages or [], tokenizer, "messages")
     return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
-
-
-def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float]:
-    """Return the labels; raise CaptureError for an unknown name or a value of another kind.
-
-    where: the beginning of an error message.
-    """
-    if not isinstance(labels, Mapping):
-        raise CaptureError(f"{where}labels are {labels!r}, expected names with values")
-    for name, value in labels.items():
-        if name not in LABELS:
-            raise CaptureError(f"{where}label {name!r}, expected one of {', '.join(LABELS)}")
-        kinds, expected = _LABELS.get(name, ((str, int), "text or a whole number"))
-        valid = isinstance(value, kinds) and not isinstance(value, bool)
-        if not valid or (name == "depth" and not 0 <= float(value) <= 1):
-            raise CaptureError(f"{where}{name} is {value!r}, expected {expected}")
-    return dict(labels)
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -27,6 +27,7 @@ from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.contexts import SharedContext
+from kvsim.recorder.facts import check_facts
 from kvsim.recorder.generation import (
     StopStrings,
     chunk_rows,
@@ -42,7 +43,7 @@ from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, indexer_notes, read_ropes
-from kvsim.recorder.prompts import Prompt, check_writer, encode
+from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.resuming import GIVEN, differences
@@ -61,7 +62,6 @@ from kvsim.store import open_trace
 from kvsim.store.layout import DENSE
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import check_answer
 
 
 class Session:
@@ -98,8 +98,7 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
-        check_writer(prompt.writer, prompt.response)
-        check_answer(prompt.answer, prompt.scorer)
+        check_facts(prompt, messages=encoded.messages, options=options.generation)
         self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
         self.response, spans = given_response(encoded, self.turns)
         self.questions, self.logprobs, self.likeliest = [*spans], list[float](), list[bool]()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
+from kvsim.recorder.facts import check_labels
 from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
@@ -20,7 +21,6 @@ from kvsim.recorder.prompts import (
     Prompt,
     Turn,
     check_ids,
-    check_labels,
     ids_of,
     rendered,
     response_ids,

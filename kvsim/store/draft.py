@@ -27,7 +27,12 @@ from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
 from kvsim.store.chunks import Index, encode_chunk, read_crc, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
-from kvsim.store.metadata import find_document, group_attributes, left_out_of
+from kvsim.store.metadata import (
+    encode_document,
+    find_document,
+    group_attributes,
+    left_out_of,
+)
 from kvsim.store.place import Folder
 from kvsim.store.shards import encode_index, scan
 
@@ -261,17 +266,17 @@ class Group:
             for index in array.indices()
         )
 
-    def seal(self, attributes: Mapping[str, Any]) -> None:
+    def seal(self, attributes: Mapping[str, Any]) -> bytes:
         """Replace the attributes of the group by these, bound to the arrays and all chunks.
 
-        Shards get their indexes before.
+        Shards get their indexes before. Returns the document of the group.
         """
         for array in self.arrays.values():
             for key, bounds in array.bounds.items():
                 self._put(key, encode_index(bounds), start=bounds[-1])
         chunks = {name: self.crcs(name) for name in self.arrays}
         self.attributes = sealed(attributes, self.arrays, chunks)
-        self._put_root()
+        return self._put_root()
 
     def consolidate(self) -> None:
         """Copy the metadata of all arrays into that of the group, for readers of zarr."""
@@ -279,13 +284,15 @@ class Group:
         inline = {"kind": "inline", "must_understand": False, "metadata": metadata}
         self._put_root(consolidated_metadata=inline)
 
-    def _put_root(self, **more: Any) -> None:
+    def _put_root(self, **more: Any) -> bytes:
         document = {"attributes": self.attributes, "zarr_format": 3, "node_type": "group", **more}
-        self._put(_ROOT, _json(document))
+        data = encode_document(document)
+        self._put(_ROOT, data)
+        return data
 
     def _declare(self, name: str, document: dict[str, Any]) -> None:
         self._register(name, document)
-        self._put(f"{name}/{_ROOT}", _json(document))
+        self._put(f"{name}/{_ROOT}", encode_document(document))
 
     def _register(self, name: str, document: dict[str, Any]) -> None:
         rows = self.left_out is not None
@@ -306,7 +313,3 @@ class Group:
         with partial.open("wb") as file:
             file.writelines(parts)
         partial.replace(path)
-
-
-def _json(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, indent=2).encode("ascii")

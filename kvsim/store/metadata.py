@@ -37,21 +37,35 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
     Raises TraceError for anything but a JSON object, and for more values, deeper nesting or larger
     integers than any trace needs.
     """
-    where = place.path
     try:
         data = place.read(key, ARRAY_LIMIT if "/" in key else ROOT_LIMIT)
     except FileNotFoundError:
         return None
+    try:
+        return decode_document(data)
+    except ValueError as error:
+        raise damaged(f"{place.path}: {key} {error}") from error
+
+
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """Return a document as it is stored, which `decode_document` may refuse."""
+    return json.dumps(document, indent=2).encode("ascii")
+
+
+def decode_document(data: bytes, limit: int = ROOT_LIMIT) -> dict[str, Any]:
+    """Return a document; ValueError, which says what no trace has, for one that is refused."""
+    if len(data) > limit:
+        raise ValueError(f"has {len(data)} bytes, expected at most {limit}")
     # each value is preceded by one of these characters; text has some too
     if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
-        raise damaged(f"{where}: {key} has more than {VALUES} values")
+        raise ValueError(f"has more than {VALUES} values")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise damaged(f"{where}: {key} is not readable ({error}), expected JSON") from error
+        raise ValueError(f"is not readable ({error_line(error)}), expected JSON") from error
     if not isinstance(document, dict):
-        raise damaged(f"{where}: {key} is not a JSON object")
-    _check_size(document, f"{where}: {key}")
+        raise ValueError("is not a JSON object")  # noqa: TRY004  of the data
+    _check_size(document)
     return document
 
 
@@ -81,7 +95,7 @@ def group_attributes(place: Place) -> dict[str, Any]:
     return object_at(find_document(place, "zarr.json") or {}, "attributes")
 
 
-def _check_size(document: dict[str, Any], label: str) -> None:
+def _check_size(document: dict[str, Any]) -> None:
     """Refuse nesting beyond what recursion allows, and integers beyond 64 bits."""
     level: list[Any] = [document]
     for _ in range(DEPTH):
@@ -91,16 +105,12 @@ def _check_size(document: dict[str, Any], label: str) -> None:
                 inner.extend(value.values())
             elif isinstance(value, list):
                 inner.extend(value)
-            elif isinstance(value, int) and abs(value) >= 1 << 63:
-                raise damaged(
-                    f"{label} has {short_repr(value)}, expected integers of at most 64 bits"
-                )
+            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+                raise ValueError(f"has {short_repr(value)}, expected integers of at most 64 bits")
         if not inner:
             return
         level = inner
-    raise damaged(
-        f"{label} is nested more than {DEPTH} deep, expected what docs/trace-format.md describes"
-    )
+    raise ValueError(f"is nested more than {DEPTH} deep, expected what docs/trace-format.md has")
 
 
 def check_numbers(value: Any, what: str, where: str) -> None:

@@ -19,7 +19,7 @@ from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import hidden, move, sync, sync_tree
 from kvsim.store.draft import Group, TokenFile
-from kvsim.store.metadata import group_attributes, whole_attributes
+from kvsim.store.metadata import decode_document, group_attributes, whole_attributes
 from kvsim.store.place import Folder
 from kvsim.store.projections import move_projections
 
@@ -78,7 +78,13 @@ def complete(
     header.check(whole, where)
     check_probe(header.probe, whole, where)
     total = digest.total(header, shapes)
-    group.seal(whole_attributes(header, shapes, group.version, checksums, total))
+    document = group.seal(whole_attributes(header, shapes, group.version, checksums, total))
+    try:
+        decode_document(document)
+    except ValueError as error:
+        raise TraceError(
+            f"{where}: what describes it {error}; nothing was published, change its `meta`"
+        ) from error
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:

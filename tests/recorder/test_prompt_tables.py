@@ -1,6 +1,5 @@
 """Prompts in tables with the columns of kvpress's benchmarks, their answers and their scores."""
 
-import datetime as dt
 import json
 import re
 import sys
@@ -233,13 +232,3 @@ def test_sources_that_cannot_be_read_are_one_line(tmp_path, monkeypatch):
     hub(monkeypatch, refused)
     with pytest.raises(CaptureError, match=r"hub:a/b cannot be loaded \(no network\)"):
         read_prompts("hub:a/b")
-
-
-def test_metadata_that_is_no_json_is_one_line(tmp_path):
-    """A column of a table with a time is refused where it is read, not after a response."""
-    row = {"prompt": ["p"], "metadata": [dt.datetime(2024, 1, 2, tzinfo=dt.UTC)]}
-    pl.DataFrame(row).write_parquet(tmp_path / "p.parquet")
-
-    with pytest.raises(CaptureError, match=r"row 0: metadata is not JSON \(.*datetime") as caught:
-        read_prompts(tmp_path / "p.parquet")
-    assert "\n" not in str(caught.value)

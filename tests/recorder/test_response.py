@@ -177,7 +177,7 @@ def test_a_given_response_is_compared_with_the_answer_of_a_known_writer():
     assert foreign.meta["answer_check"]["right"] is True
 
 
-WRITER = {"engine": "llama.cpp b4500", "model": "m.gguf", "temperature": 0.6}
+WRITER = {"engine": "llama.cpp b4500", "model": "m.gguf", "seed": 2**64 - 1}
 
 
 @pytest.mark.parametrize(("changed", "chunk"), [(None, None), (0, 64), (20, 64)])
@@ -226,7 +226,7 @@ def test_the_trace_says_who_wrote_the_response(tmp_path, capsys):
         capture_many(small(), words_tokenizer(), other, out, resume=True)
 
 
-@pytest.mark.parametrize("writer", ["", {}, 7, ["vLLM"], True, {"temperature": float("nan")}])
+@pytest.mark.parametrize("writer", ["", {}, 7, ["vLLM"], True])
 def test_a_writer_is_text_or_an_object(writer, tmp_path):
     """Other values are refused in a file and in Python, as is a writer without a response."""
     source = tmp_path / "p.jsonl"

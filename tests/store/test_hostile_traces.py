@@ -198,6 +198,8 @@ def test_attributes_that_are_refused(stored, way, value, message):
         ('{"a": ' + "[" * 80 + "]" * 80 + "}", "nested more than 64 deep"),
         ('{"a": ' + "1" * 5000 + "}", "is not readable"),
         ('{"a": 1' + "0" * 400 + "}", "integers of at most 64 bits"),
+        ('{"a": 18446744073709551616}', "integers of at most 64 bits"),
+        ('{"a": [-9223372036854775809]}', "integers of at most 64 bits"),
         ('{"a": [' + "[]," * (1 << 21) + "[]]}", "more than 4194304 values"),
         ("[]", "is not a JSON object"),
         ("", "is not readable"),

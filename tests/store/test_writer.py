@@ -26,6 +26,19 @@ def test_an_existing_path_is_refused(stored):
     assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
 
 
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, ["a" * (1 << 26)]])
+def test_a_trace_that_no_reader_takes_is_not_published(value, tmp_path):
+    """What describes a trace is read again before the rename; labels of no column are none."""
+    labels = {"task": "a", "level": 2**63, "length": "9", "depth": True}
+    taken = {"labels": labels, "seed": [2**64 - 1, -(2**63)]}
+    assert open_trace(make(meta=taken).save(tmp_path / "taken.zarr")).labels == {"task": "a"}
+
+    with pytest.raises(TraceError, match=r"/made.zarr: what describes it has .*, expected"):
+        make(meta={"seed": value}).save(tmp_path / "made.zarr")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.zarr"]
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "empty folder", "link", "other group"])
 def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
     """`overwrite` refuses whatever is not a trace, and leaves it as it was."""
