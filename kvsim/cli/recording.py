@@ -60,7 +60,7 @@ def capture(
         Path | None,
         shared.path_option(
             "FILE",
-            "A JSON object per line, or a row of FILE.parquet or hub:OWNER/NAME[:CONFIG][:SPLIT], "
+            "A JSON object per line, or a row of hub:OWNER/NAME[:CONFIG][:SPLIT], "
             "with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); optional: 'id', "
             "'context' (text before it), 'needle' (texts in it), 'response' (text or ids) with "
             "'writer', 'system', 'answer' (or several), 'scorer' with 'metadata'; labels: 'task', "

@@ -59,7 +59,6 @@ def check_facts(whole: Prompt, **more: Any) -> None:
     more: what else is recorded, by name. Raises TextError as `check_answer`.
     """
     check_writer(whole.writer, whole.response)
-    check_answer(whole.answer, whole.scorer)
     stored = ("labels", "turn_labels", "answer", "metadata", "writer", "max_new_tokens")
     parts = whole, *whole.turns
     facts = {name: [getattr(part, name, None) for part in parts] for name in stored}
@@ -73,3 +72,4 @@ def check_facts(whole: Prompt, **more: Any) -> None:
             raise CaptureError(
                 f"{name} cannot be stored as JSON ({error_line(error)}); change it or leave it out"
             ) from None
+    check_answer(whole.answer, whole.scorer)

@@ -1,16 +1,17 @@
-"""Files of prompts: a JSON object on each line, a Parquet table, or a data set of the hub."""
+"""Files of prompts: a JSON object on each line, or a data set of the hub."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import polars as pl
 
 from kvsim.errors import CaptureError, TextError, error_line, missing_extra, suggest
 from kvsim.recorder.facts import check_labels, check_writer
@@ -23,7 +24,8 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
-from kvsim.text.answers import SCORERS, language_of
+from kvsim.store.metadata import ROOT_LIMIT
+from kvsim.text.answers import SCORERS, answer_text, language_of
 
 #: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
@@ -36,6 +38,9 @@ KEYS = (
     *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer", "metadata"),
     *(*BENCHMARK, *LABELS, "difficulty", "turns"),
 )
+
+# Keys whose values may be numbers, or have some.
+_NUMBERS = {*KEYS} - {"metadata", "writer", "system"}
 
 #: The keys of a turn, which belong to one question and its answer.
 OF_TURN = ("response", "answer", *BENCHMARK)
@@ -62,7 +67,7 @@ _LONGEST_ID = 200
 def read_prompts(
     path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
 ) -> list[Prompt]:
-    """Read the prompts of a JSONL file, a Parquet table or a data set of a hub, in order.
+    """Read the prompts of a JSONL file or of a data set of a hub, in order.
 
     A line or row has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose
     contents are text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys
@@ -79,8 +84,8 @@ def read_prompts(
     Without a ``scorer`` that of tasks of RULER is RULER's (`kvsim.text.answers.SCORERS`).
 
     Args:
-        path: a file in UTF-8, ``FILE.parquet``, or ``hub:OWNER/NAME[:CONFIG][:SPLIT]``, which
-            `datasets` loads; the split is ``test`` by default.
+        path: a file in UTF-8, or ``hub:OWNER/NAME[:CONFIG][:SPLIT]``, which `datasets` loads; the
+            split is ``test`` by default.
         limit: read only the first prompts, so many.
         note: called once for each ignored key whose name is close to one that is read.
 
@@ -109,14 +114,6 @@ def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows, and where they are, for errors."""
     if path.startswith("hub:"):
         yield from ((f"{path}, row {i}", row) for i, row in enumerate(_of_hub(path)))
-    elif path.endswith(".parquet"):
-        try:
-            table = pl.read_parquet(path, glob=False)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise CaptureError(
-                f"{path} cannot be read ({error_line(error)}), expected a Parquet table of prompts"
-            ) from error
-        yield from ((f"{path}, row {i}", row) for i, row in enumerate(table.iter_rows(named=True)))
     else:
         for number, line in _lines(Path(path)):
             where = f"{path}, line {number}"
@@ -139,7 +136,7 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
     except (OSError, ValueError, RuntimeError) as error:  # no network, data set, config or split
         raise CaptureError(
             f"{name} cannot be loaded ({error_line(error)}), expected a data set that the hub has; "
-            "without a network give a Parquet file of it"
+            "without a network give a file of its rows"
         ) from error
     return rows
 
@@ -150,8 +147,20 @@ def _lines(source: Path) -> Iterator[tuple[int, str]]:
         kind = stat.S_IFMT(source.stat().st_mode)
         if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
             raise CaptureError(f"{source} is not a regular file, expected a JSONL file of prompts")
+        if source.suffix in (".csv", ".parquet"):
+            kind = source.suffix[1:]
+            raise CaptureError(
+                f"{source} is a table, expected one JSON object on each line; "
+                f"`polars.read_{kind}(FILE).write_ndjson(FILE + '.jsonl')` converts it"
+            )
         with source.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
+            lines = iter(partial(file.readline, ROOT_LIMIT + 1), b"")
+            for number, raw in enumerate(lines, start=1):
+                if len(raw) > ROOT_LIMIT:
+                    raise CaptureError(
+                        f"{source}, line {number} is longer than {ROOT_LIMIT} bytes, expected one "
+                        "JSON object on each line"
+                    )
                 try:
                     # a byte order mark can only be at the beginning
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
@@ -179,10 +188,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if not line.startswith("["):
             reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))
-            text = f"{where}: {reason}, expected one JSON object on each line"
-            if ".csv, line" in where:
-                text += "; `polars.read_csv(FILE).write_ndjson(FILE + '.jsonl')` converts a table"
-            raise CaptureError(text) from None
+            raise CaptureError(
+                f"{where}: {reason}, expected one JSON object on each line"
+            ) from None
         row = []
     if isinstance(row, list):
         raise CaptureError(
@@ -192,6 +200,21 @@ def _object(line: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
     return row
+
+
+def _exact(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a row in which whole numbers are int, in lists too: tables have 7.0 where one is 7."""
+
+    def exact(value: Any, key: str) -> Any:
+        if isinstance(value, list):
+            return [exact(each, key) for each in value]
+        if not isinstance(value, float):
+            return value
+        if not math.isfinite(value):
+            raise CaptureError(f"{where}: {key} is {value}, expected a finite number or null")
+        return int(Decimal(repr(value))) if value.is_integer() else value
+
+    return {key: exact(row[key], key) if key in _NUMBERS else row[key] for key in row}
 
 
 def _turns(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Turn], Any]:
@@ -208,6 +231,7 @@ def _turns(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Turn],
         raise CaptureError(
             f"{where}: {outside[0]!r} belongs to no turn, expected it in an object of 'turns'"
         )
+    turns = [_exact(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     later, labels = [], []
     for number, turn in enumerate(turns, start=1):
         inside = f"{where}, turn {number}"
@@ -249,7 +273,7 @@ def _check_kinds(row: dict[str, Any], where: str) -> None:
 
 
 def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    row, turns, turn_labels = _turns(row, where)
+    row, turns, turn_labels = _turns(_exact(row, where), where)
     _check_kinds(row, where)
     if row.get("id") is not None and not str(row["id"]).strip():
         raise CaptureError(f"{where}: id is {_short(row['id'])}, expected text or no id")
@@ -296,12 +320,15 @@ def _answer(row: dict[str, Any], where: str) -> str | list[str] | None:
         raise CaptureError(f"{where}: 'answer' and 'answers' are given, expected one of them")
     value = row[given[0]]
     parts = value if isinstance(value, list) else [value]
-    kinds = (str, int, float)
-    if not parts or any(not isinstance(x, kinds) or not str(x).strip() for x in parts):
+    try:
+        texts = [*map(answer_text, parts)]
+    except TextError:
+        texts = []
+    if not texts or not all(text.strip() for text in texts):
         raise CaptureError(
             f"{where}: {given[0]} is {_short(value)}, expected text, several or no {given[0]}"
         )
-    return [*map(str, parts)] if isinstance(value, list) else str(value)
+    return texts if isinstance(value, list) else texts[0]
 
 
 def _scorer(row: dict[str, Any], where: str) -> str | None:

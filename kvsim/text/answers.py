@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from kvsim.errors import GoldError, TextError
@@ -77,6 +79,17 @@ def is_right(response: str, answer: str) -> bool:
     return bool(expected) and re.search(pattern, final, re.IGNORECASE) is not None
 
 
+def answer_text(answer: object) -> str:
+    """Return an answer as text, a number in decimals: 7.0 is "7". TextError for anything else."""
+    if isinstance(answer, str):
+        return answer
+    number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    if not number or not math.isfinite(answer):
+        raise TextError(f"the answer is {answer!r:.60}, expected text or a list of texts")
+    text = format(Decimal(str(answer)), "f")
+    return text.removesuffix(".0") if answer else "0"
+
+
 def score(response: str, answers: Sequence[str], scorer: str = "contained") -> float:
     """Return the score of a response from 0 to 1, by one of `SCORERS`."""
     if scorer == "contained":
@@ -100,11 +113,11 @@ def text_score(response: str, check: Mapping[str, Any]) -> float:
     """Score a response by an untrusted `answer_check`; TextError for no text, or unknown scorer."""
     expected, scorer = check.get("expected"), check.get("scorer", "contained")
     answers = expected if isinstance(expected, list) else [expected]
-    if not answers or not all(isinstance(x, str | int | float) for x in answers):
-        raise TextError(f"the answer is {expected!r}, expected text or a list of texts")
+    if not answers:
+        raise TextError("the answer is [], expected text or a list of texts")
     if scorer not in SCORERS:
         raise TextError(f"scorer is {scorer!r}, expected one of {', '.join(SCORERS)}")
-    return score(response, [*map(str, answers)], scorer)
+    return score(response, [*map(answer_text, answers)], scorer)
 
 
 def final_part(response: str) -> str:

@@ -120,7 +120,7 @@ REFUSED = {
     f"{CAPTURE} --prompt walk --prompts p.jsonl": "both --prompt and --prompts",
     f"{CAPTURE} --prompts nowhere.jsonl": "nowhere.jsonl cannot be read",
     f"{CAPTURE} --prompts WORDS --plan": "prompt 'b': ",
-    f"{CAPTURE} --prompts CSV": "value: column 1, expected one JSON object on each line; `polars",
+    f"{CAPTURE} --prompts CSV": "is a table, expected one JSON object on each line; `polars.",
     f"{CAPTURE} --prompt walk --limit 2": "--limit is given without a file of prompts",
     f"{CAPTURE} --prompt walk --dtype int8": "dtype is 'int8', expected float32",
     f"{CAPTURE} --prompt walk --device tpu": "--device is 'tpu'; expected cpu, cuda",

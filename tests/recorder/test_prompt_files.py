@@ -52,6 +52,59 @@ def test_files_from_elsewhere(tmp_path):
     assert read_prompts(odd) == read_prompts(plain)
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *((7.0, "7"), (-3.0, "-3"), (-0.0, "0"), (7.5, "7.5"), (0.1, "0.1"), (1e-7, "0.0000001")),
+        *((1e16, "1" + "0" * 16), (1e23, "1" + "0" * 23), (10**30, "1" + "0" * 30), ("7.0", "7.0")),
+    ],
+)
+def test_numbers_are_those_that_a_table_means(number, text, tmp_path):
+    """A whole number is one in every key, and an answer has decimals, not a power of ten."""
+    turn = {"question": "q", "answer": number, "level": 2.0, "max_new_tokens": 3.0}
+    rows = [{"prompt": "p", "answer": number, "metadata": {"x": 1.0}}, {"turns": [turn, turn]}]
+    rows.append({"tokens": [1.0, 2.0], "id": 8.0, "needle": [[0.0, 1.0]], "answers": [number]})
+    labels = {"level": 3.0, "length": 9.0, "depth": 0.5}
+
+    first, turns, ids = read_prompts(write(tmp_path / "p.jsonl", *rows[:2], rows[2] | labels))
+
+    assert (first.answer, first.metadata) == (text, {"x": 1.0})
+    assert json.dumps(first.metadata) == '{"x": 1.0}'
+    assert turns.answer == turns.turns[0].answer == text
+    assert (turns.turn_labels, turns.max_new_tokens) == ({"level": 2}, 3)
+    assert (ids.id, ids.content, ids.needle, ids.answer) == ("8", [1, 2], ((0, 1),), [text])
+    assert json.dumps(ids.labels) == '{"level": 3, "length": 9, "depth": 0.5}'
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "p", "answer": NaN}', "line 1: answer is nan, expected a finite number or"),
+        ('{"prompt": "p", "answers": [1, -Infinity]}', "line 1: answers is -inf, expected a fin"),
+        ('{"prompt": "p", "level": 1e999}', "line 1: level is inf, expected a finite number"),
+        ('{"turns": [{"question": "q", "answer": NaN}]}', "line 1, turn 1: answer is nan"),
+        ('{"prompt": "p", "answer": [true]}', r"line 1: answer is \[true\], expected text"),
+        ('{"prompt": "p", "answer": [null]}', r"line 1: answer is \[null\], expected text"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(row, message, tmp_path):
+    """One line names the row and the column; a column that is not read may have any."""
+    (tmp_path / "p.jsonl").write_text(row.replace("{", '{"unread": NaN, ', 1))
+
+    with pytest.raises(CaptureError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("name", ["p.parquet", "p.csv", "p.jsonl"])
+def test_files_that_are_refused_before_they_are_read(name, tmp_path):
+    """A table is converted by one command; a line without an end is not read to it."""
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 38)
+
+    with pytest.raises(CaptureError, match=r"is longer than 67108864|polars.read_\w+\(FILE\)"):
+        read_prompts(tmp_path / name, limit=1)
+
+
 def test_a_file_is_read_no_further_than_asked(tmp_path):
     """With a limit, what follows is not looked at."""
     source = tmp_path / "p.jsonl"

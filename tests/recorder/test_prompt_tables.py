@@ -17,7 +17,7 @@ from kvsim.errors import CaptureError, ExtraError, TextError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.recorder.prompts import encode
 from kvsim.studies.language.tasks import prompts as pages
-from kvsim.text.answers import SCORERS, is_right, score
+from kvsim.text.answers import SCORERS, is_right, score, text_check
 from small_model import TEMPLATE, bytes_tokenizer, small, words_tokenizer
 
 ROWS = [
@@ -41,10 +41,10 @@ ROWS = [
 
 
 @pytest.fixture
-def parquet(tmp_path):
-    """The rows as a Parquet file."""
-    pl.DataFrame(ROWS).write_parquet(tmp_path / "p.parquet")
-    return tmp_path / "p.parquet"
+def table(tmp_path):
+    """The rows as polars writes a table."""
+    pl.DataFrame(ROWS).write_ndjson(tmp_path / "p.jsonl")
+    return tmp_path / "p.jsonl"
 
 
 def hub(monkeypatch, load):
@@ -52,15 +52,14 @@ def hub(monkeypatch, load):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
 
 
-def test_a_table_is_read_as_lines_are(parquet, tmp_path, monkeypatch):
-    """The same rows in Parquet, in JSONL and on a hub are the same prompts."""
-    lines, asked = tmp_path / "p.jsonl", []
-    lines.write_text("\n".join(map(json.dumps, ROWS)))
+def test_a_table_is_read_as_lines_are(table, monkeypatch):
+    """The same rows in JSONL and on a hub are the same prompts."""
+    asked = []
     hub(monkeypatch, lambda *name, split: asked.append((*name, split)) or ROWS)
 
-    found = read_prompts(parquet)
+    found = read_prompts(table)
 
-    assert found == read_prompts(lines) == read_prompts("hub:a/b")
+    assert found == read_prompts("hub:a/b")
     assert found[0] == Prompt(
         *("prompt-0000", "w4 w5", ["w9", "w11"], {"task": "niah_multivalue"}),
         context="w1 w2 w3 ",
@@ -69,7 +68,7 @@ def test_a_table_is_read_as_lines_are(parquet, tmp_path, monkeypatch):
         max_new_tokens=5,
     )
     assert found[1].scorer == "string_match_part"
-    assert len(read_prompts(parquet, limit=1)) == 1
+    assert len(read_prompts(table, limit=1)) == 1
     for name in ("hub:a/b:4096", "hub:a/b:4096:validation", "hub:a/b::train"):
         read_prompts(name)
     configs = [(None, "test"), ("4096", "test"), ("4096", "validation"), (None, "train")]
@@ -119,10 +118,10 @@ def test_the_prompt_ends_with_the_beginning_of_the_answer():
     assert chat.context_len == 4
 
 
-def test_recorded_and_live_responses_are_scored(parquet, tmp_path):
+def test_recorded_and_live_responses_are_scored(table, tmp_path):
     """By the scorer and the length of each prompt; the full cache has the score of the trace."""
     model, tokenizer = small(), words_tokenizer()
-    first, second = read_prompts(parquet)
+    first, second = read_prompts(table)
     (drawn,) = capture_many(model, tokenizer, [first], tmp_path / "drawn", max_new_tokens=5)
     words = drawn.meta["text"]["response"].split()
     first = Prompt(**{**vars(first), "answer": [words[0], "nothing", words[1], words[4]]})
@@ -139,10 +138,10 @@ def test_recorded_and_live_responses_are_scored(parquet, tmp_path):
     assert [trace.n_pos - trace.prompt_len for trace in traces] == [5, 3]
     check = traces[0].meta["answer_check"]
     assert (check["score"], check["right"], check["scorer"]) == (0.75, False, first.scorer)
-    table = run.table.filter(policy="full")
-    assert table.filter(metric="answer_score")["value"].to_list() == [0.75, 0.0]
-    assert table.filter(metric="answer_right")["value"].to_list() == [0.0, 0.0]
-    assert table.filter(metric="response_tokens")["value"].to_list() == [5, 3]
+    results = run.table.filter(policy="full")
+    assert results.filter(metric="answer_score")["value"].to_list() == [0.75, 0.0]
+    assert results.filter(metric="answer_right")["value"].to_list() == [0.0, 0.0]
+    assert results.filter(metric="response_tokens")["value"].to_list() == [5, 3]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,8 @@ def test_recorded_and_live_responses_are_scored(parquet, tmp_path):
         ({"max_new_tokens": 0}, "max_new_tokens of its answer_check is 0, expected a number"),
         ({"expected": None}, "the answer is None, expected text or a list of texts"),
         ({"expected": []}, r"the answer is \[\], expected text or a list of texts"),
-        ({"expected": [{}]}, r"the answer is \[\{\}\], expected text or a list of texts"),
+        ({"expected": [{}]}, r"the answer is \{\}, expected text or a list of texts"),
+        ({"expected": [True]}, "the answer is True, expected text or a list of texts"),
         ({"scorer": ["f1"]}, r"scorer is \['f1'\], expected one of contained"),
         ({"kind": ["text"], "expected": [7]}, ""),
         ({"kind": "ledger"}, ""),
@@ -177,27 +177,31 @@ def test_a_check_of_another_writer_is_one_line_or_no_score(changes, message):
 
 
 def test_an_answer_that_cannot_be_found_is_refused_before_anything_runs():
-    """No answers at all; numbers are compared as text."""
+    """No answers at all, or a number that is none; others are compared as text."""
     model, tokenizer = small(), words_tokenizer()
     for scorer in (None, *SCORERS):
         with pytest.raises(TextError, match=r"the answer is \[\], expected text"):
             capture(model, tokenizer, "w1", answer=[], scorer=scorer)
         trace = capture(model, tokenizer, "w1", answer=[1], scorer=scorer, max_new_tokens=1)
         assert trace.meta["answer_check"]["expected"] == [1]
+    for answer in (float("nan"), [float("inf")], True):
+        with pytest.raises(TextError, match=r"the answer is .*, expected text or"):
+            text_check("", answer, None)
+    assert text_check("It is 7, or 1.50.", 7.0, None)["right"]
 
 
 def test_a_table_of_results_takes_two_commands(tmp_path, run):
-    """From a Parquet file of 4 rows, with the columns of kvpress's benchmarks."""
+    """From a file of 4 rows, with the columns of kvpress's benchmarks."""
     rows = []
     for page in pages(4, 3, facts=3, lines=1):
         context, question, rest = page.prompt.partition("question :")
         named = {"context": context, "question": question + rest}
         rows.append({**named, "answer": ["1"], "task": "get", "max_new_tokens": 2})
-    pl.DataFrame(rows).write_parquet(tmp_path / "rows.parquet")
+    pl.DataFrame(rows).write_ndjson(tmp_path / "rows.jsonl")
     out, traces = tmp_path / "run", tmp_path / "traces"
 
     recorded, _, err = run(
-        *("capture", "--model", "tiny", "--prompts", tmp_path / "rows.parquet", "--out", traces)
+        *("capture", "--model", "tiny", "--prompts", tmp_path / "rows.jsonl", "--out", traces)
     )
     replayed, _, _ = run(
         *("replay", *sorted(traces.glob("*.zarr")), "--policy", "streaming_llm", "--budget", "8"),
@@ -211,17 +215,14 @@ def test_a_table_of_results_takes_two_commands(tmp_path, run):
 
 
 def test_sources_that_cannot_be_read_are_one_line(tmp_path, monkeypatch):
-    """A Parquet file that is none, a malformed name, no package, and no network or data set."""
+    """A malformed name, no package, and no network or data set."""
 
     def refused(*_names, **_options):
         raise OSError("no network")
 
-    broken = tmp_path / "p.parquet"
-    broken.write_bytes(b"no table")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name, message in (
-        (broken, "cannot be read .*, expected a Parquet table"),
-        (tmp_path / "none.parquet", "cannot be read .*, expected a Parquet table"),
+        (tmp_path / "none.parquet", "cannot be read .*, expected a JSONL file"),
         ("hub:a", "expected hub:OWNER/NAME"),
         ("hub:a/b:c:d:e", "expected hub:OWNER/NAME"),
         ("hub:a/b", r"datasets is not installed; this needs kvsim\[hub\]"),
