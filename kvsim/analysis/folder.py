@@ -11,11 +11,10 @@ import json
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import polars as pl
@@ -26,11 +25,10 @@ from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
-from kvsim.errors import OutputError, PolicyError, TraceError, local_path
+from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import sync, sync_tree, unbroken
 from kvsim.schema import is_url, plural
 from kvsim.store.inputs import (
-    DOCUMENT,
     damaged,
     digests,
     read_document,
@@ -39,7 +37,6 @@ from kvsim.store.inputs import (
     unsealed,
 )
 from kvsim.store.records import write_records
-from kvsim.store.remote import find_remote
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 #: The configuration of a run, which is there from its beginning.
@@ -82,20 +79,8 @@ def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a path or URL is a run, finished or not, and not a trace.
-
-    Raises OutputError where the store behind a URL cannot be asked for its `run.json`.
-    """
-    if not is_url(path):
-        return any((Path(path) / name).is_file() for name in (RUN, CONFIG))
-    url = str(path)
-    if url.rstrip("/").endswith((".zarr", ".zip")):
-        return False
-    try:
-        _downloaded(url, RUN, DOCUMENT)
-    except FileNotFoundError:
-        return False
-    return True
+    """Whether a path is a run, finished or not, and not a trace; a URL is none."""
+    return not is_url(path) and any((Path(path) / name).is_file() for name in (RUN, CONFIG))
 
 
 def write_run(
@@ -108,11 +93,10 @@ def write_run(
     bind(folder, description)
 
 
-def replace_run(folder: Path, write: Callable[[Path], None]) -> list[str]:
+def replace_run(folder: Path, write: Callable[[Path], None]) -> None:
     """Replace the run in a folder by the files that `write` puts into an empty one.
 
-    Returns their names, `run.json` last. For a process that has locked the folder; the draft of one
-    that was killed is removed.
+    For a process that has locked the folder; the draft of one that was killed is removed.
     """
     draft = folder / ".run"
     remove(draft)
@@ -130,7 +114,6 @@ def replace_run(folder: Path, write: Callable[[Path], None]) -> list[str]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync(folder)
-    return names
 
 
 def remove(path: Path) -> None:
@@ -172,13 +155,11 @@ def read_run(path: str | Path) -> Saved:
     """Return the run that `kvsim replay --out` wrote, or a Table that was saved as Parquet.
 
     Args:
-        path: a folder, the URL of one in a store, or a file `*.parquet`, which has no parameters.
+        path: a folder, or a file `*.parquet`, which has no parameters.
 
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.
     """
-    if is_url(path):
-        return _fetched(str(path))
     folder = local_path(path, OutputError)
     try:
         if folder.suffix == ".parquet" and not folder.is_dir():
@@ -196,26 +177,6 @@ def read_run(path: str | Path) -> Saved:
             "--out DIR` wrote"
         ) from None
     return Saved(folder, parameters, _table(folder, folder / RESULTS, data))
-
-
-def _fetched(url: str) -> Saved:
-    """Return the run behind a URL, without its records."""
-    with TemporaryDirectory(prefix="kvsim-run-") as copy:
-        for name, limit in ((RUN, DOCUMENT), (RESULTS, _RESULTS)):
-            with suppress(FileNotFoundError):
-                Path(copy, name).write_bytes(_downloaded(url, name, limit))
-        try:
-            return replace(read_run(copy), path=Path(url))
-        except OutputError as error:
-            raise OutputError(str(error).replace(copy, url)) from error
-
-
-def _downloaded(url: str, name: str, limit: int) -> bytes:
-    """Return a file of the folder behind a URL; FileNotFoundError where it is not there."""
-    try:
-        return find_remote(url).read(name, limit)
-    except TraceError as error:
-        raise OutputError(str(error).replace("the trace", "the run")) from error
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -261,7 +222,7 @@ class Measured(Protocol):
         """The Table."""
 
 
-#: A Table, a run, or run folders by path or URL.
+#: A Table, a run, or run folders by path.
 Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
 
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal as size
 
 from kvsim.cli import show
-from kvsim.schema import is_url, plural
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     from kvsim.store.forecast import Forecast
     from kvsim.sweeps.planning import Plan
 
 
-def echo_plan(plan: Plan, out: Any, jobs: int | None, *, as_json: bool) -> None:
+def echo_plan(plan: Plan, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
     """Print what is left of a plan of replays or live runs; out: the run folder or None."""
     from kvsim.sweeps.forecast import forecast
-    from kvsim.sweeps.remote import kept_in
+    from kvsim.sweeps.shards import kept_in
     from kvsim.sweeps.workers import processes
 
     kept = kept_in(out)
@@ -28,8 +28,7 @@ def echo_plan(plan: Plan, out: Any, jobs: int | None, *, as_json: bool) -> None:
     left = len(plan.left(kept))
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
-    folder = None if out is None or is_url(out) else Path(out)
-    echo_forecast(forecast(plan, kept, jobs), folder, counts, as_json=as_json)
+    echo_forecast(forecast(plan, kept, jobs), out, counts, as_json=as_json)
 
 
 def echo_forecast(

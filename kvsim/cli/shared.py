@@ -209,8 +209,8 @@ Runs = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN",
-        help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, URLs of them in a "
-        "store, or Tables in .parquet files.",
+        help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, or Tables in .parquet "
+        "files.",
     ),
 ]
 PoliciesOfRuns = Annotated[

@@ -14,7 +14,7 @@ from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan, echo_took
 from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
-from kvsim.schema import PREFILL, is_url, plural
+from kvsim.schema import PREFILL, plural
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Shown, Standing
@@ -48,7 +48,7 @@ class Spread:
         ),
     ] = None
 
-    def check(self, out: str | None, *, folder_only: bool) -> None:
+    def check(self, out: Path | None, *, folder_only: bool) -> None:
         """Raise OptionError for options that exclude each other, or need a folder."""
         if out is None and (self.shard or self.slurm or folder_only):
             option = (
@@ -57,10 +57,6 @@ class Spread:
             raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
         if self.slurm_set and not self.slurm:
             raise OptionError("--slurm-set is about jobs of Slurm; give --slurm N too")
-        if self.slurm and is_url(out):
-            raise OptionError(
-                "--slurm needs a folder that its jobs share; submit --shard I/N yourself"
-            )
         ways = {"--shard": self.shard, "--slurm": self.slurm, "--scheduler": self.scheduler}
         chosen = [name for name, value in ways.items() if value is not None]
         if len(chosen) > 1:
@@ -103,7 +99,7 @@ def sweep(
     own_schedule: Annotated[bool, shared.option("own_schedule")] = False,
     judging: Judging,
     jobs: Annotated[int | None, shared.option("jobs")] = None,
-    out: Annotated[str | None, shared.option("out", metavar="DIR|URL")] = None,
+    out: Annotated[Path | None, shared.option("out", parser=shared.local_path)] = None,
     spread: Spread,
     look: Look,
     as_json: shared.Json = False,
@@ -115,8 +111,7 @@ def sweep(
     """
     from kvsim.sweeps.driver import begin, finish, publish
     from kvsim.sweeps.planning import Plan
-    from kvsim.sweeps.remote import kept_in
-    from kvsim.sweeps.shards import Shards
+    from kvsim.sweeps.shards import Shards, kept_in
 
     if own_schedule and swept["intervals"]:
         raise OptionError("--interval and --own-schedule were both given; expected one of them")
@@ -148,7 +143,7 @@ def sweep(
         return
     begin(plan, kept)
     if spread.slurm is not None and out is not None:
-        _submit(Path(out), spread.slurm, spread.slurm_set or [], as_json=as_json)
+        _submit(out, spread.slurm, spread.slurm_set or [], as_json=as_json)
         return
     with _bar() as report:
         run = finish(
@@ -260,7 +255,7 @@ def _show(
     run: Run,
     plan: Plan,
     kept: Kept,
-    out: str | None,
+    out: Path | None,
     *,
     as_json: bool,
     shard: tuple[int, int] | None = None,
@@ -275,7 +270,7 @@ def _show(
     if as_json:
         cells = show.cells(summary) if summary.height else []
         verdict = show.verdict(run.table, metrics)
-        show.echo_json({**run.describe(), **verdict, "results": cells, "out": out})
+        show.echo_json({**run.describe(), **verdict, "results": cells, "out": out and str(out)})
     elif shard is None:
         if summary.height:
             show.echo_verdict(show.verdict(run.table, metrics))

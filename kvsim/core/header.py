@@ -77,9 +77,9 @@ class Header:
     def _labels(document: Mapping[str, Any]) -> dict[str, str | int | float]:
         values = object_at(document, "labels")
         return {
-            name: printable(value) if isinstance(value, str) else value
+            name: printable(values[name]) if isinstance(values[name], str) else values[name]
             for name in LABELS
-            if fits_label(name, value := values.get(name))
+            if fits_label(name, values.get(name))
         }
 
     @property
@@ -306,7 +306,7 @@ def _check_spans(spans: Any, prompt_len: int, where: str) -> None:
                 )
 
 
-def fits_label(name: str, value: object) -> bool:
+def fits_label(name: str, value: Any) -> bool:
     """Whether a value may be a label: text or a whole number of 64 bits, as columns of tables are.
 
     `length` is never text, and `depth` a number from 0 to 1.

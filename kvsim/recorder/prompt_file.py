@@ -148,10 +148,10 @@ def _lines(source: Path) -> Iterator[tuple[int, str]]:
         if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
             raise CaptureError(f"{source} is not a regular file, expected a JSONL file of prompts")
         if source.suffix in (".csv", ".parquet"):
-            kind = source.suffix[1:]
+            table = source.suffix[1:]
             raise CaptureError(
                 f"{source} is a table, expected one JSON object on each line; "
-                f"`polars.read_{kind}(FILE).write_ndjson(FILE + '.jsonl')` converts it"
+                f"`polars.read_{table}(FILE).write_ndjson(FILE + '.jsonl')` converts it"
             )
         with source.open("rb") as file:
             lines = iter(partial(file.readline, ROOT_LIMIT + 1), b"")

@@ -279,31 +279,31 @@ def is_web(url: str) -> bool:
     return _split(url).scheme.lower() in ("http", "https")
 
 
-def filesystem(url: str, kind: type[KvsimError] = TraceError) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it; raise `kind` if none fits."""
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it; TraceError if none fits."""
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415  an optional extra
     except ImportError as error:
-        raise kind(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
+        raise TraceError(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
     try:
         system, root = url_to_fs(url.rstrip("/"))
     except (ImportError, ValueError, TypeError, OSError) as error:
         missing = "needs a driver that is not installed"
         reason = missing if isinstance(error, ImportError) else "is not a URL that fsspec supports"
-        raise kind(f"{url} {reason} ({error_line(error)})") from error
+        raise TraceError(f"{url} {reason} ({error_line(error)})") from error
     if "file" in system.protocol or "local" in system.protocol:
-        raise kind(f"{url} is local; give its path, without file://")
+        raise TraceError(f"{url} is local; give its path, without file://")
     return system, root
 
 
 @contextmanager
-def store_errors(url: str, what: str, kind: type[KvsimError] = TraceError) -> Iterator[None]:
-    """Raise `kind`, with one line, for an error of a store."""
+def store_errors(url: str, what: str) -> Iterator[None]:
+    """Raise TraceError, with one line, for an error of a store."""
     try:
         yield
     except (KvsimError, FileNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise kind(
+        raise TraceError(
             f"{url} cannot be {what} ({error_line(error)}); check the URL and the network"
         ) from error

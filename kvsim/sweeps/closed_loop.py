@@ -45,7 +45,7 @@ from kvsim.sweeps.cells import Cell, Progress, cells_of
 from kvsim.sweeps.driver import begin, finish
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan
-from kvsim.sweeps.remote import kept_in
+from kvsim.sweeps.shards import kept_in
 from kvsim.sweeps.tasks import Task, outcome_of, tasks_of
 from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
 

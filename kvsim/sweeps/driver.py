@@ -32,8 +32,7 @@ from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.shards import Kept, Shards
+from kvsim.sweeps.shards import Kept, Shards, kept_in
 from kvsim.sweeps.tasks import Outcome, Task
 from kvsim.sweeps.terms import measurable, shared_terms
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
@@ -77,9 +76,8 @@ def sweep(
     the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
 
     Any number of processes may compute the folder `out` at the same time, each of them what no
-    other one has done; the same call goes on with what is there. It may be the URL of a store,
-    where no process can claim a task. With several `jobs`, a script needs
-    `if __name__ == "__main__":`, as for any use of multiprocessing.
+    other one has done; the same call goes on with what is there. With several `jobs`, a script
+    needs `if __name__ == "__main__":`, as for any use of multiprocessing.
 
     Args:
         config: a YAML file (docs/sweeps.md), or the keys of one as a mapping or as keywords. Each
@@ -133,7 +131,7 @@ def replay_all(
     Without `metrics` it measures everything that the traces have the arrays for. With several
     `jobs`, a script needs `if __name__ == "__main__":`. `judge` takes True for the model that a
     trace names, or what `kvsim.recorder.load_model` takes; records that its pass cannot show have a
-    remark instead. Policies that no budget binds have no regret. `out` may be the URL of a store.
+    remark instead. Policies that no budget binds have no regret.
 
     Returns:
         The Run: records, without what only measuring needs, and one Table. A cell that fails is
@@ -350,5 +348,4 @@ def publish(run: Run, shards: Shards) -> None:
 
     with shards.writing(), (shards.folder / "lock").open("ab") as locked:
         lock(locked, wait=True)
-        names = replace_run(shards.folder, write)
-    shards.send(*names)
+        replace_run(shards.folder, write)

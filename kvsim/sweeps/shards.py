@@ -32,7 +32,7 @@ from kvsim.analysis.folder import CONFIG, writing
 from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
 from kvsim.core.record import Record, record_document, record_of
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, local_path
 from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
@@ -110,9 +110,9 @@ class Kept:
 class Shards(Kept):
     """The folder of a sweep. Raises OutputError where something else is there or nothing can be."""
 
-    def __init__(self, folder: Path, where: str | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.where = folder, where or str(folder)
+        self.folder, self.where = folder, str(folder)
         self._again = "run the same command again"
         self._withdrawn = False
         self._claims: dict[str, Any] = {}
@@ -138,7 +138,6 @@ class Shards(Kept):
         with self.writing():
             (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
             replace_file(self.folder / CONFIG, text.encode())
-        self.send(CONFIG)
 
     def check_kind(self, command: str, keys: AbstractSet[str], *, records: bool) -> None:
         """Raise OutputError where another command has results here that would be replaced.
@@ -229,7 +228,6 @@ class Shards(Kept):
             }
             text = json.dumps(sealed(document))
             replace_file(folder / f"{stem}.json", text.encode())
-        self.send(*(f"{PARTS}/{name}" for name in (*names, f"{stem}.json")))
         self.parts.pop(stem, None)
         self.look(stem)
         self.release(task.key)
@@ -275,9 +273,6 @@ class Shards(Kept):
     def _records(self, key: str) -> Sequence[Record]:
         return decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
 
-    def send(self, *names: str) -> None:
-        """Do nothing: a folder needs no upload."""
-
     def close(self) -> None:
         """Give up all claims."""
         for key in list(self._claims):
@@ -286,6 +281,11 @@ class Shards(Kept):
     def writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
         return writing(self.where, "what is finished is kept", self._again)
+
+
+def kept_in(out: str | Path | None) -> Kept:
+    """Return what keeps a sweep: memory or a folder; OutputError for a URL."""
+    return Kept() if out is None else Shards(local_path(out, OutputError))
 
 
 def _commands(path: Path) -> list[str]:

@@ -83,11 +83,11 @@ def answer_text(answer: object) -> str:
     """Return an answer as text, a number in decimals: 7.0 is "7". TextError for anything else."""
     if isinstance(answer, str):
         return answer
-    number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    if not number or not math.isfinite(answer):
-        raise TextError(f"the answer is {answer!r:.60}, expected text or a list of texts")
-    text = format(Decimal(str(answer)), "f")
-    return text.removesuffix(".0") if answer else "0"
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    if isinstance(answer, float) and math.isfinite(answer):
+        return format(Decimal(str(answer)), "f").removesuffix(".0") if answer else "0"
+    raise TextError(f"the answer is {answer!r:.60}, expected text or a list of texts")
 
 
 def score(response: str, answers: Sequence[str], scorer: str = "contained") -> float:

@@ -18,7 +18,7 @@ from kvsim.store.forecast import Meter
 from kvsim.sweeps.closed_loop import plan_live
 from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.remote import kept_in
+from kvsim.sweeps.shards import kept_in
 from traces import random_arrays, random_trace
 
 

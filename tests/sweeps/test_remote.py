@@ -1,20 +1,18 @@
-"""Sweeps of traces over HTTP, and into a store: the same values, and what happens without them."""
+"""Sweeps of traces over HTTP: the same values, and what happens without them."""
 
 import functools
 import http.server
 import shutil
 import threading
-import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 
 import kvsim
 from kvsim.errors import OutputError
 from kvsim.sweeps import driver, planning
 from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.remote import Store, kept_in
+from kvsim.sweeps.shards import kept_in
 from web import Quiet
 
 GRID = {"policies": ["knorm", "tova"], "budgets": [12, 20], "intervals": 8, "metrics": ["wipeout"]}
@@ -41,15 +39,6 @@ def urls(server):
 
 
 @pytest.fixture
-def store():
-    """The URL of a folder in fsspec's memory, empty before and after."""
-    system, root = fsspec.filesystem("memory"), f"/{uuid.uuid4()}"
-    yield f"memory:/{root}"
-    if system.exists(root):
-        system.rm(root, recursive=True)
-
-
-@pytest.fixture
 def computed(monkeypatch):
     """The keys of the tasks that have been computed."""
     keys, compute = [], planning.replayed
@@ -60,12 +49,6 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(planning, "replayed", counting)
     return keys
-
-
-def files(store):
-    """The files in the store by their names."""
-    system, root = fsspec.core.url_to_fs(store)
-    return {path[len(root) + 1 :]: system.cat_file(path) for path in system.find(root)}
 
 
 def test_traces_over_http_are_the_traces(urls, paths, tmp_path):
@@ -119,121 +102,19 @@ def test_another_trace_at_the_url_is_no_part_of_the_sweep(urls, paths):
     assert run.parameters["done"] == 4
 
 
-def test_a_store_holds_what_a_folder_holds(paths, store, tmp_path, computed):
-    """Shards fill the store, the whole is published, and nothing is computed twice."""
-    grid = {**GRID, "traces": paths, "records": True}
-    expected = kvsim.sweep(**grid, out=tmp_path / "x")
-    computed.clear()
+@pytest.mark.parametrize("url", ["s3://bucket/run", "http://127.0.0.1:1/run", "memory://run"])
+def test_a_run_is_a_folder_on_this_machine(url, run, paths):
+    """Nothing is asked for a run behind a URL, or writes one there; a line says so."""
+    grid = ("sweep", paths[0], "--policy", "knorm", "--budget", "12")
+    for command in ((*grid, "--out", url), ("compare", url), ("table", url), ("info", url)):
+        status, _, error = run(*command)
 
-    for number in range(2):
-        kvsim.sweep(**grid, out=store, shard=(number, 2))
-    assert "run.json" not in files(store)
-    run = kvsim.sweep(**grid, out=store)
-
-    assert run.table.equals(expected.table)
-    assert len(computed) == len(set(computed)) == len(Plan.of(grid_from(None, **grid)).tasks)
-    here = {path.relative_to(tmp_path / "x").as_posix() for path in (tmp_path / "x").rglob("*")}
-    assert set(files(store)) == {x for x in here if (tmp_path / "x" / x).is_file()} - {"lock"}
-    for name in ("results.parquet", *(x for x in files(store) if x.endswith(".parquet"))):
-        assert files(store)[name] == (tmp_path / "x" / name).read_bytes()
-    more = kvsim.sweep(**{**grid, "budgets": [12, 20, 24]}, out=store)
-    assert more.parameters["done"] == 12
-
-
-def test_a_damaged_part_in_a_store_is_computed_again(paths, store, computed):
-    """Bytes that are not those of the SHA-256, or a part without its Table, count for nothing."""
-    grid = {**GRID, "traces": paths}
-    expected = kvsim.sweep(**grid, out=store)
-    system, root = fsspec.core.url_to_fs(store)
-    first, second = sorted(x for x in files(store) if x.startswith("parts/") and "parquet" in x)
-    system.pipe_file(f"{root}/{first}", files(store)[first][:-1])
-    system.rm(f"{root}/{second}")
-    computed.clear()
-
-    run = kvsim.sweep(**grid, out=store)
-
-    assert run.table.equals(expected.table)
-    assert len(computed) == 2
-
-
-def test_two_processes_on_one_store_count_a_task_once(paths, store):
-    """Neither sees the other's work in time; the results are those of one."""
-    grid = {**GRID, "traces": paths}
-    plan = Plan.of(grid_from(None, **grid))
-    one, other = Store(store), Store(store)
-    for each in (one, other):
-        each.begin(plan.document)
-        each.scan()
-    for task in plan.tasks:
-        assert one.claim(task)
-        assert other.claim(task)  # no store has locks
-        one.add(task, planning.replayed(task))
-        other.add(task, planning.replayed(task))
-
-    run = kvsim.sweep(**grid, out=store)
-
-    assert run.table.equals(kvsim.sweep(**grid).table)
-
-
-def test_a_part_counts_from_its_last_file_on(paths, store, monkeypatch):
-    """A store that breaks between the files of a part leaves no part, and says so."""
-    grid = {**GRID, "traces": paths[:1]}
-    system = type(fsspec.filesystem("memory"))
-    pipe = system.pipe_file
-
-    def breaking(self, path, *rest, **options):
-        if path.endswith(".json"):
-            raise OSError("the connection was reset")
-        pipe(self, path, *rest, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(system, "pipe_file", breaking)
-        with pytest.raises(OutputError, match=r"cannot be written \(the connection was reset"):
-            kvsim.sweep(**grid, out=store)
-
-    assert [name for name in files(store) if name.startswith("parts/")]
-    assert Store(store).parts == {}
-    assert kvsim.sweep(**grid, out=store).parameters["done"] == 4
-
-
-def test_the_commands_take_a_store(run, paths, store):
-    """--status, --collect and a comparison work on a URL; --slurm and HTTP do not."""
-    sweep = (
-        "sweep",
-        paths[0],
-        "--policy",
-        "knorm,tova",
-        "--budget",
-        "12",
-        "--metric",
-        "output_error",
-    )
-    assert run(*sweep, "--out", store, "--shard", "0/1")[0] == 0
-
-    assert "2 of 2 cells are done" in run("sweep", "--out", store, "--status")[1]
-    assert run("sweep", "--out", store, "--collect")[0] == 0
-    assert "run.json" in files(store)
-    status, out, error = run("compare", store)
-    assert (status, "knorm" in out, error) == (0, True, "")
-    status, _, error = run("compare", f"{store}/x")
-    assert (status, f"{store}/x is no run folder: {store}/x/run.json is missing" in error) == (
-        2,
-        True,
-    )
-    status, _, error = run("sweep", "--out", store, "--slurm", "2")
-    assert (status, "--slurm needs a folder" in error) == (2, True)
-    status, _, error = run(*sweep, "--out", "http://127.0.0.1:1/x")
-    assert (status, "HTTP is read-only" in error) == (2, True)
-
-
-def test_a_store_with_other_files_is_left_alone(paths, store):
-    """What is no sweep is refused before anything is written."""
-    system, root = fsspec.core.url_to_fs(store)
-    system.pipe_file(f"{root}/mine.txt", b"mine")
-
-    with pytest.raises(OutputError, match=r"memory://.* exists and is not the folder of a sweep"):
-        kvsim.sweep(**GRID, traces=paths[:1], out=store)
-    with pytest.raises(OutputError, match=r"memory://.* is no folder of a sweep"):
-        Store(store).grid()
-
-    assert list(files(store)) == ["mine.txt"]
+        assert (status, error.count("\n")) == (2, 1)
+        assert url in error
+    for function in (
+        kvsim.read_run,
+        kept_in,
+        lambda out: kvsim.sweep(**GRID, traces=paths, out=out),
+    ):
+        with pytest.raises(OutputError, match="a URL; expected a path on this machine"):
+            function(url)
