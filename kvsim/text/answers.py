@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -60,23 +61,89 @@ def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None
         text_check("", answer, scorer)
 
 
-# Words end where no letter or digit follows, numbers where no decimals and no thousands do. A minus
-# sign belongs to its number, a hyphen between words does not.
-_MINUS = r"(?<!(?<!\w)[-\u2212](?=\d))"
-_BEFORE = rf"(?<!\w)(?<!\d\.)(?!(?<=\d,)\d{{3}}(?!\d)){_MINUS}"
-_AFTER = r"(?!\w)(?!\.\d)(?!,\d{3}(?!\d))"
+#: Where reasoning begins, and where it ends and the answer begins, of DeepSeek, Qwen and most
+#: others, then of Mistral, Seed, LongCat, Cohere, Kimi, Apertus, MiniMax, OpenThoughts, Gemma and
+#: gpt-oss.
+REASONING = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<longcat_think>": "</longcat_think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<mm:think>": "</mm:think>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|channel>": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
+    "<|channel|>commentary<|message|>": "<|channel|>final<|message|>",
+}
+_OPENED = re.compile(rf"(?<![`'\"])(?:{'|'.join(map(re.escape, REASONING))})")
+_CLOSED = re.compile("|".join(map(re.escape, REASONING.values())))
+
+# Digits, and letters of Latin, Greek and Cyrillic.
+_LATIN = "\0-\u052f\u1d00-\u2e7f\ua640-\ua7ff\uab30-\uab6f\ufb00-\ufb06"
+# Signs of vowels and accents.
+_MARKS = ("Mn", "Mc")
+# Scripts without spaces between words, or with endings behind them: Thai to Myanmar, Hangul, Khmer,
+# Chinese and Japanese.
+_UNSPACED = (
+    "\u0e00-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7ff"
+    "\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
+)
+# Numbers end where no decimals, no thousands and no ten thousands of East Asia follow.
+_BEFORE = r"(?<!\d\.)(?!(?<=\d,)\d{3}(?!\d))"
+_AFTER = r"(?!\.\d)(?!,\d{3}(?!\d))(?!(?<=\d)[\u4e07\u842c\u4ebf\u5104\ub9cc\uc5b5])"
+
+# Full-width forms but the comma, which parts clauses; Arabic signs of numbers; variation selectors.
+_PLAIN = {at: at - 0xFEE0 for at in range(0xFF01, 0xFF5F) if at != 0xFF0C}
+_PLAIN |= {0x066B: ord("."), 0x066C: ord(","), 0xFE0E: None, 0xFE0F: None}
 
 
 def is_right(response: str, answer: str) -> bool:
     """Return whether a response has the answer in it.
 
-    As whole words and whole numbers (12 is not in 12.5, 12,000 or -12), in upper or lower case,
-    after the last ``</think>``; runs of spaces and line ends count as one space. An empty answer is
-    never right.
+    As whole words and whole numbers (12 is not in 12.5, 12,000 or -12), in upper or lower case, in
+    the final part; runs of spaces and line ends count as one space, digits of all scripts as the
+    same. In a script without spaces, text is enough, and a number next to its letters is whole. An
+    empty answer is never right.
     """
-    final, expected = (" ".join(text.split()) for text in (final_part(response), answer))
-    pattern = rf"{_BEFORE}{re.escape(expected)}{_AFTER}"
-    return bool(expected) and re.search(pattern, final, re.IGNORECASE) is not None
+    final, expected = _plain(final_part(response)), _plain(answer)
+    places = re.finditer(rf"(?={_BEFORE}({re.escape(expected)}){_AFTER})", final, re.IGNORECASE)
+    return bool(expected) and any(_whole(final, *place.span(1)) for place in places)
+
+
+def _plain(text: str) -> str:
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text).translate(_PLAIN)
+        text = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
+    return " ".join(text.split())
+
+
+def _whole(text: str, start: int, end: int) -> bool:
+    """Return whether no word goes on before or after a part of a text.
+
+    Neighbours are of one word if their kind is the same: digits and Latin letters, or letters of
+    other scripts with spaces, such as Arabic, whose prefixes stand next to digits. A minus sign
+    belongs to its number, a hyphen between words does not.
+    """
+    before, after = text[:start][-1:], text[end : end + 1]
+    ends = (before, text[start]), (after, text[end - 1])
+    joined = any(_kind(x) == (_kind(edge) or _LATIN) != _UNSPACED for x, edge in ends)
+    signed = before in ("-", "\u2212") and _kind(text[: start - 1][-1:]) in ("", _UNSPACED)
+    minus = signed and text[start].isdecimal()
+    return not (joined or minus or unicodedata.category(after or " ") in _MARKS)
+
+
+def _kind(letter: str) -> str:
+    """Return the kind of what words are made of; empty for other characters."""
+    if letter.isalnum() or letter == "_" or unicodedata.category(letter or " ") in _MARKS:
+        kinds = (kind for kind in (_LATIN, _UNSPACED) if re.match(f"[{kind}]", letter))
+        return next(kinds, "other")
+    return ""
 
 
 def answer_text(answer: object) -> str:
@@ -94,7 +161,8 @@ def score(response: str, answers: Sequence[str], scorer: str = "contained") -> f
     """Return the score of a response from 0 to 1, by one of `SCORERS`."""
     if scorer == "contained":
         return float(any(is_right(response, answer) for answer in answers))
-    found = [answer.lower() in response.lower() for answer in answers]
+    final = final_part(response).lower()
+    found = [answer.lower() in final for answer in answers]
     return float(any(found)) if scorer == "string_match_part" else sum(found) / len(found)
 
 
@@ -121,5 +189,10 @@ def text_score(response: str, check: Mapping[str, Any]) -> float:
 
 
 def final_part(response: str) -> str:
-    """Return the text after the last ``</think>``."""
-    return response.rpartition("</think>")[2]
+    """Return the text after reasoning that has ended, up to reasoning that has not."""
+    return _OPENED.split(_CLOSED.split(response)[-1])[0]
+
+
+def open_reasoning(text: str) -> str:
+    """Return the mark of reasoning (`REASONING`) that a text begins and does not end, or ''."""
+    return ["", *_OPENED.findall(_CLOSED.split(text)[-1])][-1]
