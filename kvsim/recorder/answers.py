@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.prompts import Encoded, Prompt
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, text_check
 
 
 def answer_check(
-    prompt: Prompt, text: str | None, response: str, *, tiny: bool, longest: int | None
+    prompt: Prompt, encoded: Encoded, response: str, *, tiny: bool, longest: int | None
 ) -> dict[str, Any] | None:
     """Return what a trace says of a response, ready for JSON; None without anything to compare.
 
+    It says in which mark of reasoning the response begins (`opened`), if it does.
     A scorer of another kind than free text decides where the prompt names one. For tiny the right
     response follows from the text of the prompt. longest: tokens of the longest response, if the
     prompt states it.
     """
-    answer, scorer = prompt.answer, prompt.scorer
+    answer, scorer, text = prompt.answer, prompt.scorer, encoded.text
+    response = encoded.opened + response
     if scorer is not None and scorer not in SCORERS:
         known = {"scorer": scorer, "expected": answer, "metadata": prompt.metadata}
         check = language_of(scorer).check(text or "", response, known)
@@ -28,6 +30,7 @@ def answer_check(
         return None
     else:
         check = text_check(response, answer, scorer)
+    check |= {"opened": encoded.opened} if encoded.opened else {}
     return check | ({"max_new_tokens": longest} if longest else {})
 
 

@@ -11,14 +11,22 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError, error_line
+from kvsim.errors import CaptureError
+from kvsim.recorder.generation import stop_tokens
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
-from kvsim.recorder.tokenization import encoding_notes, need_tokenizer, tokenize
+from kvsim.recorder.tokenization import (
+    chat_text,
+    encoding_notes,
+    end_notes,
+    need_tokenizer,
+    reasoning_begun,
+    rendered,
+    tokenize,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
@@ -100,6 +108,8 @@ class Encoded:
 
     needle: its token spans. response: token ids of a given response, None to generate one.
     context_len: tokens of the context, None without one. notes: how ids differ from their text.
+    opened: the mark of reasoning in which the response begins, such as ``<think>``. template: what
+    the chat template was given beside messages.
     """
 
     ids: list[int]
@@ -109,22 +119,31 @@ class Encoded:
     response: list[int] | None
     context_len: int | None
     notes: list[str]
+    opened: str = ""
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode(
-    whole: Prompt, model: PreTrainedModel, tokenizer: Any, *, system: str | None, chat: bool
+    whole: Prompt,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    system: str | None,
+    chat: bool,
+    template: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 
-    system: a message before it, which makes text a chat. chat: text is a user's message. A response
-    is encoded by itself, without special tokens. The context ends with the last token that has no
-    text of the question.
+    system: a message before it, which makes text a chat. chat: text is a user's message. template:
+    variables of the chat template, such as `enable_thinking`. A last message of the assistant is
+    continued. A response is encoded by itself, without special tokens. The context ends with the
+    last token that has no text of the question.
 
     Raises CaptureError for a prompt that is empty, or with its response longer than the context; a
     response that is empty; unknown ids or words; text without a tokenizer; a chat without a
-    template, or one that the template refuses; a second system message, or one for token ids; a
-    needle that is not in the prompt once, or with a tokenizer that does not say where its tokens
-    are in the text; a context that ends outside the prompt.
+    template, or one that the template refuses or leaves out; a second system message, or one for
+    token ids; a needle that is not in the prompt once, or with a tokenizer that does not say where
+    its tokens are in the text; a context that ends outside the prompt.
     """
     prompt, context = whole.content, whole.context
     before = _context_text(prompt, context)
@@ -133,10 +152,15 @@ def encode(
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
         raise CaptureError("the prompt is empty, expected some text")
-    messages = _messages(prompt, system=system, chat=chat)
+    messages, template = _messages(prompt, system=system, chat=chat), template or {}
+    if messages is None and template:
+        raise CaptureError(
+            "chat_template_kwargs are given and the prompt is no chat, expected messages, or text "
+            "with --chat; leave --chat-template-kwargs out"
+        )
     if messages is not None:
         reason = "messages" if text is None else "--chat" if chat else "a system message"
-        text = _render(messages, tokenizer, reason)
+        text = chat_text(messages, tokenizer, reason, template)
     special = messages is None  # a chat template has put the special tokens in already
     if text is not None and whole.answer_prefix is not None:
         text += "\n" * special + whole.answer_prefix
@@ -150,6 +174,7 @@ def encode(
     check_ids(ids, given or [], model)
     notes = [] if text is None else encoding_notes(text, ids, tokenizer)
     notes += _response_notes(whole, given or [], tokenizer)
+    notes += end_notes(ids, text, messages, stop_tokens(model, tokenizer), tokenizer)
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:
@@ -160,9 +185,10 @@ def encode(
         else:
             n = len(messages) - len(prompt)  # a system message that is not counted
             counted = n + counted_context(context, len(prompt), "messages")
-            end = _messages_end(messages[:counted], text, tokenizer)
+            end = _messages_end(messages[:counted], text, tokenizer, template)
         context_len = tokens_before(end, text, tokenizer, special=special)
-    return Encoded(ids, text, messages, spans, given, context_len, notes)
+    opened = "" if text is None else reasoning_begun(text, messages)
+    return Encoded(ids, text, messages, spans, given, context_len, notes, opened, template)
 
 
 def _response_notes(whole: Prompt, ids: list[int], tokenizer: Any) -> list[str]:
@@ -210,9 +236,11 @@ def _context_end(prompt: str, end: int, text: str) -> int:
     return start + end - (len(prompt) - len(prompt.lstrip()))
 
 
-def _messages_end(context: list[dict[str, Any]], text: str, tokenizer: Any) -> int:
+def _messages_end(
+    context: list[dict[str, Any]], text: str, tokenizer: Any, template: Mapping[str, Any]
+) -> int:
     """Return where the first messages of a chat end in its rendered text, in characters."""
-    beginning = rendered(context, tokenizer, generation=False)
+    beginning = rendered(context, tokenizer, template, generation=False)
     if not text.startswith(beginning):
         raise CaptureError(
             f"the chat template renders the first {len(context)} messages otherwise where others "
@@ -335,36 +363,12 @@ def ids_of(prompt: object, what: str = "prompt") -> list[int]:
     return [int(token) for token in array]
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
-    """Return the text of a chat. reason: why the prompt is a chat, for errors."""
-    need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
-    if not getattr(tokenizer, "chat_template", None):
-        text = "give text instead of messages" if reason == "messages" else f"leave {reason} out"
-        raise CaptureError(
-            f"the prompt is a chat ({reason}), and the tokenizer ({type(tokenizer).__name__}) has "
-            "no chat template, expected one, as instruction-tuned models have; give such a model, "
-            f"or {text}"
-        )
-    return rendered(messages, tokenizer, generation=True)
-
-
-def rendered(messages: list[dict[str, Any]], tokenizer: Any, *, generation: bool) -> str:
-    """Return the text of messages, with the beginning of the response; CaptureError if refused."""
-    options = {"tokenize": False, "add_generation_prompt": generation}
-    try:
-        return str(tokenizer.apply_chat_template(messages, **options))
-    except (TemplateError, TypeError, ValueError) as error:
-        # templates refuse unknown roles, and content of another kind
-        raise CaptureError(
-            f"the tokenizer's chat template refuses the messages ({error_line(error)}), expected "
-            "roles and content that it accepts; see the template, or leave --system out"
-        ) from error
-
-
 def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     """Return the length in tokens of a text or a chat, as `encode` encodes it."""
     messages = _messages(prompt, system=None, chat=False)
-    text = prompt if isinstance(prompt, str) else _render(messages or [], tokenizer, "messages")
+    text = (
+        prompt if isinstance(prompt, str) else chat_text(messages or [], tokenizer, "messages", {})
+    )
     return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
 
 

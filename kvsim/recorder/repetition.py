@@ -21,9 +21,8 @@ from kvsim.recorder.generation import chunk_rows, evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
-from kvsim.recorder.prompts import rendered
 from kvsim.recorder.sizes import layer_sizes
-from kvsim.recorder.tokenization import knows
+from kvsim.recorder.tokenization import knows, rendered
 
 #: Requests for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -129,7 +128,7 @@ def _turn(tokenizer: Any) -> str:
     """Return the text of a chat template between a user's message and its response."""
     marker = "\N{SECTION SIGN}" * 3
     try:
-        text = rendered([{"role": "user", "content": marker}], tokenizer, generation=True)
+        text = rendered([{"role": "user", "content": marker}], tokenizer, {}, generation=True)
     except CaptureError:
         return "\n"
     return text.rpartition(marker)[2] if marker in text else "\n"

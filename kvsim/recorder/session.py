@@ -50,7 +50,7 @@ from kvsim.recorder.resuming import GIVEN, differences
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
 from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
-from kvsim.recorder.tokenization import describe_tokenizer, token_strings
+from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
 from kvsim.recorder.turns import (
     describe_turns,
     encode_turns,
@@ -164,8 +164,8 @@ class Session:
         """Compare a response whose writer is known with the right one, ready for JSON."""
         if response is None or (self.response and self.prompt.writer is None):
             return None
-        text, tiny = self.encoded.text, is_tiny(self.model)
-        return answer_check(self.prompt, text, response, tiny=tiny, longest=self.own_length)
+        of, tiny = (self.prompt, self.encoded, response), is_tiny(self.model)
+        return answer_check(*of, tiny=tiny, longest=self.own_length)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -386,7 +386,7 @@ class Session:
         header, response = self._header(), None
         prompt_len = header.prompt_len
         if self.tokenizer is not None:
-            response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
+            response = response_text(tokens[prompt_len:], self.tokenizer)
         cut = self.new_tokens < self.options.longest
         agrees = self.likeliest and not self.turns  # questions were not written by the model
         meta = {

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, error_line
 from kvsim.schema import first_of, object_at
+from kvsim.text.answers import REASONING, final_part, open_reasoning
 
 _SHOWN_WORDS = 8
 _SHOWN_CHARACTERS = 24
+
+_REASONING = (*REASONING, *REASONING.values())
 
 #: Parts of a tokenizer's state that are of its last call.
 _CALL = ("truncation", "padding")
@@ -113,11 +118,131 @@ def _normalised(text: str, tokenizer: Any) -> str:
     return (text if normalizer is None else str(normalizer.normalize_str(text))).rstrip()
 
 
+def end_notes(
+    ids: Sequence[int],
+    text: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    ends: Collection[int],
+    tokenizer: Any,
+) -> list[str]:
+    """Return notes on pads and ends of texts inside a prompt, and on a message that is continued.
+
+    ends: tokens that end a text, which the first or last one of a text may do.
+    """
+    special = {*ends, getattr(tokenizer, "pad_token_id", None)} - {None}
+    if text is None:
+        found = [str(n) for n, x in enumerate(ids) if x in special and (n or x not in ends)]
+    else:
+        written = [str(x.get("content")) for x in messages] if messages else [text[1:-1]]
+        names = {str(tokenizer.decode([token])).strip() for token in special} - {""}
+        found = sorted(repr(name) for name in names if any(name in each for each in written))
+    what = "the prompt has tokens in it that pad or end a text, which the model reads as they stand"
+    notes = [f"{what}: {first_of(found, _SHOWN_WORDS)}"] if found else []
+    if messages and messages[-1].get("role") == "assistant":
+        notes.append("the last message is the assistant's, and the response continues it")
+    return notes
+
+
+def chat_text(
+    messages: list[dict[str, Any]], tokenizer: Any, reason: str, template: Mapping[str, Any]
+) -> str:
+    """Return the text of a chat. reason: why the prompt is a chat, for errors."""
+    need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
+    if not getattr(tokenizer, "chat_template", None):
+        text = "give text instead of messages" if reason == "messages" else f"leave {reason} out"
+        raise CaptureError(
+            f"the prompt is a chat ({reason}), and the tokenizer ({type(tokenizer).__name__}) has "
+            "no chat template, expected one, as instruction-tuned models have; give such a model, "
+            f"or {text}"
+        )
+    return rendered(messages, tokenizer, template, generation=True)
+
+
+def rendered(
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    *,
+    generation: bool,
+) -> str:
+    """Return the text of messages, with the beginning of the response, or a last one left open.
+
+    Messages whose text the template leaves out, or all if it refuses text, are given as lists of
+    parts. Raises CaptureError if it refuses those, too, or leaves a message out.
+    """
+    goes_on = generation and messages[-1].get("role") == "assistant"
+    options = {**template, "tokenize": False, "continue_final_message": goes_on}
+    options["add_generation_prompt"] = generation and not goes_on
+
+    def marked(number: int) -> str:
+        mark = f"kvsim-{number}"
+        return f"{mark} {messages[number]['content']} {mark}"
+
+    def apply(text_of: Callable[[int], str]) -> str:
+        given = [dict(each) for each in messages]
+        for n in texts:
+            text = text_of(n)
+            given[n]["content"] = [{"type": "text", "text": text}] if n in lost else text
+        return str(tokenizer.apply_chat_template(given, **options))
+
+    def lacks(number: int, text: str) -> bool:
+        """Return whether a text lacks a marked message, but for reasoning and the form of JSON."""
+        whole = marked(number)
+        part = final_part(whole) if messages[number].get("role") == "assistant" else whole
+        forms = part, json.dumps(part, ensure_ascii=False)[1:-1]
+        return not any(" ".join(x.split()) in " ".join(text.split()) for x in forms)
+
+    texts = [n for n, each in enumerate(messages) if isinstance(each.get("content"), str)]
+    lost, errors = list[int](), list[CaptureError]()
+    for _ in range(2):
+        try:
+            text, trial = apply(lambda n: str(messages[n]["content"])), apply(marked)
+            lost = [n for n in texts if not messages[n].get("tool_calls") and lacks(n, trial)]
+            if not lost:
+                return text
+            role = messages[lost[0]].get("role")
+            reason = f"leaves out the text of message {lost[0]} ({role})"
+        except (TemplateError, TypeError, ValueError) as error:
+            # unknown roles, or content of another kind
+            lost, reason = texts, f"refuses the messages ({error_line(error)})"
+        errors.append(
+            CaptureError(
+                f"the tokenizer's chat template {reason}, expected roles and content that it "
+                "accepts; see the template, or leave --system out"
+            )
+        )
+    raise errors[0]
+
+
+def reasoning_begun(text: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the mark of reasoning in which the response to a prompt begins, or the empty string.
+
+    Plain text may end in one; of a chat the template or the user begins it behind the last message
+    that is not the assistant's.
+    """
+    if messages is None:
+        return next((mark for mark in REASONING if text.rstrip().endswith(mark)), "")
+    for each in messages:
+        if each.get("role") != "assistant":
+            content = str(each.get("content") or "").strip()
+            text = text[text.find(content) + len(content) :] if content in text else text
+    return open_reasoning(text)
+
+
 def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
     """Return each token decoded by itself, or None without a tokenizer."""
     if tokenizer is None:
         return None
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+
+
+def response_text(ids: Sequence[int], tokenizer: Any) -> str:
+    """Return the text of a response without special tokens, but for those that mark reasoning."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = [str(each) for each in added if each.special]
+    others = [name for name in names if not any(name in mark for mark in _REASONING)]
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=len(others) == len(names)))
+    return text if len(others) == len(names) else re.sub("|".join(map(re.escape, others)), "", text)
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, str]:

@@ -22,10 +22,9 @@ from kvsim.recorder.prompts import (
     Turn,
     check_ids,
     ids_of,
-    rendered,
     response_ids,
 )
-from kvsim.recorder.tokenization import tokenize
+from kvsim.recorder.tokenization import reasoning_begun, rendered, response_text, tokenize
 from kvsim.schema import Spans
 from kvsim.text.answers import text_check
 
@@ -35,11 +34,15 @@ _ANSWER = "x"
 
 @dataclass(frozen=True)
 class EncodedTurn:
-    """A question after an answer as token ids, the given answer to it, and its most new tokens."""
+    """A question after an answer as token ids, the given answer to it, and its most new tokens.
+
+    opened: as `Encoded.opened`.
+    """
 
     ids: list[int]
     response: list[int]
     longest: int
+    opened: str
 
 
 def encode_turns(
@@ -82,26 +85,30 @@ def encode_turns(
             )
         if isinstance(question, str) and text is not None:
             if messages is not None:
+                last = messages[-1]
+                begun = last["content"] if last.get("role") == "assistant" else ""
                 messages = [
-                    *messages,
-                    {"role": "assistant", "content": f"{prefix or ''}{_ANSWER}"},
+                    *messages[: len(messages) - bool(begun)],
+                    {"role": "assistant", "content": f"{begun}{prefix or ''}{_ANSWER}"},
                     {"role": "user", "content": question},
                 ]
-                question = _after(text + _ANSWER, rendered(messages, tokenizer, generation=True))
+                whole_text = rendered(messages, tokenizer, encoded.template, generation=True)
+                question = _after(text + _ANSWER, whole_text)
             prefix = turn.answer_prefix
             if prefix is not None:
                 question += "\n" * (messages is None) + prefix
             text += _ANSWER + question
+            opened = reasoning_begun(text, messages)
             ids = tokenize(question, tokenizer, special=False, tiny=is_tiny(model))
         else:
-            ids = ids_of(question, "question")
+            ids, opened = ids_of(question, "question"), ""
         response = [] if turn.response is None else response_ids(turn.response, model, tokenizer)
         own = turn.max_new_tokens or whole.max_new_tokens
         most = longest if longest is not None else own or Options().longest
         if not ids or type(most) is not int or most < 1:
             what = "a question without tokens" if not ids else "no tokens for its answer"
             raise CaptureError(f"turn {number} has {what}, expected some; give at least one")
-        out.append(EncodedTurn(ids, response, most))
+        out.append(EncodedTurn(ids, response, most, opened))
     later = [token for each in out for token in (*each.ids, *each.response)]
     check_ids(encoded.ids, [*(encoded.response or []), *later] if out else [], model)
     return out
@@ -162,14 +169,16 @@ def describe_turns(
     content: Any = prompt.content
     first = Turn(content, prompt.answer, prompt.scorer, labels=prompt.turn_labels)
     out, answers = [], header.answers(len(tokens))
-    for turn, span, end in zip((first, *prompt.turns), answers, ended, strict=True):
+    begun = [session.encoded.opened, *(each.opened for each in session.turns)]
+    for turn, span, end, opened in zip((first, *prompt.turns), answers, ended, begun, strict=True):
         text, check = None, None
         if tokenizer is not None:
             answer = list(tokens[slice(*span)])
-            text = str(tokenizer.decode(answer, skip_special_tokens=True))
+            text = response_text(answer, tokenizer)
         checked = prompt.response is None or prompt.writer is not None
         if checked and turn.answer is not None and text is not None:
-            check = text_check(text, turn.answer, turn.scorer)
+            check = text_check(opened + text, turn.answer, turn.scorer)
+            check |= {"opened": opened} if opened else {}
             own = turn.max_new_tokens or prompt.max_new_tokens
             check |= {"max_new_tokens": own} if own and session.longest is None else {}
         out.append(

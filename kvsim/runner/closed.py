@@ -31,6 +31,7 @@ from kvsim.recorder.generation import WHOLE, evaluating, following, sample, stop
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.resuming import GIVEN
+from kvsim.recorder.tokenization import response_text
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
@@ -327,9 +328,7 @@ class ClosedLoop:
         return Response(*of(answers), *of(self._full_response))
 
     def _text(self, tokens: Sequence[int]) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return None if self._tokenizer is None else response_text(tokens, self._tokenizer)
 
     def _right(self, tokens: Sequence[int], turn: int) -> bool | None:
         """Whether a response has the right answer; None where the trace does not say what is."""
@@ -341,6 +340,7 @@ class ClosedLoop:
         check, text = self._checks[turn], self._text(tokens)
         if text is None or check.get("right") is None:
             return None
+        text = f"{check.get('opened') or ''}{text}"
         if (kind := str(check.get("kind"))) in LANGUAGES:
             prompt = str(object_at(self.trace.meta, "text").get("prompt"))
             check = LANGUAGES[kind].check(prompt, text, check)

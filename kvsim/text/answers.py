@@ -61,26 +61,18 @@ def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None
         text_check("", answer, scorer)
 
 
-#: Where reasoning begins, and where it ends and the answer begins, of DeepSeek, Qwen and most
-#: others, then of Mistral, Seed, LongCat, Cohere, Kimi, Apertus, MiniMax, OpenThoughts, Gemma and
-#: gpt-oss.
-REASONING = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "[THINK]": "[/THINK]",
-    "<seed:think>": "</seed:think>",
-    "<longcat_think>": "</longcat_think>",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "\u25c1think\u25b7": "\u25c1/think\u25b7",
-    "<|inner_prefix|>": "<|inner_suffix|>",
-    "<mm:think>": "</mm:think>",
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "<|channel>": "<channel|>",
-    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
-    "<|channel|>commentary<|message|>": "<|channel|>final<|message|>",
-}
+_PAIRS = (
+    "<think> </think> <thinking> </thinking> <thought> </thought> <reasoning> </reasoning> "
+    "[THINK] [/THINK] <seed:think> </seed:think> <longcat_think> </longcat_think> "
+    "<|START_THINKING|> <|END_THINKING|> \u25c1think\u25b7 \u25c1/think\u25b7 "
+    "<|inner_prefix|> <|inner_suffix|> <mm:think> </mm:think> <|channel> <channel|> "
+    "<|begin_of_thought|> <|end_of_thought|> "
+    "<|channel|>analysis<|message|> <|channel|>final<|message|> "
+    "<|channel|>commentary<|message|> <|channel|>final<|message|>"
+).split()
+#: Where reasoning begins, and where it ends: of DeepSeek, Qwen and most others, then of Mistral,
+#: Seed, LongCat, Cohere, Kimi, Apertus, MiniMax, Gemma, OpenThoughts and gpt-oss.
+REASONING = dict(zip(_PAIRS[::2], _PAIRS[1::2], strict=True))
 _OPENED = re.compile(rf"(?<![`'\"])(?:{'|'.join(map(re.escape, REASONING))})")
 _CLOSED = re.compile("|".join(map(re.escape, REASONING.values())))
 

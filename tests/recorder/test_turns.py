@@ -258,8 +258,9 @@ def test_turns_of_another_kind_are_refused(turn):
 
 def test_a_template_of_unequal_shape_is_refused():
     """One that renders the last turn otherwise than earlier ones."""
-    unequal = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else 'w1' }}")
-
+    unequal = CHAT.replace(
+        "{{ m['content'] }}", "{{ '' if loop.last else 'w1 ' }}{{ m['content'] }}"
+    )
     prompt = Prompt("", "w3", turns=[Turn("w4")])
 
     with pytest.raises(CaptureError, match="renders a turn otherwise where another turn follows"):
