@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvsim.core.options import Help
-from kvsim.core.parameters import AtLeast, Finite
+from kvsim.core.parameters import AtLeast, Between, Finite
 from kvsim.schema import Compress
 
 if TYPE_CHECKING:
@@ -256,6 +256,8 @@ class Writing(TypedDict, total=False):
         Help("0 takes the most likely token; above 0, tokens are drawn.", default=0.0),
     ]
     seed: Annotated[int, Help("The seed of the draws.", default=0)]
+    top_k: Annotated[int | None, AtLeast(1), Help("As that of a capture.", default=None)]
+    top_p: Annotated[float | None, Between(0, 1), Help("As that of a capture.", default=None)]
     batch: Annotated[
         int,
         AtLeast(1),

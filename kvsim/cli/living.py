@@ -45,6 +45,7 @@ def live(
         dict[str, Any],
         offered(
             *(*SCHEDULE, "layers", "max_new_tokens", "temperature", "seed"),
+            *("top_k", "top_p"),
             *("batch", "metrics", "paged", "block_tables"),
             max_new_tokens="none of recorded traces, 512 of --prompts",
             metrics="everything of a running model",

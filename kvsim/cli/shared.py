@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -111,6 +112,19 @@ def parse_layers(text: str | None) -> list[int] | None:
     return None if text is None else parse_ranges(text, "--layers", expected)
 
 
+def parse_json(text: str | None) -> dict[str, Any] | None:
+    """Parse a JSON object, if one is given."""
+    try:
+        value = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        value = 0
+    if isinstance(value, dict | None):
+        return value
+    raise OptionError(
+        f'a JSON object is {text!r:.80}; expected such as {{"enable_thinking": false}}'
+    )
+
+
 class Form(NamedTuple):
     """How the command line takes a value: its type, whether that is text, and the conversion."""
 
@@ -126,6 +140,7 @@ _FORMS: dict[Any, Form] = {
     Sequence[int] | None: Form(str | None, convert=parse_layers),
     int | Sequence[int] | None: Form(str | None, convert=parse_layers),
     int | str | None: Form(str | None, convert=parse_memory),
+    Mapping[str, Any] | None: Form(str | None, convert=parse_json),
     bool | str: Form(str | None, convert=lambda text: text or False),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvsim.recorder.prompts import Encoded, Prompt
-from kvsim.text.answers import LANGUAGES, SCORERS, language_of, text_check
+from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
 
 def answer_check(
@@ -32,6 +32,12 @@ def answer_check(
         check = text_check(response, answer, scorer)
     check |= {"opened": encoded.opened} if encoded.opened else {}
     return check | ({"max_new_tokens": longest} if longest else {})
+
+
+def reasoning_notes(response: str) -> list[str]:
+    """Return a note on a response, with what its prompt begins, that does not end its reasoning."""
+    mark = open_reasoning(response)
+    return [f"the response does not leave its reasoning ({mark}): it has no answer"] if mark else []
 
 
 def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:

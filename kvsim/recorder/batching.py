@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.generation import (
     check_logits,
     device_of,
@@ -26,7 +27,6 @@ from kvsim.recorder.generation import (
     last_logits,
     run_chunks,
     run_model,
-    sample,
 )
 from kvsim.recorder.hooks import KERNELS, intercepting, kernel_mask
 from kvsim.recorder.modules import kernel_name
@@ -176,22 +176,24 @@ def write(
     limits: Sequence[int],
     *,
     stop: Collection[int],
-    temperature: float = 0.0,
-    seed: int = 0,
+    choice: Choice | None = None,
+    prompts: Sequence[Sequence[int]] = (),
     completed: Callable[[int, Sequence[int]], bool] = lambda *_: False,
     draw: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None,
 ) -> list[Written]:
     """Write the response of each sequence; those that have ended leave the batch.
 
     logits: of the first token of each [sequence, V]. limits: most tokens of each, above 0; the last
-    token is not run. completed: whether the response of a sequence, by its number, ends here. draw:
-    returns the tokens of sequences, by their numbers. Other arguments as for
+    token is not run. choice: of each token, by default the most likely one; prompts: all tokens
+    before each response, for the choice. completed: whether the response of a sequence, by its
+    number, ends here. draw: returns the tokens of sequences, by their numbers. stop: as for
     `kvsim.recorder.generation.generate`. CaptureError for logits that are not finite.
     """
-    generators = [torch.Generator().manual_seed(seed) for _ in limits]
+    begun = zip(prompts, limits, strict=True) if choice else ()
+    choose = [choice.begin(len(ids), count) for ids, count in begun if choice]
 
     def drawn(logits: Tensor, writing: Sequence[int]) -> Sequence[int]:
-        if temperature == 0:
+        if choice is None or choice.likeliest:
             # waits for the device once
             tokens: list[int] = logits.argmax(-1).where(logits.isfinite().all(-1), -1).tolist()
             if -1 not in tokens:
@@ -200,7 +202,7 @@ def write(
         for each, row in zip(logits, batch.positions, strict=True):
             check_logits(each[None], row - 1)
         pairs = zip(logits, writing, strict=True)
-        return [sample(each, temperature, generators[number]) for each, number in pairs]
+        return [choose[n](each, [*prompts[n], *responses[n]]) for each, n in pairs]
 
     out: list[Written | None] = [None] * len(limits)
     responses: list[list[int]] = [[] for _ in limits]

@@ -233,8 +233,8 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
             logits,
             [each.new_tokens for each in chosen],
             stop=stop_tokens(first.model, first.tokenizer),
-            temperature=first.options.temperature,
-            seed=first.options.seed,
+            choice=first.choice,
+            prompts=[each.encoded.ids for each in chosen],
             completed=lambda number, response: chosen[number].stop.completed(response, 0),
         )
     except torch.OutOfMemoryError as error:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError, KvsimError, error_line
 from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
 from kvsim.schema import CHUNK
 
@@ -46,8 +47,7 @@ def generate(
     ids: Sequence[int],
     *,
     new_tokens: int,
-    temperature: float,
-    seed: int,
+    choice: Choice,
     stop: frozenset[int],
     completed: Callable[[Sequence[int], int], bool],
     added: Callable[[list[int], int | None], None],
@@ -62,7 +62,7 @@ def generate(
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
-    temperature: 0 takes the most likely token; above 0, tokens are drawn. stop: tokens that end the
+    choice: of each token. stop: tokens that end the
     response, as its last one. completed: called with the tokens so far and the start of the
     answer, returns whether it ends here. added: called with each token of the response before it
     goes through the model, and with the tokens of a question and where it begins. before_last:
@@ -75,7 +75,8 @@ def generate(
     start, most = len(tokens), len(tokens) + new_tokens
     total, turns = most + sum(len(question) + n for question, n in later), deque(later)
     ended_by: list[Ended | None] = []
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(choice.seed)
+    choose = choice.begin(start, new_tokens, generator)
     cache, ran = begun or (full_cache(model), 0)
     inputs = tokens[ran:]
 
@@ -107,7 +108,8 @@ def generate(
                 tokens += question
                 inputs += question
                 start, most = len(tokens), len(tokens) + count
-            tokens.append(sample(forward(last=False), temperature, generator))
+                choose = choice.begin(start, count, generator)
+            tokens.append(choose(forward(last=False), tokens))
             added(tokens[-1:], None)
             inputs = tokens[-1:]
 
@@ -295,16 +297,6 @@ def device_of(model: PreTrainedModel) -> torch.device:
     device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
     # offloaded until it runs
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from logits [V] at a temperature; the most likely one at 0."""
-    # on the CPU in float64, so that the draw is the same on every device
-    scaled = logits.to("cpu", torch.float64) / (temperature or 1.0)
-    if temperature == 0 or bool(scaled.isinf().any()):  # so cold that it overflows
-        return int(logits.argmax())
-    weights = scaled.softmax(-1)
-    return int(torch.multinomial(weights, 1, generator=generator))
 
 
 @contextmanager

@@ -52,6 +52,16 @@ class Options:
         Help("0 takes the most likely token; above 0, tokens are drawn."),
     ] = 0.0
     seed: Annotated[int, Between(-(2**63), 2**63 - 1), Help("The seed of the draws.")] = 0
+    top_k: Annotated[
+        int | None,
+        AtLeast(1),
+        Help("Draw among so many most likely tokens, by default as the model's settings say."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Between(0, 1),
+        Help("Draw among the most likely tokens with this probability together, likewise."),
+    ] = None
     stop: Annotated[
         str | Sequence[str],
         Help(
@@ -67,6 +77,13 @@ class Options:
     chat: Annotated[
         bool, Help("Send text as a user's message, through the tokenizer's chat template.")
     ] = False
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Help(
+            "Variables of the chat template, as JSON, such as '{\"enable_thinking\": false}'.",
+            "JSON",
+        ),
+    ] = None
     layers: Annotated[
         Sequence[int] | None,
         Help("Record only these layers, by number; -1 is the last.", "N,A-B,..."),
@@ -239,6 +256,11 @@ class Options:
     def longest(self) -> int:
         """Tokens of the longest response that is generated."""
         return 512 if self.max_new_tokens is None else self.max_new_tokens
+
+    @property
+    def draws(self) -> dict[str, Any]:
+        """How tokens are drawn, as keywords of `kvsim.recorder.choice.Choice`."""
+        return {name: getattr(self, name) for name in ("temperature", "seed", "top_k", "top_p")}
 
     @property
     def generation(self) -> dict[str, Any]:

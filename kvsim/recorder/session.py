@@ -22,10 +22,11 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, answer_check
+from kvsim.recorder.answers import agreement, answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.contexts import SharedContext
 from kvsim.recorder.facts import check_facts
 from kvsim.recorder.generation import (
@@ -94,7 +95,14 @@ class Session:
             self.options = options = replace(options, max_new_tokens=self.own_length)
         self.described = described
         system = options.system if prompt.system is None else prompt.system
-        self.encoded = encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
+        self.encoded = encoded = encode(
+            prompt,
+            model,
+            tokenizer,
+            system=system,
+            chat=options.chat,
+            template=options.chat_template_kwargs,
+        )
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
@@ -118,14 +126,14 @@ class Session:
         stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
         self.left_out = None if stay is None else left_out_before(end, stay)
         self.chunk, more = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
-        self.notes += [*notes, *more]
-        self.limit = n + self.new_tokens
+        choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
+        self.notes += [*notes, *more, *(choice.notes if self.new_tokens else ())]
+        self.limit, self.choice = n + self.new_tokens, choice
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         alike = options.attention, options.probe, self.left_out
         self.sizes = layer_sizes(model, self.layer_ids, *alike)
         self.notes += [*indexer_notes(model, self.limit), *model_notes(model, self.layer_ids)]
-        self.stop = StopStrings(options.stops, tokenizer)
-        self._stack = ExitStack()
+        self.stop, self._stack = StopStrings(options.stops, tokenizer), ExitStack()
         self._writer: TraceWriter | None = None
         self.projections: ProjectionModules | None = None
         self.residual: Residual | None = None
@@ -165,7 +173,9 @@ class Session:
         if response is None or (self.response and self.prompt.writer is None):
             return None
         of, tiny = (self.prompt, self.encoded, response), is_tiny(self.model)
-        return answer_check(*of, tiny=tiny, longest=self.own_length)
+        check = answer_check(*of, tiny=tiny, longest=self.own_length)
+        self.notes += [] if check is None else reasoning_notes(self.encoded.opened + response)
+        return check
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -219,8 +229,7 @@ class Session:
                 new_tokens=min(self.new_tokens, self.options.longest),
                 later=[(turn.ids, turn.longest) for turn in self.turns],
                 step=self.step,
-                temperature=self.options.temperature,
-                seed=self.options.seed,
+                choice=self.choice,
                 stop=stop_tokens(self.model, self.tokenizer),
                 completed=self.stop.completed,
                 added=self._add,
@@ -378,7 +387,7 @@ class Session:
     def settings(self) -> dict[str, Any]:
         """The settings of generation; of a given response what wrote it, if that is known."""
         given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
-        return given if self.response else self.options.generation
+        return given if self.response else self.options.generation | self.choice.settings
 
     def _final_header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
         """Return the header with the response, and with how close the recording is."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
+from kvsim.recorder.answers import reasoning_notes
 from kvsim.recorder.facts import check_labels
 from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.models import is_tiny
@@ -179,6 +180,7 @@ def describe_turns(
         if checked and turn.answer is not None and text is not None:
             check = text_check(opened + text, turn.answer, turn.scorer)
             check |= {"opened": opened} if opened else {}
+            session.notes += reasoning_notes(opened + text)
             own = turn.max_new_tokens or prompt.max_new_tokens
             check |= {"max_new_tokens": own} if own and session.longest is None else {}
         out.append(

@@ -68,7 +68,8 @@ def respond(
     Not for what `unbatched` or `kvsim.recorder.batching.separate` names. Raises as `Decoding.feed`.
     """
     with torch.inference_mode():
-        return write(LiveBatch(lanes), torch.stack([*logits]), limits, **options)
+        prompts = [[*lane.tokens] for lane in lanes]
+        return write(LiveBatch(lanes), torch.stack([*logits]), limits, prompts=prompts, **options)
 
 
 class LiveBatch(Batch):

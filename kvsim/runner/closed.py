@@ -27,7 +27,8 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import Written
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import WHOLE, evaluating, following, sample, stop_tokens
+from kvsim.recorder.choice import APPLIED, Choice
+from kvsim.recorder.generation import WHOLE, evaluating, following, stop_tokens
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.resuming import GIVEN
@@ -44,11 +45,10 @@ from kvsim.text.answers import LANGUAGES, text_score
 
 @dataclass(frozen=True)
 class Writing:
-    """How a response is written: at most `new_tokens`; temperature 0 takes the likeliest token."""
+    """How a response is written: at most `new_tokens`, each of the choice."""
 
     new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    choice: Choice
 
 
 #: Answers, and the sequence that has them.
@@ -266,17 +266,19 @@ class ClosedLoop:
         returns the logits of the next one. The last token of an answer runs with what follows it.
         """
         out: list[Written] = []
+        before = self._ids[: self.trace.prompt_len]
         stop = stop_tokens(self.running.model, self._tokenizer)
         for turn, writing in enumerate(self._writings):
             if turn:
                 question = following(self._questions[turn - 1], out[-1].tokens[-1], stop)
                 logits = feed([out[-1].tokens[-1], *question], asks=True)
+                before = [*before, *out[-1].tokens, *question]
             start = time.perf_counter()
-            generator = torch.Generator().manual_seed(writing.seed)
-            tokens = [sample(logits, writing.temperature, generator)]
+            choose = writing.choice.begin(len(before), writing.new_tokens)
+            tokens = [choose(logits, before)]
             while len(tokens) < writing.new_tokens and tokens[-1] not in stop:
                 logits = feed(tokens[-1:], asks=False)
-                tokens.append(sample(logits, writing.temperature, generator))
+                tokens.append(choose(logits, [*before, *tokens]))
             out.append(Written(tokens, None, time.perf_counter() - start))
         return out
 
@@ -294,8 +296,10 @@ class ClosedLoop:
                 [*ends, generation.get("stopped")], answers, writings, strict=True
             )
         )
-        greedy = writings[0].temperature == 0 == generation.get("temperature")
-        if greedy and whole and answers[:-1] == recorded[:-1]:
+        choice = writings[0].choice
+        alike = all(generation.get(name) == choice.settings.get(name) for name in APPLIED)
+        greedy = choice.temperature == 0 == generation.get("temperature")
+        if greedy and alike and whole and answers[:-1] == recorded[:-1]:
             return answers
         step = WHOLE if self.running.continues else 1
         model, prompt = self.running.model, self._ids[: trace.prompt_len]

@@ -31,6 +31,7 @@ from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.forecast import ModelWork
 from kvsim.recorder.generation import stop_tokens
 from kvsim.runner.batch import respond, unbatched
@@ -140,6 +141,10 @@ def plan_live(
         check_recorded(trace, running.described, tokenizer)
         later = sum(new_tokens + stop - start for start, stop in trace.questions)
         running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens + later))
+    stop = stop_tokens(running.model, tokenizer)
+    draws = {name: given[name] for name in ("temperature", "seed", "top_k", "top_p")}
+    draws = {name: value for name, value in draws.items() if value is not None}
+    choice = Choice(running.model, stop, **draws)
     parameters: dict[str, Any] = {
         "loop": "closed",
         "weights": running.described.get("weights"),
@@ -148,7 +153,9 @@ def plan_live(
         "schedules": [described(terms)],
         "layers": layers,
         "metrics": None if metrics is None else list(metrics),
-        **{name: given[name] for name in ("max_new_tokens", "temperature", "seed", "events")},
+        **{name: given[name] for name in ("max_new_tokens", "events")},
+        **draws,
+        **choice.settings,
         "memory": None,
         "device": str(running.device),
         "regret": False,
@@ -158,8 +165,7 @@ def plan_live(
     if given["paged"] is not None:
         paging = Paging(given["paged"], given["block_tables"])
         parameters |= {name: given[name] for name in ("paged", "block_tables")}
-    sampling = given["temperature"], given["seed"]
-    writing = Writing(new_tokens, *sampling) if new_tokens else None
+    writing = Writing(new_tokens, choice) if new_tokens else None
 
     def loop_of(trace: Trace) -> ClosedLoop:
         if paging is not None:
@@ -169,8 +175,7 @@ def plan_live(
     of_task = ("policies", "budgets", "metrics", "schedules")
     of_tasks = {name: x for name, x in parameters.items() if name not in of_task}
     executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
-    stop = stop_tokens(running.model, tokenizer)
-    executor.sampling = {"stop": stop, "temperature": given["temperature"], "seed": given["seed"]}
+    executor.sampling = {"stop": stop, "choice": choice}
     executor.joined, executor.paging = joined, paging
     executor.schedules = [cell.schedule for cell in cells]
     plan = Plan(
@@ -180,7 +185,7 @@ def plan_live(
         tasks=tasks_of(cells, list(chosen), of_tasks | {"records": True}, together=1),
         metrics=list(chosen),
         parameters={**parameters, "batch": given["batch"]},
-        notes=(*filter(None, [shared]), *alone),
+        notes=(*filter(None, [shared]), *alone, *(choice.notes if new_tokens else ())),
         document={
             **parameters,
             "command": "live",

@@ -61,7 +61,7 @@ def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None
         text_check("", answer, scorer)
 
 
-_PAIRS = (
+_MARKED = (
     "<think> </think> <thinking> </thinking> <thought> </thought> <reasoning> </reasoning> "
     "[THINK] [/THINK] <seed:think> </seed:think> <longcat_think> </longcat_think> "
     "<|START_THINKING|> <|END_THINKING|> \u25c1think\u25b7 \u25c1/think\u25b7 "
@@ -69,10 +69,10 @@ _PAIRS = (
     "<|begin_of_thought|> <|end_of_thought|> "
     "<|channel|>analysis<|message|> <|channel|>final<|message|> "
     "<|channel|>commentary<|message|> <|channel|>final<|message|>"
-).split()
+)
 #: Where reasoning begins, and where it ends: of DeepSeek, Qwen and most others, then of Mistral,
 #: Seed, LongCat, Cohere, Kimi, Apertus, MiniMax, Gemma, OpenThoughts and gpt-oss.
-REASONING = dict(zip(_PAIRS[::2], _PAIRS[1::2], strict=True))
+REASONING = dict(zip(_MARKED.split()[::2], _MARKED.split()[1::2], strict=True))
 _OPENED = re.compile(rf"(?<![`'\"])(?:{'|'.join(map(re.escape, REASONING))})")
 _CLOSED = re.compile("|".join(map(re.escape, REASONING.values())))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.recorder.generation import sample
+from kvsim.recorder.choice import Choice
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from small_model import small
@@ -31,6 +31,14 @@ def lanes(running, names, *, interval=8):
         with Decoding(running, policy, BUDGET, **length, **window, prefill=True) as lane:
             started.append((lane, run_prompt(lane, ids, partial(prefill, running))))
     return started
+
+
+def sample(logits, temperature, generator):
+    """A token by the definition: the likeliest, or drawn on the CPU in double precision."""
+    if not temperature:
+        return int(logits.argmax())
+    weights = (logits.double() / temperature).softmax(-1)
+    return int(torch.multinomial(weights, 1, generator=generator))
 
 
 def alone(running, names, temperature=0.0, **options):
@@ -66,7 +74,8 @@ def test_a_batch_writes_what_each_sequence_alone_does(kind, names, temperature):
     expected = alone(running, names, temperature)
 
     started = lanes(running, names)
-    written = respond(*zip(*started, strict=True), NEW, stop=STOP, temperature=temperature, seed=3)
+    choice = Choice(running.model, STOP, temperature=temperature, seed=3)
+    written = respond(*zip(*started, strict=True), NEW, stop=STOP, choice=choice)
 
     for (tokens, other), (lane, _), each in zip(expected, started, written, strict=True):
         if kind is torch.bfloat16:

@@ -10,6 +10,7 @@ import pytest
 
 import kvsim
 from kvsim.core.policy import Schedule
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.prompts import Prompt, Turn
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import Decoding, RunningModel
@@ -36,7 +37,7 @@ def running():
 
 def loop(new_tokens=NEW):
     """A closed loop over the trace."""
-    writing = Writing(new_tokens) if new_tokens else None
+    writing = Writing(new_tokens, Choice(small(), ())) if new_tokens else None
     return ClosedLoop(running(), trace(), words_tokenizer(), writing)
 
 
@@ -105,7 +106,8 @@ def test_turns_that_fill_the_context_of_a_model_run_live():
     prompt = Prompt("", [*range(40)], turns=turns)
     full = kvsim.capture(small(**options), None, prompt, max_new_tokens=4)
 
-    loop = ClosedLoop(RunningModel(small(**options)), full, None, Writing(4))
+    writing = Writing(4, Choice(small(**options), ()))
+    loop = ClosedLoop(RunningModel(small(**options)), full, None, writing)
     _, outcome = loop.run(kvsim.policy("full"), 40, Schedule(None, compress="questions"))
 
     written = [outcome.generated, *outcome.later]

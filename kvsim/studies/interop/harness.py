@@ -20,6 +20,7 @@ from kvsim.core.budgets import budgeted
 from kvsim.core.policy import PolicyLike
 from kvsim.errors import PolicyError, missing_extra
 from kvsim.policies import as_policy
+from kvsim.recorder.choice import OF_DRAWS, Choice
 from kvsim.recorder.generation import stop_tokens
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
@@ -106,14 +107,23 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
         """Return context and response, [1, n]."""
-        if options.get("do_sample") and options.get("temperature", 1.0) > 0:
-            raise PolicyError("the task draws tokens (do_sample), expected greedy decoding")
         prompt, ends = context[0].tolist(), stop_tokens(self.model, self.tokenizer)
+        temperature = options.pop("temperature", None)
+        if temperature == 0 or temperature is options.get("do_sample") is None:
+            options["do_sample"] = False  # as in the harness
+        given = {key: x for key, x in options.items() if key not in ("attention_mask", *OF_DRAWS)}
+        choice = Choice(self.model, ends, **given)
+        if choice.others:
+            raise PolicyError(
+                f"the task or the model's generation_config has {', '.join(choice.others)}, "
+                "expected greedy decoding, one token after the other"
+            )
+        choose = choice.begin(len(prompt), max_length - len(prompt))
         written: list[int] = []
         with self._decoding(len(prompt), max_length) as decoding:
             logits = decoding.feed(prompt)[-1]
             while len(prompt) + len(written) < max_length:
-                written.append(int(logits.argmax()))
+                written.append(choose(logits, [*prompt, *written]))
                 text = self.tokenizer.decode(written)
                 if written[-1] in ends or any(each in text for each in stop if each):
                     break
