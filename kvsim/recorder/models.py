@@ -72,6 +72,7 @@ def load_model(
     device_map: str | Mapping[str, str | int] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    cached: bool = False,
     note: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
@@ -91,6 +92,7 @@ def load_model(
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
             for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
+        cached: do not ask the hub, but take what its cache has.
         note: called with a line on where a GGUF file is dequantised, and on how long it took.
 
     Raises:
@@ -107,7 +109,7 @@ def load_model(
     dtype = _dtype_name(dtype, on_cpu=device in (None, "cpu") and device_map in (None, "cpu"))
     options = {"attn_implementation": attention, "device_map": device_map}
     with _quiet(), _located(name, note) as (place, local, source):
-        offline = None if local else unreachable()
+        offline = None if local else "the hub is not asked" if cached else unreachable()
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
         if local:
@@ -137,10 +139,12 @@ def load_model(
         # transformers fills these with random numbers, and only warns
         lacking = sorted({*report["missing_keys"], *(x for x, *_ in report["mismatched_keys"])})
         if lacking:
+            advice = "copy or convert it again, or correct its config.json"
+            if getattr(model, "_hf_peft_config_loaded", False):  # such as DoRA
+                advice = "merge the adapter into its base model with peft, and save and record that"
             raise CaptureError(
                 f"{place} lacks {len(lacking)} of the model's weights or has them in other shapes "
-                f"({first_of(lacking)}), expected all as in its configuration; copy or convert it "
-                "again, or correct its config.json"
+                f"({first_of(lacking)}), expected all as in its configuration; {advice}"
             )
         tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)

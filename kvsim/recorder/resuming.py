@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.trace import Trace
+from kvsim.recorder.choice import APPLIED
 from kvsim.recorder.generation import following, stop_tokens
 from kvsim.recorder.provenance import config_differences
 from kvsim.recorder.tokenization import tokenizer_difference
@@ -29,7 +32,7 @@ def differences(session: Any, trace: Trace) -> list[str]:
         first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
         expected = f"expected {len(ids)} tokens"
         text = f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
-        differing = [text]
+        differing = [text, *_chat_differences(session, object_at(trace.meta, "text"))]
     else:
         differing = _prompt_differences(session, trace, given=generation.get("stopped") == GIVEN)
     model, options, shapes = session.described, session.options, trace.source.shapes
@@ -44,7 +47,10 @@ def differences(session: Any, trace: Trace) -> list[str]:
         **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
         "the SHA-256 of its GGUF file is": tuple(sources),
         "the digest of its weights is": (known, weights),
-        **{f"its {k} is": (generation.get(k), x) for k, x in session.settings.items()},
+        **{
+            f"its {k} is": (generation.get(k), session.settings.get(k))
+            for k in {**dict.fromkeys(APPLIED), **session.settings}
+        },
         "its layers are": (list(trace.layer_ids), list(session.layer_ids)),
         "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
         "it is stored in": (stored, options.store_dtype or exact),
@@ -61,6 +67,19 @@ def differences(session: Any, trace: Trace) -> list[str]:
         if requested is not None and trace.has(name) != requested:
             differing.append(f"it has {'no ' if requested else ''}{name}")
     return differing
+
+
+def _chat_differences(session: Any, text: Mapping[str, Any]) -> list[str]:
+    """Return how the prompt of a trace was made a chat, where that differs; text: of the trace."""
+    encoded = session.encoded
+    chats = [messages or [] for messages in (text.get("messages"), encoded.messages)]
+    systems = [[m for m in chat if m.get("role") == "system"] for chat in chats]
+    facts = {
+        "it was a chat (--chat):": tuple(map(bool, chats)),
+        "its system message (--system) is": tuple(reprlib.repr(x) for x in systems),
+        "its --chat-template-kwargs are": (text.get("template", {}), dict(encoded.template)),
+    }
+    return [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
 
 
 def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]:

@@ -367,7 +367,10 @@ class Session:
             "model": self.described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
-            "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
+            "text": {
+                **{"prompt": self.encoded.text, "messages": self.encoded.messages},
+                **({"template": self.encoded.template} if self.encoded.template else {}),
+            },
             "generation": self.settings,
             "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),

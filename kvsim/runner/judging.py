@@ -320,15 +320,21 @@ def judge(
 def judge_of(trace: Trace, model: str, device: str, memory: int | None) -> Judge:
     """Return the judge of a trace by a model of that name, or by the recorded one without a name.
 
-    Raises as `Judge`, and CaptureError where the model cannot be loaded.
+    The hub is not asked for a model that only a trace names. Raises as `Judge`, and CaptureError
+    where the model cannot be loaded.
     """
     name = model or str(model_of(trace)["name"] or "")
     if not name:
         raise CaptureError(f"{trace.name} does not say of which model it is; name it by --model")
     dtype = object_at(trace.meta, "model").get("dtype")
-    return Judge(_running(name, dtype, device), trace, memory)
+    try:
+        running = _running(name, dtype, device, cached=not model)
+    except CaptureError as error:
+        advice = "" if model else f"; {trace.name} names this model, give yours by --model"
+        raise CaptureError(f"{error}{advice}") from error
+    return Judge(running, trace, memory)
 
 
 @lru_cache(maxsize=1)
-def _running(name: str, dtype: str | None, device: str) -> RunningModel:
-    return RunningModel(load_model(name, dtype=dtype, device=device)[0])
+def _running(name: str, dtype: str | None, device: str, *, cached: bool) -> RunningModel:
+    return RunningModel(load_model(name, dtype=dtype, device=device, cached=cached)[0])
