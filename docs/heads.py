@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     sample = prompts(1, 4000, task="wait", facts=10, lines=17, kinds=6, filler=0.0)[0]
     maps = head_maps(attention_maps(model, sample), prompt=1 + sample.prompt_words)
-    save(maps, options.out / "tiny-heads.png")
+    save(maps, options.out / "tiny-heads.png", overwrite=True)
     rows = Results(options.results, digest(options.model)).rows()
     for part, (name, draw) in PICTURES.items():
         if any(row["part"] == part for row in rows):
-            save(draw(rows), options.out / name)
+            save(draw(rows), options.out / name, overwrite=True)
 
 
 if __name__ == "__main__":

@@ -167,16 +167,18 @@ def test_a_demo_on_a_full_disk_leaves_the_earlier_one(run, small_demo, tmp_path,
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
 def test_a_figure_replaces_a_file_whole(ending, tmp_path):
-    """`kvsim.plots.save` has the bytes that matplotlib would write, or the earlier file stays."""
+    """Only with `overwrite`, and with all bytes that matplotlib would write, or the file stays."""
     figure = Figure()
     figure.subplots().plot([1, 2, 3])
     out = tmp_path / f"f.{ending}"
     out.write_bytes(EARLIER)
 
-    with limit(1024), pytest.raises(OutputError, match="cannot be written"):
+    with pytest.raises(OutputError, match="exists; give another path, or overwrite=True"):
         plots.save(figure, out)
+    with limit(1024), pytest.raises(OutputError, match="cannot be written"):
+        plots.save(figure, out, overwrite=True)
     assert out.read_bytes() == EARLIER
-    assert plots.save(figure, out) == out
+    assert plots.save(figure, out, overwrite=True) == out
     assert len(out.read_bytes()) > 1024
     assert [p.name for p in tmp_path.iterdir()] == [out.name]
 

@@ -36,7 +36,7 @@ from kvsim.analysis.summaries import Interval
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
-from kvsim.files import write_file
+from kvsim.files import check_output, write_file
 from kvsim.progress import notebook_shell
 from kvsim.schema import rounded, size_in_bytes
 
@@ -62,16 +62,18 @@ CELLS: Final[dict[str, Any]] = {"aspect": "auto", "interpolation": "nearest"}
 _STAMPS: Final = {"pdf": "CreationDate", "png": "Software", "svg": "Date"}
 
 
-def save(figure: Figure, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write a figure as PNG, SVG or PDF without a date in it: equal figures are equal files.
 
-    Replaces a file at `path`. Raises OutputError for another format, or if the system refuses.
+    overwrite: replace a file at `path`. Raises OutputError where something is there otherwise, for
+    another format, or if the system refuses.
     """
     target = local_path(path, OutputError)
     form = target.suffix.lower().lstrip(".")
     if form not in _STAMPS:
         raise OutputError(f"{target} ends in {target.suffix!r}; expected .png, .svg or .pdf")
-    write_file(target, picture(figure, form), overwrite=True)
+    check_output(target, overwrite=overwrite, advice="give another path, or overwrite=True")
+    write_file(target, picture(figure, form), overwrite=overwrite)
     return target
 
 
