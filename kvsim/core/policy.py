@@ -399,16 +399,16 @@ class Policy(Displayed):
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then reader and codec. Pieces of one level share their parameters; an allocator that has
-        none belongs to the innermost scorer.
+        Then reader and codec. Pieces of one level share their parameters; an allocator that belongs
+        to the innermost scorer (`Allocator.yields`) is of its level.
         """
         *wrappers, innermost = self.scorers
         outer: list[Any] = [] if self.propagation is None else [self.propagation]
         inside: list[Any] = [innermost]
-        if parameters(type(self.allocator)):
-            outer.append(self.allocator)
-        elif not isinstance(self.allocator, Uniform | Everything):
+        if self.allocator.yields:
             inside.append(self.allocator)
+        elif not isinstance(self.allocator, Uniform | Everything):
+            outer.append(self.allocator)
         return (
             *((piece,) for piece in (*outer, *wrappers)),
             (*inside, self.layer_budgets),

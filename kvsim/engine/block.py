@@ -317,7 +317,21 @@ class Block:
 
 
 def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> None:
-    """Raise BudgetError where fewer entries may stay than are protected, of a head or a group."""
+    """Raise BudgetError where fewer entries may stay than are protected, of a head or a group.
+
+    PolicyError for anything but whole numbers, one for each head or group.
+    """
+    heads = [*protected.shape[:2]]
+    quotas = plan.quotas if isinstance(plan, Plan) else None
+    shape = [*getattr(quotas, "shape", ())]
+    fits = isinstance(quotas, Tensor) and not quotas.is_floating_point()
+    fits &= shape[:2] in (heads, [heads[0], 1]) and (len(shape) == 2 or plan.groups is not None)
+    if not fits:
+        given = f"quotas {quotas.dtype} {shape}" if shape else type(quotas or plan).__name__
+        raise PolicyError(
+            f"{policy.name}: its allocator returns {given} at row {row}; expected a "
+            f"kvsim.core.policy.Plan with integers {heads} [layer, KV head], see {GUIDE}"
+        )
     if plan.groups is None:
         least = protected.sum(-1)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import Policy, Schedule, Scorer
+from kvsim.core.policy import Allocator, Policy, Schedule, Scorer, Wrapper
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
 from kvsim.errors import PolicyError, error_line, suggest
@@ -34,11 +34,14 @@ _PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
 }
 
 
-def behind(name: str) -> Entry | None:
-    """The entry of a reader or a codec of the user's own, None for any other policy."""
+def entry_of(name: str) -> Entry | None:
+    """The entry of a class of the user's own that needs a scorer inside, or stands behind one.
+
+    None for any other policy.
+    """
     files = {"learned", *_PLANNED}
     target = None if name.partition(":")[0] in files else _target(name)
-    if isinstance(target, type) and issubclass(target, Reader | Codec):
+    if isinstance(target, type) and issubclass(target, Allocator | Wrapper | Reader | Codec):
         return Entry("of your own", target, None)
     return None
 

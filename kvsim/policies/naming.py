@@ -270,6 +270,7 @@ def _parse(name: str) -> tuple[list[tuple[str, Entry | None]], list[Entry]]:
     innermost = chain[-1][1]
     if innermost is not None and not innermost.innermost:
         if not innermost.default:
+            _check_order(name, chain)
             raise PolicyError(
                 f"{name!r} says how entries are chosen but not how they are scored; "
                 f"name a scorer too, such as {name}+tova or {name}+expected_attention"
@@ -284,7 +285,7 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
     chain: list[tuple[str, Entry | None]] = []
     for part in canonical(name).split("+"):
         if ":" in part:
-            chain.append((part, foreign.behind(part)))
+            chain.append((part, foreign.entry_of(part)))
             continue
         base, at, preset = part.partition("@")
         if base not in CATALOGUE and base not in ACCESS:
@@ -338,10 +339,12 @@ def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
     """Raise PolicyError where a part of a name stands where it cannot."""
     for place, (part, outer) in enumerate(chain[:-1]):
         if outer is None or outer.innermost:
-            does = "scores" if outer is None or outer.kind == "scorer" else "fills its caches"
+            does = "is no class of an allocator or wrapper"
+            if outer is not None:
+                does = f"{'scores' if outer.kind == 'scorer' else 'fills its caches'} by itself"
             wraps = ", ".join(key for key, entry in CATALOGUE.items() if not entry.innermost)
             raise PolicyError(
-                f"{name}: {part} {does} by itself and takes no scorer inside; "
+                f"{name}: {part} {does} and takes no scorer inside; "
                 f"expected one of these before the +: {wraps}"
             )
         before, around = chain[place - 1] if place else ("", None)

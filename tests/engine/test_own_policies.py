@@ -1,10 +1,11 @@
 """A policy of the user's own spoils nothing that other policies read, whichever way it writes."""
 
 import ctypes
+import re
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 import kvsim
-from kvsim.core.pieces import Even, Scorer, Uniform
+from kvsim.core.parameters import Between
+from kvsim.core.pieces import Allocator, Even, Plan, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.policy import Policy
 from kvsim.engine import check_cell
 from kvsim.errors import PolicyError
@@ -258,3 +260,104 @@ def own(scorer):
     """The same scorer, of a class of the user's own."""
     kind = type("Own", (type(scorer),), {"__module__": __name__})
     return kind(**{field.name: getattr(scorer, field.name) for field in fields(scorer)})
+
+
+@dataclass(frozen=True)
+class Flat(Allocator):
+    """The same number of entries in each head; of another kind than "right" with a mistake."""
+
+    kind: Literal["right", "number", "indices", "floats", "tensor", "heads"] = "right"
+    share: Annotated[float, Between(0, 1)] = 1.0
+
+    def plan(self, view, scores, protected):
+        """Return quotas of the kind."""
+        budget = view.budget.expand_as(view.count)
+        if self.kind == "number":
+            return Plan(torch.full_like(view.count, view.budget))
+        if self.kind == "indices":
+            return Plan(scores.topk(2, -1).indices)
+        if self.kind == "floats":
+            return Plan(budget * 1.0)
+        if self.kind == "heads":
+            return Plan(budget[0])
+        return budget if self.kind == "tensor" else Plan(budget)
+
+
+class Plain(Flat):
+    """One without parameters of its own is a class of an allocator as well."""
+
+
+@dataclass(frozen=True)
+class Doubled(Wrapper):
+    """Twice the scores of the scorer inside."""
+
+    def score(self, view):
+        """Return them with the columns of the scorer."""
+        inner = self.inner(view)
+        return Scores(2 * inner.values, inner.columns)
+
+
+def flat():
+    """A function that returns an allocator, which no name can put around a scorer."""
+    return Flat()
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("{}:Flat+snapkv", "snapkv"),
+        ("{}:Flat+snapkv@scaled", "snapkv@scaled"),
+        ("{}:Plain+union+tova", "union+tova"),
+        ("{}:Doubled+snapkv", "snapkv"),
+        ("{0}:Flat+{0}:Doubled+snapkv+quest", "snapkv+quest"),
+    ],
+)
+def test_classes_of_ones_own_stand_before_a_scorer(name, same):
+    """An allocator or a wrapper, with its parameters, those of the scorer and scaled lengths."""
+    trace = strategies.make_case("normal", layers=3, heads=2, n=40, prompt_len=25).trace()
+    name, params = name.format(__name__), {} if "tova" in same else {"window": 4}
+    records = [kvsim.replay(trace, kvsim.policy(x, **params), 8, interval=5) for x in (name, same)]
+
+    assert (records[0].evicted_at == records[1].evicted_at).all()
+    assert records[0].policy == name
+    if "Flat" in name:
+        assert kvsim.policy(name, share=0.5, **params).params["share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{}:Flat", ":Flat' says how entries are chosen but not how they are scored"),
+        ("{}:flat+snapkv", ":flat is no class of an allocator or wrapper and takes no scorer"),
+        ("snapkv+{}:Flat", ": snapkv scores by itself and takes no scorer inside"),
+        ("union+{}:Flat+tova", ":Flat is an allocator and union around it needs a scorer"),
+    ],
+)
+def test_what_is_no_allocator_in_front_is_refused(name, message):
+    """The error says what is true of the class or the function, and what can stand there."""
+    with pytest.raises(PolicyError, match=message):
+        kvsim.policy(name.format(__name__))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "number",
+            r"test_own_policies\.py, line \d+; expected a Plan with quotas \[layer, KV head\]$",
+        ),
+        (
+            "indices",
+            r"returns quotas torch\.int64 \[\d, 2, 2\] .* integers \[\d, 2\] \[layer, KV head",
+        ),
+        ("floats", r"quotas torch\.float32 \[\d, 2\] at row 24; expected a .*Plan with integers"),
+        ("heads", r"quotas torch\.int64 \[2\] at row 24; expected"),
+        ("tensor", r"returns Tensor at row 24; expected a kvsim\.core\.policy\.Plan"),
+    ],
+)
+def test_a_wrong_plan_is_named_as_the_allocators(kind, message):
+    """Quotas of another type or shape, and an error in `plan`, are said of the plan, not scores."""
+    trace = strategies.make_case("normal", layers=3, heads=2, n=40, prompt_len=25).trace()
+    policy = kvsim.policy(f"{__name__}:Flat+knorm", kind=kind)
+    (failure,) = replay_all([trace], [policy], [8], interval=5).failures
+    assert re.search(message, failure.error)
