@@ -124,11 +124,14 @@ def local_path(path: object, error: type[KvsimError]) -> Path:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for names that begin so, else the closest one, or the empty string."""
-    names = list(choices)
-    longer = [each for each in names if name and each.startswith(name)]
-    close = longer if 0 < len(longer) < 5 else difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    """`; did you mean 'x'?` for names that begin so or have it as a word, else the closest one.
+
+    In any case of letters; the empty string where nothing is close.
+    """
+    plain, names = name.lower(), {each.lower(): each for each in choices}
+    longer = [x for x in names if plain and (x.startswith(plain) or plain in x.split("_"))]
+    close = longer if 0 < len(longer) < 5 else difflib.get_close_matches(plain, names, n=1)
+    return f"; did you mean {' or '.join(repr(names[x]) for x in close)}?" if close else ""
 
 
 def error_line(error: BaseException) -> str:

@@ -35,7 +35,9 @@ def live(
     *,
     traces: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TRACE]...", help="Recorded prompts and responses."),
+        typer.Argument(
+            metavar="[TRACE]...", help="Recorded prompts and responses.", callback=shared.sources
+        ),
     ] = None,
     loading: Loading,
     new: NewPrompts,

@@ -78,6 +78,7 @@ def plot(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
             "results, such as pareto, also folders that `kvsim replay`, `sweep` or `live` wrote.",
+            callback=shared.sources,
         ),
     ],
     out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],

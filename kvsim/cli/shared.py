@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from kvsim.core.arguments import Value, value_of
 from kvsim.core.options import Declared, declared
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.experiment import Experiment
@@ -21,9 +23,6 @@ from kvsim.schema import is_url, size_in_bytes
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
     from kvsim.core.trace import Trace
-
-#: A parameter of a policy as `--set` gives it.
-Value = int | float | bool | str | None
 
 
 def local_path(text: str) -> Path:
@@ -52,9 +51,43 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
         return None
     parts = [part.strip() for value in values for part in re.split(r",(?![^()]*\))", value)]
     if not all(parts):
-        given = ",".join(values)
-        raise OptionError(f"{param.opts[0]} is {given!r}; expected names or numbers between commas")
+        raise OptionError(
+            f"{param.opts[0]} is {','.join(values)!r}; expected names or numbers between commas, "
+            "without spaces or a comma at the end"
+        )
     return list(dict.fromkeys(parts))
+
+
+def sources(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
+    """Return paths as they are; raise OptionError for one that was meant as a value of an option.
+
+    A shell splits `--policy snapkv, h2o` and `--budget 25 %` at the space.
+    """
+    for value in values or ():
+        there = is_url(value) or os.path.exists(value)  # noqa: PTH110  it refuses no text
+        if not there and (option := _option_of(value.strip(","))):
+            place = " or ".join(x.strip("[]. ") for x in str(param.metavar).lower().split("|"))
+            raise OptionError(
+                f"{value} does not exist, expected a {place}; it is a value of {option[0]}, which "
+                f"takes several between commas without spaces: {' '.join(option)}"
+            )
+    return values
+
+
+def _option_of(value: str) -> tuple[str, str] | None:
+    """Return the option that a text is a value of, with an example of several."""
+    from kvsim.analysis.registry import METRICS
+    from kvsim.policies.naming import declared
+
+    if re.fullmatch(r"%|[\d.]+ ?(%|[kMG]i?B)?(so-far)?", value):
+        return "--budget", "64,25%"
+    if value in METRICS:
+        return "--metric", "output_error,wipeout"
+    with contextlib.suppress(PolicyError):
+        if ":" not in value:  # which would import a module
+            declared(value)
+            return "--policy", "snapkv,h2o"
+    return None
 
 
 def several(metavar: str, text: str) -> Any:
@@ -183,7 +216,8 @@ Device = Annotated[str, option("device")]
 Resume = Annotated[bool, option("resume")]
 ModelDevice = Annotated[str, option("device", help=f"Where the model runs: {DEVICES}")]
 TracePaths = Annotated[
-    list[str], typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text)
+    list[str],
+    typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text, callback=sources),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Plan = Annotated[
@@ -226,6 +260,7 @@ Runs = Annotated[
         metavar="RUN",
         help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, or Tables in .parquet "
         "files.",
+        callback=sources,
     ),
 ]
 PoliciesOfRuns = Annotated[
@@ -256,21 +291,13 @@ def open_traces(paths: Iterable[str]) -> list[Trace]:
     return traces
 
 
-_CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
-
-
 def parse_set(text: str) -> tuple[str, Value]:
-    """Parse `key=value`, where the value is a number, true, false, none, or text."""
+    """Parse `key=value`, where the value is as `value_of` reads it."""
     key, equals, value = (part.strip() for part in text.partition("="))
     key = key.replace("scorer.", "scorer__")  # a parameter of the inner scorer, as in Python
     if not equals or not key or not value:
         raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as window=64")
-    if value.lower() in _CONSTANTS:
-        return key, _CONSTANTS[value.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return key, kind(value)
-    return key, value
+    return key, value_of(value)
 
 
 def quiet_transformers() -> None:

@@ -84,6 +84,7 @@ def sweep(
             metavar="[CONFIG.yaml | TRACE...]",
             help="A configuration, or recorded traces and the options below. Without either, what "
             "the sweep in --out was begun with.",
+            callback=shared.sources,
         ),
     ] = None,
     *,

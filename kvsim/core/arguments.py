@@ -1,7 +1,8 @@
-"""Arguments as users give them: one value for several, values of layers, budgets as shares."""
+"""Arguments as users give them: values as text, one for several, of layers, budgets as shares."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Iterable
@@ -11,6 +12,26 @@ from kvsim.core.parameters import integer
 from kvsim.errors import BudgetError, TraceError
 
 T = TypeVar("T")
+
+#: A parameter of a policy as `--set` and configurations give it.
+Value = int | float | bool | str | None
+
+_CONSTANTS: dict[str, Value] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null", "~", ""), None),
+}
+
+
+def value_of(text: str) -> Value:
+    """Return the number, True, False or None that a text means; any other text as it is."""
+    plain = text.strip().lower()
+    if plain in _CONSTANTS:
+        return _CONSTANTS[plain]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(re.sub(r"^([-+]?)\.(?=inf|nan)", r"\1", plain))  # as YAML spells them
+    return text
 
 
 def listed(given: T | Iterable[T]) -> list[T]:
@@ -39,6 +60,9 @@ def resolve_budget(
         share = float(text[:-1])
     except ValueError:
         more = ""
+        number = value_of(re.sub(r"\s*(pct|percent)$", "e-2", text))
+        if isinstance(number, float) and 0 < number < 1e9:
+            more = f"; did you mean '{f'{100 * number:g}%' if number <= 1 else int(number)}'?"
         if re.search(r"so-far|[bB](@\w+)?$", text):
             more = ", as budgets of replays and live runs alone grow or are bytes"
         raise BudgetError(f"budget is {text!r}; expected {expected}{more}") from None

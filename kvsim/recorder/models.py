@@ -35,7 +35,8 @@ from kvsim.recorder.modules import kernel_name
 from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.
-_NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
+_SHIPPED = (*tiny.MODELS, SMOLLM2)
+_NAMED = " or ".join(map(repr, _SHIPPED))
 
 #: The attribute of a loaded model with the name and the provenance of its GGUF file.
 _GGUF = "_kvsim_gguf"
@@ -251,7 +252,8 @@ def _place(name: str | Path) -> tuple[str, bool]:
     if text and os.path.isdir(folder):  # noqa: PTH112
         return folder, True
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~"))
-    if looks_local or text.count("/") > 1 or "\\" in text or not text:
+    misspelt = "/" not in text and suggest(text, _SHIPPED)  # no id of the hub is this close
+    if looks_local or text.count("/") > 1 or "\\" in text or not text or misspelt:
         raise CaptureError(
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
             f"Qwen/Qwen3-0.6B, or {_NAMED}{_close(folder)}"
@@ -263,7 +265,7 @@ def _close(place: str) -> str:
     """Return a hint to a shipped model or a folder with a name similar to `place`."""
     parent, name = os.path.split(place)
     configs = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
-    return suggest(name, [*(Path(config).parent.name for config in configs), *tiny.MODELS])
+    return suggest(name, [*(Path(config).parent.name for config in configs), *_SHIPPED])
 
 
 def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:

@@ -368,7 +368,8 @@ class Session:
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
             "text": {
-                **{"prompt": self.encoded.text, "messages": self.encoded.messages},
+                "prompt": self.encoded.text,
+                "messages": self.encoded.messages,
                 **({"template": self.encoded.template} if self.encoded.template else {}),
             },
             "generation": self.settings,

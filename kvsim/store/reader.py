@@ -20,7 +20,7 @@ from kvsim.core.left_out import stored_part, whole_shape
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.errors import TraceError, TraceNotFoundError, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import NEWEST_VERSION, format_of, object_at
 from kvsim.store.binding import bound, check_attributes, check_binding
@@ -83,7 +83,7 @@ def find_place(path: str | Path) -> Place:
     except (OSError, ValueError) as error:
         raise TraceNotFoundError(
             f"{path} does not exist, expected a trace; record one with `kvsim capture`, or give "
-            f"one that ships: {', '.join(SAMPLES)}"
+            f"one that ships: {', '.join(SAMPLES)}{suggest(str(path), SAMPLES)}"
         ) from error
     if stat.S_ISDIR(mode):
         return Folder(path)

@@ -12,6 +12,7 @@ import yaml
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available
+from kvsim.core.arguments import value_of
 from kvsim.core.budgets import EXPECTED
 from kvsim.core.checks import resolve_device
 from kvsim.core.options import given_options
@@ -176,6 +177,35 @@ def _spelled(policy: str | Policy, given: Mapping[str, Any]) -> str | dict[str, 
     return {policy.name: params} if replace(made, protect=policy.protect) == policy else None
 
 
+class _Resolver:
+    """Stands for the pattern of texts that mean values of a kind; YAML 1.1 takes 1e-2 for text."""
+
+    def __init__(self, kind: type) -> None:
+        self.match = lambda text: type(value_of(text)) is kind
+
+
+_RESOLVERS = [
+    (f"tag:yaml.org,2002:{tag}", _Resolver(kind))
+    for tag, kind in {"int": int, "float": float, "bool": bool, "null": type(None)}.items()
+]
+
+
+class Loader(yaml.SafeLoader):
+    """Reads values of a configuration as `--set` does."""
+
+    yaml_implicit_resolvers = {None: _RESOLVERS}  # noqa: RUF012  as PyYAML has it
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes a configuration so that `Loader` reads what was written: text in quotes if needed."""
+
+    yaml_implicit_resolvers = {None: _RESOLVERS}  # noqa: RUF012
+
+
+for _tag, _ in _RESOLVERS:
+    Loader.add_constructor(_tag, lambda loader, node: value_of(loader.construct_scalar(node)))
+
+
 def read_grid(path: str | Path) -> Grid:
     """Return the grid of a YAML file (docs/sweeps.md).
 
@@ -192,7 +222,7 @@ def read_grid(path: str | Path) -> Grid:
     if len(data) > _DOCUMENT:
         raise ConfigError(f"{path} has more than {_DOCUMENT} bytes; expected a configuration")
     try:
-        document = yaml.safe_load(data)
+        document = Loader(data).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path} is no YAML: {reason}") from error
@@ -265,7 +295,7 @@ def _interval(value: object) -> int | None:
 
 
 def _budget(value: object) -> str:
-    if integer(value) is None and not isinstance(value, str):
+    if integer(value) is None and not isinstance(value, str | float):
         raise ConfigError(f"budgets has {value!r}; expected {EXPECTED}")
     return str(value)
 

@@ -36,7 +36,7 @@ from kvsim.errors import OutputError, local_path
 from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
-from kvsim.sweeps.grid import Grid, read_grid
+from kvsim.sweeps.grid import Dumper, Grid, read_grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.output import PARTS, locked, taken
 from kvsim.sweeps.tasks import Outcome, Task
@@ -134,7 +134,7 @@ class Shards(Kept):
                 "move it away, nothing was changed"
             )
         check_writable(self.folder)
-        text = yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
+        text = yaml.dump(dict(configuration), Dumper=Dumper, sort_keys=False, allow_unicode=True)
         with self.writing():
             (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
             replace_file(self.folder / CONFIG, text.encode())

@@ -1,6 +1,7 @@
 """What all commands share: values of options, bugs, pipes and signals."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -12,12 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import one_line
 
 from kvsim.cli import main
 from kvsim.cli.shared import OptionError, parse_memory, parse_set
 from kvsim.errors import KvsimError
 from kvsim.studies.language.tasks import prompts
+from kvsim.sweeps.grid import Dumper, Loader
 
 
 def test_bugs_show_their_traceback(monkeypatch, trace):
@@ -61,14 +64,27 @@ def printed(message, category, filename, lineno, file=None, line=None):
         ("flag=True", ("flag", True)),
         ("pool=avg", ("pool", "avg")),
         ("path=a=b", ("path", "a=b")),
+        *((f"a={text}", ("a", True)) for text in ("yes", "ON", "true")),
+        *((f"a={text}", ("a", False)) for text in ("no", "Off", "FALSE")),
+        *((f"a={text}", ("a", None)) for text in ("~", "null", "None")),
+        ("a=1_000", ("a", 1000)),
+        ("a=017", ("a", 17)),
+        ("a=.5", ("a", 0.5)),
+        ("a=1e3", ("a", 1e3)),
+        ("a=-.inf", ("a", -math.inf)),
+        *((f"a={text}", ("a", text)) for text in ("0o17", "0x1F", "1:30", "2024-01-02", "nones")),
     ],
 )
 def test_values_of_settings(text, expected):
-    """Numbers, true, false and none are values; everything else is text."""
+    """Numbers, true, false and none are values, as in a configuration; everything else is text."""
     key, value = parse_set(text)
+    _, _, right = text.partition("=")
+    configured = Loader(f"{{k: [{right}]}}").get_single_data()["k"][0]
+    again = Loader(yaml.dump([value, right], Dumper=Dumper)).get_single_data()
 
-    assert (key, value) == expected
-    assert type(value) is type(expected[1])
+    assert (key, value) == (key, configured) == expected
+    assert type(value) is type(configured) is type(expected[1])
+    assert again == [value, right]
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,14 @@ def test_remote_code_is_not_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["./none", "/none/at/all", "~none/at", "a/b/c", r"a\b", r"C:\a", "", "./" + 300 * "n"]
+    "name",
+    [
+        *("./none", "/none/at/all", "~none/at", "a/b/c", r"a\b", r"C:\a", "", "./" + 300 * "n"),
+        *("smolm2", "SmolLM2", "tiny_deep", "smol"),
+    ],
 )
 def test_a_folder_that_is_not_there(name, monkeypatch):
-    """What can only be a path, and has no model, is one clear line; nobody asks the hub."""
+    """What can only be a path, or a shipped model's name misspelt, is one line without the hub."""
     monkeypatch.setattr(loading, "unreachable", pytest.fail)
 
     with pytest.raises(CaptureError, match="no model folder at") as caught:
