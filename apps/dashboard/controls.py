@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -58,7 +59,33 @@ def choose(
     **more: Any,
 ) -> Any:
     """Choose one of some options, that at the place `start` by default."""
-    return where.selectbox(label, options, start, key=key, bind="query-params", **more)
+    more |= _kept(key, options, None if start is None else options[start])
+    return where.selectbox(label, options, start, **more)
+
+
+def several(label: str, key: str, options: Sequence[str], start: Sequence[str], **more: Any) -> Any:
+    """Choose some of several options, `start` by default."""
+    return st.sidebar.multiselect(label, options, start, **_kept(key, options, [*start]), **more)
+
+
+def _kept(key: str, options: Sequence[Any], start: Any) -> dict[str, Any]:
+    """Return keywords of a widget whose value is in the link and outlasts other options.
+
+    Where the options change, as with the run, it has what a link or the user chose of them before,
+    else the default: a choice that another run does not offer comes back behind it.
+    """
+    state, chosen, offer = st.session_state, f"chosen_{key}", ([*options], start)
+    links = st.query_params.get_all(key)
+    state.setdefault(chosen, [x for x in options if str(x) in links or json.dumps(x) in links])
+    if key in state and state.get(f"offer_{key}", offer) != offer:
+        again = [x for x in options if x in state[chosen]]
+        state[key] = again or start if isinstance(start, list) else next(iter(again), start)
+    state[f"offer_{key}"] = offer
+
+    def note() -> None:
+        state[chosen] = state[key] if isinstance(start, list) else [state[key]]
+
+    return {"key": key, "bind": "query-params", "on_change": note}
 
 
 def number(
@@ -75,7 +102,7 @@ def number(
 
 def switch(label: str, key: str, about: str, *, on: bool = False) -> bool:
     """Choose yes or no."""
-    return st.sidebar.toggle(label, on, key=key, bind="query-params", help=about)
+    return st.sidebar.toggle(label, on, help=about, **_kept(key, (False, True), on))
 
 
 def about(name: str) -> str:
@@ -141,9 +168,9 @@ def _restore(key: str, options: Collection[str]) -> None:
     """Choose again what a link or the user chose before pages that do not show the widget."""
     chosen = st.session_state.get(key) or st.query_params.get(key)
     if chosen is not None:
-        st.session_state[f"last_{key}"] = chosen
-    elif st.session_state.get(f"last_{key}") in options:
-        st.session_state[key] = st.session_state[f"last_{key}"]
+        st.session_state[f"chosen_{key}"] = [chosen]
+    elif again := [x for x in st.session_state.get(f"chosen_{key}", ()) if x in options]:
+        st.session_state[key] = again[0]
 
 
 def trace() -> Trace:
@@ -217,13 +244,14 @@ def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
 
 
 def access(name: str, key: str) -> str:
-    """Choose a reader and a codec behind an eviction, nothing by default."""
+    """Choose a reader, a codec and a merger behind an eviction, nothing by default."""
     behind = []
-    columns = st.sidebar.columns(len(BEHIND))
-    for column, (kind, without) in zip(columns, BEHIND.items(), strict=True):
+    keys = {kind: f"{key}_{kind}" for kind in BEHIND}
+    used = any(st.session_state.get(x) or x in st.query_params for x in keys.values())
+    box = st.sidebar.expander("Reader, codec, merger", expanded=used)
+    for kind, without in BEHIND.items():
         listed = [each for each in access_names() if entry(each).kind == kind]
-        title = kind.capitalize()
-        part = choose(title, f"{key}_{kind}", listed, None, column, placeholder=without)
+        part = choose(kind.capitalize(), keys[kind], listed, None, box, placeholder=without)
         behind += [part] if part else []
     alone = name == "full" and behind and not entry(behind[0]).default
     return "+".join(behind if alone else [name, *behind])

@@ -11,7 +11,7 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
-from kvsim.plots.style import COLOURS, far_off, requested_order, series
+from kvsim.plots.style import COLOURS, far_off, is_crowded, requested_order, series
 from kvsim.plots.summary import metric_label
 from kvsim.schema import rounded, visible
 
@@ -60,7 +60,9 @@ def style(colour: str, dash: str = "solid", *, marker: bool | None = None) -> St
 
 
 def draw(figure: go.Figure, key: str, height: int = 420) -> None:
-    """Show a figure over the whole width."""
+    """Show a figure over the whole width, high enough for its legend."""
+    names = sum(each.showlegend is not False for each in figure.data)
+    height = max(height, 100 + 29 * names)
     figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 30, "b": 10})
     figure.update_layout(hoverlabel={"align": "left"})
     elements.chart(figure, key)
@@ -74,13 +76,16 @@ def over_budgets(
     label: str,
     by: str | None = None,
     zero: bool = False,
-    logarithmic: bool = False,
+    logarithmic: bool | None = None,
 ) -> None:
     """Show a line per policy over budgets with 95 % intervals, a panel per value of `by`.
 
     means: of `kvsim.analysis.summaries.averages` or `compare`; `by` is a column. of: styles of the
-    policies. label: of what is drawn. zero: mark 0. logarithmic: the scale.
+    policies. label: of what is drawn. zero: mark 0. logarithmic: the scale, by default as
+    `is_wide` says.
     """
+    if logarithmic is None:
+        logarithmic = not zero and is_wide(means)
     most = _far_off(means)
     if most is not None and not (zero or logarithmic):
         beyond = means.filter(pl.col("mean") > most).select("policy", "requested", "mean").rows()
@@ -88,6 +93,11 @@ def over_budgets(
             f"{policy} at {budget} ({rounded(mean, '.2g')})" for policy, budget, mean in beyond
         )
         st.text(visible(f"Far above the picture: {names}"))
+    below = means.filter(pl.col("mean") <= 0)["policy"].unique(maintain_order=True)
+    if logarithmic and below.len():
+        st.text(
+            visible(f"Not on the logarithmic scale, because of values of 0: {', '.join(below)}")
+        )
     figure = _over_budgets(means, of, label, by, zero=zero, logarithmic=logarithmic)
     panels = 1 if by is None else min(PANELS, means[by].n_unique())
     down = -(-panels // ACROSS)
@@ -141,6 +151,15 @@ def _over_budgets(
         margin = 0.08 * ((most - least) or most)
         figure.update_yaxes(range=[least - margin, most + margin])
     return figure
+
+
+def is_wide(means: pl.DataFrame) -> bool:
+    """Whether means are drawn on a logarithmic scale: crowded, as in figures, and above 0.
+
+    Without `full`, whose errors are 0 by definition.
+    """
+    rising = means.filter(pl.col("policy") != "full", pl.col("unit") != "share")["mean"].sort()
+    return rising.len() > 0 and rising[0] > 0 and is_crowded(rising.to_list())
 
 
 def _far_off(means: pl.DataFrame) -> float | None:

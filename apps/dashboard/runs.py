@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import streamlit as st
 import kvsim
 from kvsim import Trace
 from kvsim.analysis.comparison import Comparison
+from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled, mixed
@@ -71,20 +73,28 @@ Origin = cache.Source | Replay
 class Run:
     """A run as pages show it.
 
-    name: of the folder or the trace. table: the label of a policy names the parameters that
-    distinguish it. best: the table with each value at its strongest level of fidelity alone.
+    name: of the folder or the trace. first: the first value of each policy, whose label names the
+    parameters that distinguish it. parts: the Table by metric, so that a page reads no others.
+    measured: metrics with a value of a policy. ranking: those that rank, the best evidence first.
     """
 
     origin: Origin
     name: str
-    table: pl.DataFrame
-    best: pl.DataFrame
+    first: pl.DataFrame
+    parts: Mapping[str, pl.DataFrame]
+    measured: AbstractSet[str]
+    ranking: Sequence[str]
     parameters: Mapping[str, Any]
 
     @property
     def policies(self) -> list[str]:
         """Labels of the policies, in their order."""
-        return self.table["policy"].drop_nulls().unique(maintain_order=True).to_list()
+        return self.first["policy"].to_list()
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """All values, in the memory of the parts."""
+        return pl.concat([self.first.clear(), *self.parts.values()])
 
 
 @st.cache_resource(max_entries=12, show_spinner="reading the run, or replaying the policies")
@@ -111,11 +121,21 @@ def load(origin: Origin) -> Run:
 def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str, Any]) -> Run:
     if remark := mixed(table):
         raise PolicyError(remark)
-    labels = labelled(table)
-    return Run(origin, name, labels, strongest(labels), parameters)
+    table = labelled(table)
+    values = table.select("metric", "policy", "value", "fidelity").with_row_index("row")
+    values = values.drop_nulls(["policy", "value"])
+    first = table[values.unique("policy", keep="first", maintain_order=True)["row"]]
+    parts = {part["metric"][0]: part for part in table.partition_by("metric", maintain_order=True)}
+    return Run(origin, name, first, parts, {*values["metric"]}, [*ranking(values)], parameters)
 
 
-@st.cache_data(max_entries=128, show_spinner="averaging over prompts")
+@st.cache_resource(max_entries=256, show_spinner=False)
+def best(origin: Origin, metric: str, variant: str) -> pl.DataFrame:
+    """Return values of a metric, each at its strongest level of fidelity alone."""
+    run = load(origin)
+    return strongest(run.parts.get(metric, run.first.clear()).filter(variant=variant))
+
+
 def means(
     origin: Origin,
     policies: Sequence[str],
@@ -124,9 +144,16 @@ def means(
     base: str | None = None,
 ) -> pl.DataFrame:
     """Average one variant of each metric over prompts; with a base, the paired differences."""
-    wanted = pl.DataFrame({"metric": list(metrics), "variant": list(metrics.values())})
-    table = load(origin).best.filter(pl.col("policy").is_in(list(policies)))
-    table = table.join(wanted, on=["metric", "variant"], how="semi", maintain_order="left")
+    named = pl.col("policy").is_in(list(policies))
+    return _means(origin, metrics, by, base).filter(named)
+
+
+@st.cache_data(max_entries=128, show_spinner="averaging over prompts")
+def _means(
+    origin: Origin, metrics: Mapping[str, str], by: str | None, base: str | None
+) -> pl.DataFrame:
+    """Average over prompts, of all policies, so that another choice of them computes nothing."""
+    table = pl.concat(best(origin, *of) for of in metrics.items()).drop_nulls("policy")
     if by == "stage":
         table = stages(table)
     of = [] if by is None else [by]
@@ -140,8 +167,11 @@ def verdict(
     origin: Origin, policies: Sequence[str], metric: str
 ) -> tuple[Comparison | None, list[str]]:
     """Compare policies by a metric; with sentences that say which is best at each budget."""
+    names = dict.fromkeys((metric, *EVIDENCE, "entries_seen", "wipeout"))  # that `answer` reads
+    table = pl.concat(best(origin, name, METRICS[name].main) for name in names)
+    others = load(origin).first.join(table, on="policy", how="anti")  # for the answer to name
     named = pl.col("policy").is_in(list(policies))
-    return answer(load(origin).best.filter(named), [metric], metric)
+    return answer(pl.concat([table, others]).filter(named), [metric], metric)
 
 
 @st.cache_data(max_entries=32, show_spinner="counting values at each level of fidelity")
@@ -191,19 +221,11 @@ def _loaded(origin: Origin, what: str, advice: str) -> Run:
 
 def _replayed(trace: Trace) -> Run:
     """Replay a few policies on one trace: at once if it is short, else after a click."""
-    policies = st.sidebar.multiselect(
-        "Replayed policies", _offered(), list(POLICIES), key="replay", bind="query-params"
-    )
+    policies = controls.several("Replayed policies", "replay", _offered(), POLICIES)
     sizes = BUDGETS if trace.n_pos < LONG else SHARES
     offered = [*dict.fromkeys((*sizes, "32", "64", "128", "256", "512", "1024", *_SHARES))]
-    budgets = st.sidebar.multiselect(
-        "Budgets",
-        offered,
-        list(sizes),
-        key="budgets",
-        bind="query-params",
-        help=controls.about("budgets"),
-    )
+    about = controls.about("budgets")
+    budgets = controls.several("Budgets", "budgets", offered, sizes, help=about)
     regret = controls.switch("Regret", "regret", controls.about("regret"))
     judged = trace.whole and trace.tokens is not None
     judge = judged and controls.switch("Judge", "judge", controls.about("judge"))

@@ -218,6 +218,7 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
 
     Raises PolicyError where parameters are no JSON object, or the Table has no column `changed`.
     """
+    table = table.select(name for name in (*COLUMNS, "changed") if name in table)
     rows = of_policies(table, "changed").select(*COLUMNS, "changed").unique(maintain_order=True)
     out = {}
     for name, params, interval, prefill, changed in rows.iter_rows():
@@ -323,6 +324,8 @@ def labelled(table: pl.DataFrame) -> pl.DataFrame:
     """The Table with labels of results (see `labels`) in the place of the names of policies."""
     by_row = results(table)
     names = labels(list(dict.fromkeys(by_row.values())))
+    if all(name == result.policy for result, name in names.items()):
+        return table
     rows = [(*row, names[result]) for row, result in by_row.items()]
     schema = {name: table.schema[name] for name in COLUMNS} | {"label": pl.String}
     labels_of = pl.DataFrame(rows, schema=schema, orient="row")

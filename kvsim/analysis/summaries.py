@@ -314,7 +314,7 @@ def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> 
         Columns `by`, `fidelity`, its `values` `of` all of the same `by`, `share`.
     """
     table, by = split_by(table, by)
-    values = table.filter(pl.col("value").is_not_null())
+    values = table.select(*by, "fidelity", "value").drop_nulls("value")
     counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
     total = pl.col("values").sum()
     return (
@@ -356,8 +356,9 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     place = [*_place(table), "_growing"]
     columns = [*place[:-1], *(name for name in by if name not in place), "share", "value"]
     values = (
-        table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
-        .select(*columns, _GROWING, _level=pl.col("fidelity").cast(pl.String))
+        table.select(*columns, _GROWING, _level=pl.col("fidelity").cast(pl.String))
+        .filter(pl.col("_level").n_unique().over("policy", "metric", "layer") > 1)  # cheap; most go
+        .drop_nulls(["value", "policy"])
         .unique(subset=[*place, "_level", "value"], maintain_order=True)
         .filter(pl.col("_level").n_unique().over(*place) > 1)
     )

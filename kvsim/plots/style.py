@@ -235,6 +235,12 @@ def far_off(values: Sequence[float | None], names: Sequence[str] = ()) -> float 
     return None
 
 
+def is_crowded(rising: Sequence[float]) -> bool:
+    """Whether half of ascending values fill a fifth of an axis, or a quarter of them a tenth."""
+    places = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
+    return any(0 < times * rising[place] < rising[-1] for times, place in places if rising)
+
+
 def clip_far(
     axis: Axes,
     points: Sequence[tuple[str, float, float]],
@@ -245,8 +251,8 @@ def clip_far(
 ) -> None:
     """End the vertical axis below values that are far off, mark them at its edge and name them.
 
-    Where none is, and yet half of the values would lie in the lowest fifth of the axis, or a
-    quarter in the lowest tenth, it is logarithmic, and linear below a thousandth of the largest.
+    Where none is, and yet values are crowded (`is_crowded`), it is logarithmic, and linear below a
+    thousandth of the largest.
 
     points: name of a series, place and value of each. ends: of intervals, in view as far as they
     are not far off either. share: values are shares, and the axis is linear.
@@ -254,10 +260,7 @@ def clip_far(
     most = far_off([value for *_, value in points], [name for name, *_ in points])
     if most is None:
         rising = sorted(value for _, _, value in points)
-        if share or not rising:
-            return
-        crowded = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
-        if not any(0 < times * rising[place] < rising[-1] for times, place in crowded):
+        if share or not is_crowded(rising):
             return
         least, locator = rising[-1] / 1000, None
         if rising[0] >= least:

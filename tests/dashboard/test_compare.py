@@ -221,33 +221,102 @@ def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ra
     assert app.query_params["trace"] in ("b.zarr", ["b.zarr"])
 
 
-def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monkeypatch):
-    """The run is not read again, and the pictures of cost and regret stay as they are."""
+def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatch):
+    """Of the values of the chosen metric, once for all policies; other pictures stay as they are."""
     app = opened(ran, "compare", run="several")
-    computed = []
+    computed, built, read = [], [], set()
+
+    def counted(name, inner):
+        def call(table, *args, **kwargs):
+            computed.append(name)
+            read.update([] if isinstance(table, str) else table["metric"])
+            return inner(table, *args, **kwargs)
+
+        return call
+
     for name in ("read_run", "averages", "compare", "answer"):
-        inner = getattr(runs, name)
-        counted = lambda *a, inner=inner, name=name, **k: (computed.append(name), inner(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(runs, name, counted)
-    built = []
+        monkeypatch.setattr(runs, name, counted(name, getattr(runs, name)))
     subplots = line_charts.make_subplots
     monkeypatch.setattr(
         line_charts, "make_subplots", lambda *a, **k: (built.append(a), subplots(*a, **k))[1]
     )
-    for each in (runs.means, runs.verdict, line_charts._over_budgets):
+    for each in (runs._means, runs.verdict, line_charts._over_budgets):
         each.clear()
     app.run()
     assert sorted(computed) == ["answer", "averages", "averages", "averages", "compare"]
+    assert read == {"output_error", "wipeout", "entries_seen", "bytes_held", "regret"}
 
     before = [one.proto.spec for one in app.get("plotly_chart")]
-    built.clear()
-    app.selectbox(key="metric").select("wipeout").run()
+    computed.clear(), built.clear(), read.clear()
+    app.selectbox(key="metric").select("retained_iou").run()
     after = [one.proto.spec for one in app.get("plotly_chart")]
-    assert sorted(computed[5:]) == ["answer", "averages", "compare"]
+    assert sorted(computed) == ["answer", "averages", "compare"]
+    assert read == {"retained_iou", "output_error", "wipeout", "entries_seen"}
     same = [old == new for old, new in zip(before, after, strict=True)]
     assert same == [False, False, True, True]
     assert len(built) == 2
     assert sum(map(len, after)) < 30_000
+
+    for kind, key, value, expected in (
+        ("toggle", "log", True, []),
+        ("multiselect", "policies", ["streaming_llm", "tova"], ["answer"]),
+        ("selectbox", "cost", "bytes_held", []),
+        ("selectbox", "metric", "output_error", ["answer"]),
+        ("selectbox", "base", "tova", ["compare"]),
+    ):
+        computed.clear()
+        getattr(app, kind)(key=key).set_value(value).run()
+        assert not app.exception
+        assert computed == expected, key
+
+
+def test_choices_outlast_a_run_without_them(opened, ran, tmp_path):
+    """Policies, metric and scale that were chosen; where nothing was, each run has its default."""
+    policies = [kvsim.policy(name) for name in ("tova", "knorm")]
+    replay_all([made(0)], policies, [32], metrics=["wipeout"]).save(tmp_path / "few")
+    shutil.copytree(ran / "several", tmp_path / "several")
+    app = opened(tmp_path, "compare", run="several")
+    defaults = {
+        "few": (["tova", "knorm"], "wipeout", "tova"),
+        "several": ([*POLICIES], "output_error", "streaming_llm"),
+    }
+    chosen = {
+        "few": (["tova"], "wipeout", "tova"),
+        "several": (["tova", "random"], "bytes_held", "random"),
+    }
+    for expected in (defaults, chosen):
+        for name in ("several", "few", "several"):
+            app.selectbox(key="run").select(name).run()
+            values = [app.selectbox(key=key).value for key in ("metric", "base")]
+            assert (app.multiselect(key="policies").value, *values) == expected[name]
+        app.multiselect(key="policies").set_value(["tova", "random"]).run()
+        app.selectbox(key="metric").select("bytes_held").run()
+        app.selectbox(key="base").select("random").run()
+
+
+@pytest.mark.parametrize(
+    ("factor", "metric", "scale"),
+    [(1, "output_error", "-"), (100, "output_error", "log"), (100, "wipeout", "-")],
+)
+@pytest.mark.parametrize("page", ["answer", "compare"])
+def test_a_policy_far_above_the_others_is_drawn_on_a_logarithmic_scale(
+    opened, ran, tmp_path, page, factor, metric, scale
+):
+    """By the rule of the figures, without the full cache, whose error is 0; never for shares."""
+    run = replay_all([made(0)], [kvsim.policy(x) for x in ("full", *POLICIES)], [32, 64],
+        metrics=[metric])  # fmt: skip
+    value = pl.col("value") * pl.when(policy="random").then(factor).otherwise(1)
+    dataclasses.replace(run, table=run.table.with_columns(value)).save(tmp_path / "far")
+    app = opened(tmp_path, page, run="far")
+
+    axis = json.loads(app.get("plotly_chart")[0].proto.spec)["layout"]["yaxis"]
+    assert axis.get("type", "-") == scale
+    assert any("values of 0: full" in one.value for one in app.text) == (scale == "log")
+    if page == "compare":
+        assert app.toggle(key="log").value == (scale == "log")
+        app.toggle(key="log").set_value(scale != "log").run()
+        axis = json.loads(app.get("plotly_chart")[0].proto.spec)["layout"]["yaxis"]
+        assert axis.get("type", "-") == {"log": "-", "-": "log"}[scale]
 
 
 def test_the_recorded_model_judges_on_request(opened, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import polars as pl
 import streamlit as st
 
-from kvsim.analysis.evidence import ranking
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.verdict import HEADERS, tabulated
 from kvsim.schema import visible
@@ -31,7 +30,7 @@ def _run(run: runs.Run) -> None:
         "has all metrics, *Retention* and *Segments* what a policy keeps of a trace.",
     )
     policies = run.policies
-    metric = next(ranking(run.best), None)
+    metric = next(iter(run.ranking), None)
     if metric is None:
         st.info(
             "This run has no metric that ranks policies, so there is no verdict. *Compare* shows "

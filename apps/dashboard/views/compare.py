@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import polars as pl
 import streamlit as st
 
-from kvsim.analysis.evidence import EVIDENCE, ranking
+from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import few
@@ -52,48 +52,47 @@ def page() -> None:
         "sets of the same sizes.",
     )
     run = runs.run()
-    values = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
-    measured = set(values["metric"].unique())
-    if not measured:
+    if not run.measured:
         st.info("This run has no values of policies, so there is nothing to compare.")
         runs.provenance(run)
         st.stop()
     verdict = st.container()
-    comparison = _comparison(run, values)
+    comparison = _comparison(run)
     if comparison.metric in METRICS:
         _, lines = runs.verdict(run.origin, comparison.policies, comparison.metric)
         verdict.text("\n".join(map(visible, lines)))
     _over_budgets(comparison)
     _differences(comparison)
     _front(comparison)
-    _regret(comparison, measured=measured)
+    _regret(comparison)
     runs.provenance(run)
 
 
-def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
-    measured = set(values["metric"].unique())
-    listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-    first = next(ranking(values), None)
-    start = 0 if first is None else listed.index(first)
+def _comparison(run: runs.Run) -> Comparison:
+    listed = [name for name in METRICS if name in run.measured]
+    listed += sorted(run.measured - METRICS.keys())
+    start = listed.index(run.ranking[0]) if run.ranking else 0
     metric = controls.choose("Metric", "metric", listed, start)
-    variant = runs.variant(values.filter(metric=metric), metric)
-    of_metric = values.filter(metric=metric, variant=variant)
+    values = run.parts[metric].select("variant", "policy", "value").drop_nulls()
+    variant = runs.variant(values, metric)
+    of_metric = runs.best(run.origin, metric, variant).drop_nulls(["policy", "value"])
     parts = {"stage": "layer", **{name: name for name in LABELS if name in of_metric}}
     splits = [name for name, of in parts.items() if of_metric[of].drop_nulls().n_unique() > 1]
     about = "stage: early, middle and late layers of the model; or labels of the prompts"
     split = controls.choose("Split by", "by", ["nothing", *splits], help=about)
-    about = "a logarithmic scale, on which 0 has no place"
-    logarithmic = controls.switch("Logarithmic", "log", about)
     policies = run.policies
     if not isinstance(run.origin, runs.Replay):
-        policies = st.sidebar.multiselect(
-            "Policies", policies, policies[:FEW], key="policies", bind="query-params"
-        )
+        policies = controls.several("Policies", "policies", policies, policies[:FEW])
     if not policies:
         st.info("Choose at least one policy.")
         st.stop()
     base = controls.choose("Compare with", "base", policies, help="for paired differences")
     by = None if split == "nothing" else split
+    wide = line_charts.is_wide(runs.means(run.origin, policies, {metric: variant}, by))
+    about = (
+        "a logarithmic scale, on which 0 has no place; by default where few values are far above"
+    )
+    logarithmic = controls.switch("Logarithmic", "log", about, on=wide)
     return Comparison(run, policies, base, metric, variant, by, logarithmic)
 
 
@@ -122,10 +121,11 @@ def _over_budgets(comparison: Comparison) -> None:
     elements.reading(readings.over_budgets(means, metric, by))
     elements.prompts(means)
     elements.fidelity(means["fidelity"])
-    if run.best.height < run.table.height:
+    every = run.parts[metric].filter(variant=comparison.variant)
+    if runs.best(run.origin, metric, comparison.variant).height < every.height:
         st.caption(
-            "This run has some values at several levels of fidelity; this page takes the strongest "
-            "one, and the page *Fidelity* compares them."
+            "This metric has some values at several levels of fidelity; this page takes the "
+            "strongest one, and the page *Fidelity* compares them."
         )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
 
@@ -163,20 +163,23 @@ def _front(comparison: Comparison) -> None:
         "saw, or the bytes that the cache took or rows read. Filled points are on the front: no "
         "other policy is better at as low a cost."
     )
-    first = next(ranking(comparison.run.best), EVIDENCE[-1])
+    first = next(iter(comparison.run.ranking), EVIDENCE[-1])
     names = dict.fromkeys((first, "wipeout"))
     means = comparison.means({name: METRICS[name].main for name in (*COSTS, *names)})
     offered = [name for name in COSTS if name in means["metric"]]
     cost = offered[0] if offered else "entries_seen"
     if len(offered) > 1:
-        cost = st.selectbox("Against", offered, key="cost", bind="query-params")
+        cost = controls.choose("Against", "cost", offered, where=st.container())
     points = {name: against_entries(means, name, cost) for name in names}
     panels = {line_charts.label(name): part for name, part in points.items() if part.height}
     if not panels:
         st.info(f"This needs `entries_seen`, and `{first}` or `wipeout`, which were not measured.")
         return
-    # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
-    scaled = [line_charts.label(first)] if comparison.logarithmic else []
+    scaled = [
+        line_charts.label(name)
+        for name, part in points.items()
+        if (comparison.logarithmic if name == comparison.metric else line_charts.is_wide(part))
+    ]
     figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost], scaled)
     line_charts.draw(figure, "pareto")
     elements.reading(readings.front(panels))
@@ -185,9 +188,9 @@ def _front(comparison: Comparison) -> None:
     downloads.table(both, f"{comparison.run.name}-pareto", key="pareto")
 
 
-def _regret(comparison: Comparison, *, measured: set[str]) -> None:
+def _regret(comparison: Comparison) -> None:
     st.subheader("Regret", anchor=False)
-    if "regret" not in measured:
+    if "regret" not in comparison.run.measured:
         st.info(
             "This run has no regret. `kvsim replay ... --regret` computes the best possible "
             "kept sets for each policy; for the chosen trace there is a switch on the left."
