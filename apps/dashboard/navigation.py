@@ -21,13 +21,17 @@ PAGES = {
 #: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
 SHOWN = {"compare": RUN, "fidelity": RUN, "layers": ("trace", "layer")}
 
-#: Less room above titles and between parts; everything else is streamlit's.
+#: Less room above titles and between parts, nothing cut in boxes and numbers, and links to pages on
+#: narrow screens, where streamlit's are in the folded sidebar; everything else is streamlit's.
 _STYLE = """<style>
 [data-testid=stMainBlockContainer] {padding: 4.25rem 2rem 2rem}
 [data-testid=stSidebarHeader] {height: 2.5rem; margin: 0; padding-block: .5rem 0}
 [data-testid=stSidebarUserContent] {padding-top: .5rem}
 h2 {font-size: 1.6rem !important; padding: 0 !important}
 h3 {font-size: 1.15rem !important; padding: .25rem 0 !important}
+[data-testid=stMultiSelect] * {max-height: none !important}
+[data-testid=stMetric] * {white-space: normal !important}
+@media (min-width: 768px) {div:has(> .st-key-pages) {display: none}}
 </style>"""
 
 
@@ -41,6 +45,9 @@ def run() -> None:
     ]
     page = st.navigation(pages, position="top")
     st.html(_STYLE)
+    with st.container(horizontal=True, gap="small", key="pages"):
+        for each in pages:
+            st.page_link(each)
     first = RUN if controls.runs() else HEAD
     controls.sidebar(first if page.url_path == "" else SHOWN.get(page.url_path, HEAD))
     try:

@@ -109,9 +109,10 @@ def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | 
         dense, thin = int(density.argmax()), int(density.argmin())
         meaning = (
             f"The {len(counts)} segments are stretches of the text of which this head keeps "
-            f"{kept.min()} to {kept.max()} entries each: its attention mass is densest at "
-            f"{_cell(edges, dense, texts)}, where {kept[dense]} of {counts[dense]} stay, and "
-            f"thinnest at {_cell(edges, thin, texts)}, where {kept[thin]} of {counts[thin]} stay"
+            f"{kept.min()} to {kept.max()} entries each: attention mass per held entry "
+            f"is highest, {density[dense]:.2%} of all, at {_cell(edges, dense, texts)}, where "
+            f"{kept[dense]} of {counts[dense]} stay, and lowest, {density[thin]:.2%}, at "
+            f"{_cell(edges, thin, texts)}, where {kept[thin]} of {counts[thin]} stay"
         )
     most = int(np.abs(kept - held).argmax())
     return (

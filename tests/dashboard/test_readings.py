@@ -83,7 +83,7 @@ def test_retention_says_what_an_event_leaves():
 
 
 def test_segments_say_what_they_are_and_where_ams_and_its_scorer_differ_most():
-    """The densest and the thinnest stretch of text, what stays of them, and what the scorer has."""
+    """Segments with most and least mass per held entry, what stays, and what the scorer has."""
     pos = np.array([0, 1, 2, 5, 6, 7])
     kept = np.array([True, True, True, False, False, True])
     mass = np.array([0.2, 0.1, 0.0, 0.1, 0.5, 0.1])
@@ -95,9 +95,10 @@ def test_segments_say_what_they_are_and_where_ams_and_its_scorer_differ_most():
 
     assert readings.segments(event, np.array([0, 6, 7]), "tova", texts) == (
         "The 2 segments are stretches of the text of which this head keeps 1 to 3 entries each: "
-        "its attention mass is densest at positions 6 to 7 (“<b>xxxxxxxxxxxxxxxxxxxx…”), where 1 "
-        "of 2 stay, and thinnest at positions 0 to 5 (“abcd the”), where 3 of 4 stay. AMS differs "
-        "most from tova alone at positions 0 to 5: 3 entries against 1."
+        "attention mass per held entry is highest, 30.00% of all, at positions 6 to 7 "
+        "(“<b>xxxxxxxxxxxxxxxxxxxx…”), where 1 of 2 stay, and lowest, 10.00%, at positions 0 to 5 "
+        "(“abcd the”), where 3 of 4 stay. AMS differs most from tova alone at positions 0 to 5: 3 "
+        "entries against 1."
     )
     one = replace(event, segment=np.zeros(6, int), quota=np.array([4]))
     assert readings.segments(one, pos[kept], "tova", None) == (

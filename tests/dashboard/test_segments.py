@@ -83,8 +83,8 @@ def test_numbers_are_those_of_kvsim(page, trace, mode):
     (one,) = [one for one in segmented(record, 1, 2) if one.row == 417]
     told = {one.label: one for one in app.metric}
     assert told["Segments"].value == str(len(one.quota)) == str(found.count[2, number])
-    assert told["Boundaries moved"].value == f"{found.shift[2, number - 1]:.1f}"
-    assert f"{found.f1[2, number - 1]:.2f}" in told["Boundaries moved"].delta
+    assert told["Boundaries moved, positions"].value == f"{found.shift[2, number - 1]:.1f}"
+    assert f"{found.f1[2, number - 1]:.2f}" in told["Boundaries moved, positions"].delta
     assert told["Credit held"].value == f"{one.credit.sum():.3f}"
     window = kvsim.policy("ams@scaled").at(96).allocator.window
     suffix = one.mass[one.pos > 417 - window].sum()
@@ -129,7 +129,7 @@ def test_the_first_event_has_none_before(page):
 
     assert not app.exception
     assert "boundaries of the event before" not in drawn(app)
-    (moved,) = [one for one in app.metric if one.label == "Boundaries moved"]
+    (moved,) = [one for one in app.metric if one.label == "Boundaries moved, positions"]
     assert (moved.value, moved.delta) == ("-", "first event")
 
 

@@ -30,6 +30,11 @@ from ..tiles import SIDE
 #: 60 bytes each).
 MOST = 10_000_000
 
+_F1 = (
+    f"F1: harmonic mean of the shares of boundaries of either event with one of the other within "
+    f"{NEAR} positions; n/a where one of the two has no boundaries"
+)
+
 
 @dataclass(frozen=True)
 class Replays:
@@ -133,17 +138,18 @@ def _cut(replays: Replays, row: int) -> None:
     cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
     shift, f1 = cut["shift"], cut["f1"]
     moved = "-" if shift is None else f"{shift:.1f}"
-    again = "first event" if f1 is None else f"found again: F1 {f1:.2f}"
+    again = "F1 n/a: no boundaries" if shift is None else f"found again: F1 {f1:.2f}"
+    again = "first event" if row == cuts["event"][0] else again
     counted = f"counted as {replays.ams.params['suffix_fill']}"
     cells = (
         ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
-        ("Boundaries moved", moved, again),
+        ("Boundaries moved, positions", moved, again),
         ("Credit held", f"{cut['credit']:.3f}", "of 1; what was evicted is lost"),
         ("Mass of recent rows", f"{cut['suffix']:.1%}", counted),
     )
     helps = (
         "and their mean length",
-        f"mean distance from the nearest boundary of the event before; F1 within {NEAR} positions",
+        f"mean distance from the nearest boundary of the event before. {_F1}",
         "sum of the credit that the entries carry",
         "share of the mass on the window's own rows, which most of its rows cannot see",
     )
