@@ -222,7 +222,7 @@ def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ra
 
 
 def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatch):
-    """Of the values of the chosen metric, once for all policies; other pictures stay as they are."""
+    """Of the chosen metric alone, once for all policies; other pictures stay as they are."""
     app = opened(ran, "compare", run="several")
     computed, built, read = [], [], set()
 
