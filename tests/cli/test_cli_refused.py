@@ -31,7 +31,7 @@ REFUSED = {
     f"{REPLAY} --budget 150%": "expected a share above 0%",
     f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
-    f"{REPLAY} --budget 16, 32": "16,'; expected names or numbers between commas, without spaces or a",
+    f"{REPLAY} --budget 16, 32": "16,'; expected names or numbers between commas, without spaces",
     f"{REPLAY} --budget 16 32": "32 does not exist, expected a trace; it is a value of --budget",
     f"{REPLAY} --budget 25 %": "% does not exist, expected a trace; it is a value of --budget, ",
     f"{REPLAY} --policy snapkv h2o": "h2o does not exist, expected a trace; it is a value of --pol",
