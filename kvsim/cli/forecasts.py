@@ -1,9 +1,8 @@
-"""Plans of commands (`--plan`), and what commands took next to their plans."""
+"""Plans of commands (`--plan`)."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ def echo_plan(plan: Plan, out: Path | None, jobs: int | None, *, as_json: bool) 
     left = len(plan.left(kept))
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
-    echo_forecast(forecast(plan, kept, jobs), out, counts, as_json=as_json)
+    echo_forecast(forecast(plan, kept), out, counts, as_json=as_json)
 
 
 def echo_forecast(
@@ -55,37 +54,8 @@ def echo_forecast(
     fields["memory"] = size(facts["memory"])
     if facts["device_memory"]:
         fields["memory"] += f", of the device {size(facts['device_memory'])}"
-    fields["FLOPs"] = f"{facts['flops']:.3g}"
-    times = map(_time, (facts["seconds"], *facts["seconds_range"]))
-    show.echo_fields(fields | {"time": "about {}, {} to {}, on an idle machine".format(*times)})
-
-
-def taken(forecasts: Sequence[Forecast], actual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan and what a command took, ready for JSON; empty without a plan."""
-    return {"plan": {**forecasts[0].describe(), "actual": actual}} if forecasts else {}
-
-
-def echo_took(document: Mapping[str, Any]) -> None:
-    """Print a plan and what a command took on one line, where progress was shown too."""
-    from kvsim.progress import EVERY
-
-    plan = document.get("plan")
-    if plan and (sys.stderr.isatty() or plan["actual"]["seconds"] >= EVERY):
-        show.echo_error(f"Planned: {_took(plan)}. Took: {_took(plan['actual'])}.")
-
-
-def _took(facts: Mapping[str, Any]) -> str:
-    parts = [_time(facts["seconds"])]
-    parts += [_files(facts)] if facts.get("files") else []
-    parts += [f"{size(facts['memory'])} of memory"] if facts["memory"] else []
-    return ", ".join(parts)
+    show.echo_fields(fields)
 
 
 def _files(facts: Mapping[str, Any]) -> str:
     return f"{size(facts['bytes'])} in {facts['files']} files"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli import shared
-from kvsim.cli.forecasts import echo_forecast, echo_took, taken
+from kvsim.cli.forecasts import echo_forecast
 from kvsim.cli.groups import grouped, offered
 from kvsim.cli.inspecting import answers_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
@@ -22,10 +22,7 @@ from kvsim.recorder.options import Options
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
-if TYPE_CHECKING:
-    from kvsim.store.forecast import Forecast
-
-#: Options of the command; progress is always shown, and the plan next to what it took.
+#: Options of the command; progress is always shown.
 _OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
 
 
@@ -101,14 +98,12 @@ def capture(
     the others, and `kvsim trace recover` turns the incomplete one into a trace.
     """
     _check_prompts(model, prompt, prompts, limit)
-    forecasts: list[Forecast] = []
-    options = Options(**given, progress=True, planned=forecasts.append)
+    options = Options(**given, progress=True)
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder.capturing import capture_one, suggesting_resume
     from kvsim.recorder.prompts import file_name
     from kvsim.store import check_writable, describe
-    from kvsim.store.forecast import Meter
 
     path = _stage(context, out, resume=options.resume)
     requested = [Prompt(path.stem, prompt or "")]
@@ -133,7 +128,6 @@ def capture(
         echo_forecast(forecast, new[0].parent if new else None, None, as_json=shown.as_json)
         return
     check_writable(paths[0].parent)
-    meter = Meter()
     before = {path: _identity(path) for path in paths}
     try:
         decoder, tokenizer = load_model(
@@ -158,17 +152,13 @@ def capture(
             }
             for trace, at in zip(traces, paths, strict=True)
         ]
-        outputs = {at for at, each in zip(paths, facts, strict=True) if not each["kept"]}
-        named = [each["projections"] for each in facts if each["projections"]]
-        outputs |= {paths[0].parent / each["folder"] for each in named}
-        took = taken(forecasts, meter.actual(outputs))
     except KeyboardInterrupt as interrupt:
         drafts = getattr(interrupt, "__notes__", [])  # the writer's notes on its draft
         outcome = _interrupted(before, out, resume=options.resume)
         raise Stop("; ".join([outcome, *drafts]), 130) from None
     finally:
         _publish(paths, path, out)
-    _report(facts, took, as_json=shown.as_json)
+    _report(facts, as_json=shown.as_json)
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:
@@ -199,9 +189,9 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
     )
 
 
-def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_json: bool) -> None:
+def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        echo_json({"traces": facts, **took})
+        echo_json({"traces": facts})
         return
     for trace in facts:
         answer = answers_text(trace)
@@ -220,7 +210,6 @@ def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_j
         )
     of_each = [(f"{Path(x['path']).stem}: " * (len(facts) > 1), x["notes"]) for x in facts]
     echo_notes(name + note for name, notes in of_each for note in notes)
-    echo_took(took)
 
 
 def _stage(context: typer.Context, out: str, *, resume: bool) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsim.cli import shared, show
-from kvsim.cli.forecasts import echo_plan, echo_took
+from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.shared import Stop
@@ -153,7 +153,6 @@ def show_run(
                 f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
                 f"{missing[0]}` says what it reads."
             )
-    echo_took(run.parameters)
     finish(run, out)
 
 

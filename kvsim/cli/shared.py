@@ -222,9 +222,7 @@ TracePaths = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Plan = Annotated[
     bool,
-    typer.Option(
-        "--plan", help="Say what it takes (disk, memory, FLOPs, time), and do nothing else."
-    ),
+    typer.Option("--plan", help="Say what it takes (cells, disk, memory), and do nothing else."),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.forecasts import echo_plan, echo_took
+from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import PREFILL, plural
@@ -284,7 +284,6 @@ def _show(
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"
         show.echo_text(f"{out}: {standing}{more}.")
-    echo_took(run.parameters)
     show.echo_failures(run.failures)
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:

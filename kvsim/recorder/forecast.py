@@ -10,12 +10,9 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.checks import compute_dtype
-from kvsim.core.flops import attention_flops, causal_pairs
-from kvsim.core.threads import threads_for
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
@@ -26,64 +23,38 @@ from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
 from kvsim.schema import CHUNK
-from kvsim.store.forecast import PROCESS, Forecast, Rates, by_array, memory_of
+from kvsim.store.forecast import PROCESS, Forecast, by_array, memory_of
 from kvsim.store.layout import DENSE, StoredArray, cut_shape, stored_arrays
-
-#: Small operations in a layer's forward of one row, with what records it.
-_CALLS = 350
-
-#: Bytes that are recorded while a product with a vector reads one, such bytes that a byte of the
-#: digest of weights takes, and small operations that a file takes.
-_RECORDING, _DIGEST, _FILE = 1 / 200, 40, 1000
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
 _LOADED = 96 << 20
 
 
-class ModelWork:
-    """Work of a model's forward: FLOPs and bytes of weights, by row and by logits of a row."""
+class ModelSize:
+    """Sizes of a model: its layers, bytes of weights, vocabulary and widest matrix of a layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         parts = (model.get_input_embeddings(), model.get_output_embeddings())
-        weights = [getattr(part, "weight", None) for part in parts]
-        ends = {id(each): each.numel() for each in weights if isinstance(each, torch.Tensor)}
-        experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+        ends = {id(getattr(part, "weight", None)) for part in parts}
         matrices = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
-        used = sum(
-            each.numel() * (min(1, experts / len(each)) if experts and each.dim() == 3 else 1)
-            for each in matrices
-        )
-        embedding = max(ends.values(), default=0)
-        itemsize = next(model.parameters()).element_size()
         self.layers = len(attention_modules(model))
         self.weights = sum(each.nbytes for each in model.parameters())
-        self.row, self.logits = 2 * used, 2 * embedding
-        self.read = (used + embedding) * itemsize  # by a token
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.widest = max((max(each.shape) for each in matrices), default=1)
-
-    def seconds(self, flops: tuple[float, float], tokens: float, rates: Rates) -> float:
-        """Return the time of attention and of long products, and of so many tokens one by one."""
-        of_token = self.read / rates.stream + self.layers * _CALLS * rates.call
-        return flops[0] / rates.attention + flops[1] / rates.products + tokens * of_token
 
 
 def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
     """Return what captures take, of responses of the greatest length; device: where they run."""
     on_device = device != "cpu"
-    with threads_for(model):
-        here = "cuda" if on_device and torch.cuda.is_available() else "cpu"
-        rates = Rates.measured(here)
-    call, work = next(iter(calls_of_two(model).values())), ModelWork(model)
+    call, size = next(iter(calls_of_two(model).values())), ModelSize(model)
     writing = [each for each in sessions if each.new_tokens]
     together = min(writing[0].options.batch, len(writing)) if writing else 1
     stored, small = list[StoredArray](), 0.0
-    flops = seconds = peak = 0.0
+    peak = 0.0
     begun = set[int]()
     for each in sessions:
         shared = each.shared
         linked = len(each.context) if shared and (shared.path or id(shared) in begun) else 0
-        ran = linked if id(shared) in begun else 0  # behind traces that resume keeps it runs again
         begun.add(id(shared))
         residual = call.hidden if each.options.residual else None
         norm = None if each.residual is None else call.hidden[:, 0]
@@ -98,12 +69,7 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
-        attention, products = _flops(each, call, work, ran)
-        if together > 1 and each.new_tokens:  # the prompt once more, and the response in rows
-            products += each.limit * work.row
-        flops += attention + products + each.new_tokens * (work.row + work.logits)
-        seconds += work.seconds((attention, products), each.new_tokens / together, rates)
-        peak = max(peak, _memory(each, call, work, together, spares=not on_device))
+        peak = max(peak, _memory(each, call, size, together, spares=not on_device))
     first = sessions[0] if sessions else None
     if projected := first is not None and first.projections is not None:
         shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
@@ -115,44 +81,25 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     files = chunks + (5 + 2 * texts) * len(sessions) + projected
     arrays = by_array(stored)
     written = sum(usual for usual, _ in arrays.values()) + small
-    seconds += written / (_RECORDING * rates.stream) + files * _FILE * rates.call
-    seconds += _DIGEST * work.weights / rates.stream
-    resident, weights = memory_of("VmRSS") or PROCESS, 0 if on_device else work.weights
+    resident, weights = memory_of("VmRSS") or PROCESS, 0 if on_device else size.weights
     return Forecast(
         written=written,
         files=files,
         memory=max(resident, PROCESS + weights) + (0 if on_device else peak),
-        device_memory=work.weights + peak if on_device else 0,
-        flops=flops,
-        seconds=seconds,
+        device_memory=size.weights + peak if on_device else 0,
         arrays=arrays,
     )
 
 
-def _flops(session: Session, call: KernelCall, work: ModelWork, ran: int) -> tuple[float, float]:
-    """Return the FLOPs of attention, and of products, of many rows, without the first `ran`."""
-    heads, entry = len(call.q), call.k.shape[2] + call.v.shape[2]
-    n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
-    probe = 0 if session.probe is None or ran else len(session.probe.tokens) + len(session.context)
-    copies = _copies(session, work)
-    pairs = causal_pairs(session.limit) - causal_pairs(ran) + causal_pairs(probe)
-    # the recorder computes the attention of its layers again, and the log-sum-exp of what it
-    # rounds; a copy differs from the full rows from its own layer on
-    passes = work.layers + recorded * (2 if session.options.store_dtype else 1)
-    attention = attention_flops(pairs * passes + copies * n * work.layers / 2, heads, entry)
-    rows = n - ran + given + probe + copies
-    return attention, rows * work.row + (1 + given + copies) * work.logits
-
-
-def _copies(session: Session, work: ModelWork) -> int:
+def _copies(session: Session, size: ModelSize) -> int:
     """Return the rows that run together to measure the sensitivity of layers."""
     several = max(len(session.response), session.new_tokens) > 1
     measured = session.options.sensitivity and session.projections is not None and several
-    return ROWS * (work.layers + 1) if measured else 0
+    return ROWS * (size.layers + 1) if measured else 0
 
 
 def _memory(
-    session: Session, call: KernelCall, work: ModelWork, together: int, *, spares: bool
+    session: Session, call: KernelCall, size: ModelSize, together: int, *, spares: bool
 ) -> float:
     """Return the most bytes at once, besides the weights; together: responses of a batch.
 
@@ -165,11 +112,11 @@ def _memory(
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
     n, given, hidden = session.limit, len(session.response), call.hidden.shape[1]
-    rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, work)
+    rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, size)
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
     caches = (1 if together == 1 else 2 * together) + (session.shared is not None)
-    cache = n * work.layers * kv_heads * entry * item * caches
+    cache = n * size.layers * kv_heads * entry * item * caches
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     of_head = n * heads // kv_heads * entry * item
     most = max(of_head, REPEATED) if spares and not eager else inf
@@ -180,10 +127,10 @@ def _memory(
     recorder = copied + of_rows * wide * (4 if narrow else 2)
     projections = 2 * heads * value_dim * hidden * item if session.projections else 0
     held = (3 * rows * hidden + 2 * of_rows) * item  # the stream, queries, the output
-    mlp = 3 * rows * (hidden + work.widest) * item
+    mlp = 3 * rows * (hidden + size.widest) * item
     again = n * kv_heads * entry * item + repeated + ROWS * heads * n * (2 + item)
     logits = max(min(rows, 1 + given), copies)
-    logits = work.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
+    logits = size.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
     in_a_layer = max(held + max(kernel, recorder, projections), mlp, again * bool(copies))
     return _LOADED + cache + blocks + max(in_a_layer, logits)
 

@@ -32,7 +32,6 @@ from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
 from kvsim.recorder.choice import Choice
-from kvsim.recorder.forecast import ModelWork
 from kvsim.recorder.generation import stop_tokens
 from kvsim.runner.batch import respond, unbatched
 from kvsim.runner.checks import check_live
@@ -191,7 +190,6 @@ def plan_live(
             "command": "live",
             "traces": {trace.name: trace.fingerprint for trace in traces},
         },
-        model=ModelWork(running.model),
         compute=executor.compute,
         check=executor.check,
     )

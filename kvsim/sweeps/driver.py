@@ -24,11 +24,9 @@ from kvsim.files import lock
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.schema import plural
-from kvsim.store.forecast import Meter
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Progress
 from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
@@ -208,17 +206,13 @@ def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
 
 def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
     """Compute what is not finished yet; publish it unless it is a shard. options: as `work`."""
-    meter, planned = Meter(), forecast(plan, kept, options.get("jobs", 1), plan.share(shard))
     interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)
-    run.parameters["plan"] = {**planned.describe(), "actual": meter.actual()}
     if isinstance(kept, Shards) and shard is None:
         if run.parameters["done"]:
             publish(run, kept)
         else:
             kept.withdraw()
-    if isinstance(kept, Shards):
-        run.parameters["plan"]["actual"] = meter.actual([kept.folder])
     return run
 
 

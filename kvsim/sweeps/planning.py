@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from kvsim.sweeps.remarks import cell_remarks
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
 from kvsim.sweeps.terms import Terms, described, params_of
-
-if TYPE_CHECKING:
-    from kvsim.recorder.forecast import ModelWork
 
 
 def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any) -> Grid:
@@ -49,9 +46,8 @@ class Plan(NamedTuple):
 
     policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
     notes: remarks on all results. document: the configuration, which a folder keeps. records:
-    whether they are kept. model: work of a forward of the model that runs. compute: of one task, in
-    this process or another one. check: raises where no task can be computed, before the first of
-    them.
+    whether they are kept. compute: of one task, in this process or another one. check: raises where
+    no task can be computed, before the first of them.
     """
 
     traces: Sequence[Trace]
@@ -64,7 +60,6 @@ class Plan(NamedTuple):
     compute: Compute
     notes: Sequence[str] = ()
     records: bool = True
-    model: ModelWork | None = None
     check: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -127,10 +122,10 @@ class Plan(NamedTuple):
             if name in trace.source.shapes
         )
 
-    def left(self, kept: Kept, tasks: Sequence[Task] | None = None) -> list[Task]:
-        """The tasks, or some of them, that are left, each of the cells that are."""
+    def left(self, kept: Kept) -> list[Task]:
+        """The tasks that are left, each of the cells that are."""
         done = kept.done
-        of_each = (each.without(done) for each in (self.tasks if tasks is None else tasks))
+        of_each = (each.without(done) for each in self.tasks)
         return [task for task in of_each if task is not None]
 
     @property

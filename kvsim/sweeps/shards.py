@@ -197,7 +197,6 @@ class Shards(Kept):
                 done={str(key): dict(cell) for key, cell in document["done"].items()},
                 failed={str(key): Failure(**each) for key, each in document["failed"].items()},
                 remarks=tuple(map(str, document["remarks"])),
-                seconds=float(document["seconds"]),
             )
             names = set(document["files"]) - {f"{key}.records"}
             if outcome.key != key or names != {f"{key}.parquet"}:
@@ -223,7 +222,6 @@ class Shards(Kept):
                 "done": outcome.done,
                 "failed": {key: vars(failure) for key, failure in outcome.failed.items()},
                 "remarks": outcome.remarks,
-                "seconds": outcome.seconds,
                 "files": digests(folder, *names),
             }
             text = json.dumps(sealed(document))

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -85,7 +84,7 @@ class Outcome(NamedTuple):
 
     done: for each measured cell its key, and the columns of a Table that say which rows are its.
     failed: what went wrong, by the keys of cells. records: those of `done`, or none. remarks: on
-    the results, each once. seconds: of processor time.
+    the results, each once.
     """
 
     table: pl.DataFrame
@@ -93,7 +92,6 @@ class Outcome(NamedTuple):
     done: Mapping[str, Mapping[str, Any]] = {}
     failed: Mapping[str, Failure] = {}
     remarks: tuple[str, ...] = ()
-    seconds: float = 0.0
     interrupted: bool = False
 
     @property
@@ -248,16 +246,13 @@ def _digest(parts: Iterable[str]) -> str:
 
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
     """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
-    began = time.process_time()
     trace = _loaded(task)
     with threads_for([trace]):
         if task.cells:
-            outcome = outcome_of(task, trace, Replays(trace, task.metrics, task.options), report)
-        else:
-            analysis = Analysis(trace, device=task.options["device"], only=task.layers)
-            table = measure(analysis, metrics=task.metrics, events=task.options["events"])
-            outcome = Outcome(table, done={task.keys[0]: {}})
-    return outcome._replace(seconds=time.process_time() - began)
+            return outcome_of(task, trace, Replays(trace, task.metrics, task.options), report)
+        analysis = Analysis(trace, device=task.options["device"], only=task.layers)
+        table = measure(analysis, metrics=task.metrics, events=task.options["events"])
+        return Outcome(table, done={task.keys[0]: {}})
 
 
 def outcome_of(task: Task, trace: Trace, executor: Executor, report: Progress) -> Outcome:

@@ -20,7 +20,6 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.recorder import load_model
 from kvsim.runner.judging import judge
-from kvsim.store.forecast import Forecast, Rates
 
 POLICIES = ("streaming_llm", "snapkv", "tova", "h2o", "expected_attention", "adakv+snapkv", "gkv")
 ARRAYS, TIES, JUDGED, SMALL = 1e-4, 1e-4, 1e-2, 1e-5
@@ -47,13 +46,9 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def captured(model: Any, ids: Sequence[int], prompt: int) -> tuple[Trace, Forecast]:
-    """A trace in memory of a prompt and its response, and the plan of its capture."""
-    plans: list[Forecast] = []
-    trace = kvsim.capture(
-        model, None, [*ids[:prompt]], response=[*ids[prompt:]], o_proj=True, planned=plans.append
-    )
-    return trace, plans[0]
+def captured(model: Any, ids: Sequence[int], prompt: int) -> Trace:
+    """A trace in memory of a prompt and its response."""
+    return kvsim.capture(model, None, [*ids[:prompt]], response=[*ids[prompt:]], o_proj=True)
 
 
 def array_error(trace: Trace, other: Trace) -> float:
@@ -93,23 +88,16 @@ def judged_error(first: Any, second: Any) -> float:
 
 def compare(name: str, model: Any, ids: Sequence[int], prompt: int, device: str) -> list[str]:
     """Capture, replay and judge on the CPU and a device; returns the lines of the report."""
-    here, _ = captured(model, ids, prompt)
+    here = captured(model, ids, prompt)
     budget, options = max(40, prompt // 4), {"interval": 16, "internals": True}
     records = [kvsim.replay(here, each, budget, **options) for each in POLICIES]
     expected = judge(model, here, records)
     moved = model.to(device)
     timed(lambda: captured(moved, ids, prompt), device)  # kernels are loaded
-    seconds, (there, plan) = timed(lambda: captured(moved, ids, prompt), device)
-    rate = Rates.measured(device)
+    seconds, there = timed(lambda: captured(moved, ids, prompt), device)
     error = array_error(here, there)
     assert error <= ARRAYS, f"{name}: arrays differ by {error:.2g}, expected {ARRAYS}"
-    size = sum(most for _, most in plan.arrays.values())
-    share = plan.flops / seconds / rate.products
-    line = (
-        f"{name}: arrays within {error:.1e}; capture {len(ids) / seconds:,.0f} tokens/s, "
-        f"{size / seconds / 1e9:.2f} GB/s, {share:.1%} of the matrix rate "
-        f"({rate.products / 1e12:.1f} TFLOP/s)"
-    )
+    line = f"{name}: arrays within {error:.1e}; capture {len(ids) / seconds:,.0f} tokens/s"
     total, ties, widest = 0.0, 0, 0.0
     for policy, record in zip(POLICIES, records, strict=True):
         call = lambda policy=policy: kvsim.replay(here, policy, budget, device=device, **options)  # noqa: E731  timed

@@ -26,7 +26,7 @@ from harness import options, publish, random_model
 from kvsim import store
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
-from kvsim.store.forecast import Forecast, Meter
+from kvsim.store.forecast import Forecast
 
 POLICIES = (
     *("streaming_llm", "h2o", "snapkv", "tova", "expected_attention", "gkv", "ams", "pyramidkv"),
@@ -143,10 +143,11 @@ def report(stage: Stages, plan: Forecast, size: Size) -> tuple[dict[str, float],
     """Facts and lines, with what traces take and what the plan of the capture said."""
     facts, lines = stage.facts, stage.lines
     for name in ("full", "compact"):
-        actual = Meter().actual([stage.folder / name])
-        facts |= {f"{name}, {unit}": actual[unit] for unit in ("bytes", "files")}
+        files = [path for path in (stage.folder / name).rglob("*") if path.is_file()]
+        facts |= {f"{name}, bytes": sum(path.stat().st_size for path in files)}
+        facts |= {f"{name}, files": len(files)}
     facts |= {"planned bytes": plan.written, "planned files": plan.files}
-    facts |= {"planned MiB": plan.memory / 2**20 - stage.of_model, "planned seconds": plan.seconds}
+    facts |= {"planned MiB": plan.memory / 2**20 - stage.of_model}
     heads = f"{GROUP * size.heads} query heads on {size.heads}, dim {size.dim}"
     budgets = ", ".join(map(str, size.budgets))
     head = [
@@ -157,7 +158,6 @@ def report(stage: Stages, plan: Forecast, size: Size) -> tuple[dict[str, float],
         ("bytes", "MiB on the disk", 2**20, "full, bytes"),
         ("files", "files", 1, "full, files"),
         ("MiB", "MiB beside the model", 1, "capture, MiB"),
-        ("seconds", "s", 1, "capture, seconds"),
     ):
         planned, took = facts[f"planned {name}"] / by, facts[key] / by
         lines.append(f"the capture's plan {planned:.0f} {unit}, and it took {took:.0f}")

@@ -128,7 +128,6 @@ def test_a_device_computes_what_the_cpu_does(device):
     lines = load("device").run(device, "small layers")
 
     assert sum("tokens/s" in line for line in lines) == 4
-    assert sum("of the matrix rate" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -242,34 +242,16 @@ def test_what_is_no_trace(run, tmp_path, command, kind):
 
 
 def test_a_plan_is_that_of_the_capture_and_records_nothing(run, tmp_path, prompt):
-    """`--plan` prints disk, memory, FLOPs and time, which the capture has next to what it took."""
+    """`--plan` prints disk and memory of what the capture writes."""
     out = tmp_path / "folder" / "a.zarr"
     arguments = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", 2]
     arguments += ["--out", out]
 
     shown, planned = run(*arguments, "--plan"), run(*arguments, "--plan", "--json")
     assert not out.parent.exists()
-    assert [line.split()[0] for line in shown[1].splitlines()] == [
-        *("disk", "memory", "FLOPs", "time")
-    ]
-    assert shown[1].rstrip().endswith(", on an idle machine")
+    assert [line.split()[0] for line in shown[1].splitlines()] == ["disk", "memory"]
 
-    plan, first = json.loads(run(*arguments, "--json")[1])["plan"], json.loads(planned[1])
-    assert [plan[x] for x in ("bytes", "files", "flops")] == [
-        first[x] for x in ("bytes", "files", "flops")
-    ]
-    assert plan["actual"]["files"] == plan["files"]
-    assert plan["actual"]["bytes"] == pytest.approx(plan["bytes"], rel=0.3)
-
-
-def test_a_capture_ends_with_plan_and_outcome_where_progress_is_shown(
-    run, tmp_path, prompt, monkeypatch
-):
-    """One line on standard error, as the bar."""
-    monkeypatch.setattr("kvsim.progress.EVERY", 0)
-    given = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", 2]
-    status, _, err = run(*given, "--out", tmp_path / "a.zarr")
-
-    parts = r"[\d.]+ m?s, [\d.]+ \wB in \d+ files, [\d.]+ \wB of memory"
-    assert status == 0
-    assert re.fullmatch(rf"Planned: {parts}\. Took: {parts}\.", err.splitlines()[-1])
+    assert run(*arguments)[0] == 0
+    files, plan = [x for x in out.parent.rglob("*") if x.is_file()], json.loads(planned[1])
+    assert plan["files"] == len(files)
+    assert plan["bytes"] == pytest.approx(sum(x.stat().st_size for x in files), rel=0.3)

