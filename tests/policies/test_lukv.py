@@ -23,6 +23,7 @@ from kvsim.testing.loops import replay
 from kvsim.testing.strategies import cases, make_case
 from live_runs import run_live
 from reference import plans, rule
+from reference.strategies import seeded
 from small_model import small
 from traces import changed
 
@@ -93,7 +94,7 @@ def test_a_plan_keeps_what_loops_keep(folder, scorer, exact):
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
         ran.append(bool(record.events))
 
-    check()
+    seeded(f"lukv {scorer} {exact}", check)()
     assert sum(ran) >= 40
 
 
@@ -141,7 +142,7 @@ def test_a_plan_is_that_of_loops(scorer):
         check_plan(case, scorer, sink)
         ran.append(case)
 
-    check()
+    seeded(f"plan {scorer}", check)()
     assert len(ran) >= 100
 
 

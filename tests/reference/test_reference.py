@@ -26,7 +26,7 @@ from kvsim.testing.loops import rows as loops_rows
 from kvsim.testing.strategies import Case
 from reference import NEVER, Scored
 from reference import metrics as loop_metrics
-from reference.strategies import Setup, examples, naive, of, setups
+from reference.strategies import Setup, examples, naive, seeded, setups
 from traces import changed
 
 CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
@@ -172,7 +172,7 @@ def test_replay_in_float64_equals_the_naive_replay(name):
         if any(seen[what] < count for what, count in wanted.items()):
             for kind in kinds:
                 some = settings(QUIET, max_examples=examples(least // len(kinds)))
-                of(f"{name} {kind}{again}", some(given(st.data(), st.just(kind))(check)))()
+                seeded(f"{name} {kind}{again}", some(given(st.data(), st.just(kind))(check)))()
     assert all(seen[what] >= count for what, count in wanted.items()), (wanted, seen)
 
 
@@ -190,7 +190,7 @@ def test_replay_of_narrow_floats_equals_the_naive_replay(name):
         outcome = possible(case, setup)
         assert disagreement(case, setup, outcome) is None
 
-    of(name, check)()
+    seeded(name, check)()
 
 
 @pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova", "raas"])
@@ -351,8 +351,9 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         assert not known.any()
     else:
         assert (known == (found.missing >= 1e-4)).all()
-        close = {"rtol": 1e-3 if tolerance < 1e-4 else 0.02, "atol": 1e-3}
-        np.testing.assert_allclose(found.distance[known], expected.distance[known], **close)
+        # a quotient: what rounds its two terms is divided by the missing mass
+        apart = np.abs(found.distance - expected.distance) * found.missing
+        assert (apart <= (1 + expected.distance) * tolerance / 10)[known].all()
 
 
 @settings(QUIET, max_examples=examples(60))

@@ -29,7 +29,7 @@ from kvsim.policies.turboquant import TurboQuant, codebook, product
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import merging, storing
-from reference.strategies import examples, naive, setups
+from reference.strategies import examples, naive, seeded, setups
 from traces import changed
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -38,7 +38,7 @@ EVICTIONS = ("full", "snapkv", "tova", "h2o", "gkv", "streaming_llm", "adakv+sna
 
 def _kivi(bits):
     def draw(data):
-        group = data.draw(st.sampled_from((1, 2, 4, 32)))
+        group = data.draw(st.sampled_from((1, 2, 4, 4, 32)))  # two numbers are exact
         window = group * data.draw(st.integers(1, 1 if group > 4 else 3))
         of = Kivi(bits_per_number=bits, group=group, window=window)
         return of, storing.kivi(bits, group, window)
@@ -200,14 +200,13 @@ def test_storing_equals_the_naive_one(name):
         rounded = expected.stored.after != NEVER
         seen["cases"] += 1
         seen["rounded"] += bool(rounded.any())
-        seen["moved"] += bool((expected.error > 1e-6)[..., (expected.mass == 1).all((0, 1))].any())
         counts = rounded.sum(-1)
         seen["ragged"] += bool((counts != counts[..., :1]).any())
 
-    check()
+    seeded(name, check)()
     assert seen["cases"] >= count
     assert seen["rounded"] >= 24, seen
-    assert min(seen["moved"] + (name in MERGERS), seen["ragged"]) >= 1, seen
+    assert seen["ragged"] >= 1, seen
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -217,13 +216,13 @@ def test_evictions_decide_on_what_is_stored(eviction):
     @settings(QUIET, max_examples=examples(60))
     @given(st.data())
     def check(data):
-        of = ("normal", "sharp", "sink")
-        case = data.draw(strategies.cases(kinds=of, min_n=10, max_n=20, max_heads=2, groups=(1, 2)))
+        sizes = {"min_n": 10, "max_n": 20, "max_heads": 2, "groups": (1, 2)}
+        case = data.draw(strategies.cases(kinds=("normal", "sharp", "sink"), **sizes))
         case = replace(case, prompt_len=min(case.prompt_len, case.n - 6))
         interval = data.draw(st.sampled_from((1, 3, 8)))
         setup = replace(data.draw(setups(case, [eviction])), interval=interval)
-        kinds = data.draw(st.sampled_from((COARSE, MERGERS)))
-        codec, store = CODECS[data.draw(st.sampled_from(kinds))](data)
+        names = data.draw(st.sampled_from((COARSE, MERGERS)))
+        codec, store = CODECS[data.draw(st.sampled_from(names))](data)
         policy = replace(kvsim.policy(eviction, **setup.params), codec=codec)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
@@ -245,23 +244,25 @@ def test_storing_under_a_softcap_and_sinks(name):
     trace = changed(case.trace(), prompt_len=5, formulas=[formula] * 2)
 
     class Fixed:
-        """The first of what could be drawn."""
+        """The last but one of what could be drawn, which rounds some of few entries."""
 
-        def draw(self, of):
-            return of.elements[-1] if hasattr(of, "elements") else 2
+        def draw(self, strategy):
+            return strategy.elements[-2] if hasattr(strategy, "elements") else 2
 
     codec, store = CODECS[name](Fixed())
     record = kvsim.replay(trace, "full", case.n)
-    evicted_at = _evicted(case, np.random.default_rng(1), 0.4)
-    _compare(
-        case,
-        trace,
-        replace(record, evicted_at=evicted_at, codec=codec),
-        store,
-        first=4,
-        logit=lambda product: 3.0 * np.tanh(case.scale * product / 3.0),
-        sinks=sinks,
-    )
+    for share in (0.4, 0.0):
+        evicted_at = _evicted(case, np.random.default_rng(1), share)
+        expected = _compare(
+            case,
+            trace,
+            replace(record, evicted_at=evicted_at, codec=codec),
+            store,
+            first=4,
+            logit=lambda product: 3.0 * np.tanh(case.scale * product / 3.0),
+            sinks=sinks,
+        )
+    assert name in MERGERS or expected.error.max() > 1e-4  # by rounding alone
 
 
 def test_kivi_stores_as_its_release_does():
