@@ -21,6 +21,9 @@ from kvsim.testing.invariants.trial import Broken, Trial, smallest_budget
 from kvsim.testing.loops import Rule
 from kvsim.testing.strategies import cases, draw_budget, draw_schedule
 
+#: The invariant that compares with a rule: in fewer cases, or decisions, a wrong rule may pass.
+RULED, LEAST_CASES, LEAST_DECISIONS = "naive_replay", 50, 20
+
 
 class InvariantError(KvsimError, AssertionError):
     """A policy breaks an invariant; the message names it and the smallest failing case."""
@@ -42,16 +45,18 @@ def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Tr
 
 @dataclass(frozen=True)
 class Passed:
-    """The result of `check_policy`: the invariants that hold, and on how many generated cases."""
+    """The invariants that hold, generated cases, and decisions that were compared with a rule."""
 
     policy: str
     invariants: tuple[str, ...]
     cases: int
+    decisions: int = 0
 
     def __repr__(self) -> str:
         return (
             f"{self.policy}: passed {plural(len(self.invariants), 'invariant')} on "
             f"{plural(self.cases, 'generated case')}"
+            + (f", {self.decisions} decisions as by the rule" if self.decisions else "")
         )
 
 
@@ -71,9 +76,9 @@ def check_policy(
     Returns what has passed, which prints as a line.
 
     rule: the policy once more, as a rule of the naive replay (`kvsim.testing.loops`): the policy
-    must evict what the rule evicts. max_examples: generated traces, each with a budget and a
-    schedule. max_n: tokens of the longest. only, exempt: names of INVARIANTS to try alone, or to
-    leave out. shrink: look for the smallest case that fails.
+    must evict what the rule evicts, in 50 cases and 20 decisions at least. max_examples: generated
+    traces, each with a budget and a schedule. max_n: tokens of the longest. only, exempt: names of
+    INVARIANTS to try alone, or to leave out. shrink: look for the smallest case that fails.
 
     Raises InvariantError, which names the invariant and the case.
     """
@@ -86,34 +91,44 @@ def check_policy(
             f"unknown invariant {name!r}{suggest(name, INVARIANTS)}; known: {', '.join(INVARIANTS)}"
         )
     phases = set(Phase) - ({Phase.explain} if shrink else {Phase.explain, Phase.shrink})
+    tried = Counter[str]()  # cases by invariant
+    decisions = 0
 
-    tried = Counter[str]()
+    def attempt(tested: Collection[str], examples: int) -> None:
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=phases,
+        )
+        @given(trials(subject, rule, max_n))
+        def one(trial: Trial) -> None:
+            nonlocal decisions
+            for name in tested:
+                try:
+                    INVARIANTS[name](trial)
+                except (Broken, KvsimError) as error:
+                    verb = "breaks" if isinstance(error, Broken) else "fails during"
+                    raise InvariantError(
+                        f"{subject.name} {verb} the invariant {name!r}: {error}\n  {trial}"
+                    ) from error
+                tried[name] += 1
+            decisions += trial.against_rule[1] if tested == [RULED] else 0
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=phases,
-    )
-    @given(trials(subject, rule, max_n))
-    def attempt(trial: Trial) -> None:
-        tried["cases"] += 1
-        for name, invariant in INVARIANTS.items():
-            if name not in chosen:
-                continue
-            try:
-                invariant(trial)
-            except (Broken, KvsimError) as error:
-                verb = "breaks" if isinstance(error, Broken) else "fails during"
-                raise InvariantError(
-                    f"{subject.name} {verb} the invariant {name!r}: {error}\n  {trial}"
-                ) from error
+        # the same cases every time, but others for every policy
+        (seed(zlib.crc32(subject.name.encode()))(one) if settings().derandomize else one)()
 
-    if settings().derandomize:  # the same cases every time, but others for every policy
-        attempt = seed(zlib.crc32(subject.name.encode()))(attempt)
-    attempt()
-    return Passed(
-        subject.name, tuple(name for name in INVARIANTS if name in chosen), tried["cases"]
-    )
+    passed = [name for name in INVARIANTS if name in chosen]
+    ruled = rule is not None and rule.score is not None and RULED in chosen
+    if unruled := [name for name in passed if name != RULED or not ruled]:
+        attempt(unruled, max_examples)
+    if ruled:
+        attempt([RULED], max(max_examples, LEAST_CASES))
+        if decisions < LEAST_DECISIONS:
+            raise InvariantError(
+                f"{subject.name}: {plural(decisions, 'decision')} among entries compared with the "
+                f"rule, expected at least {LEAST_DECISIONS}; raise max_examples or max_n"
+            )
+    return Passed(subject.name, tuple(passed), min(tried.values(), default=0), decisions)

@@ -41,25 +41,57 @@ class Peak(Scorer):
 PEAK = kvsim.Policy("peak", Peak(), schedule=Schedule(interval=3, prefill=False))
 
 
-def peak(event, decay=0.5):
+def peak(event, decay=0.5, window=2, sign=1):
     """The same in loops."""
     values = []
     for head, live in enumerate(event.live):
         best = event.column("best")[head]
         now = dict.fromkeys(live, 0.0)
         for qhead in event.qheads(head):
-            for row in event.window(2):
+            for row in event.window(window):
                 for pos, weight in event.attention(qhead, row).items():
                     now[pos] = max(now[pos], weight)
         best.update({pos: max(decay * best.get(pos, 0.0), now[pos]) for pos in live})
         norms = {pos: float(np.linalg.norm(event.values[head, pos])) for pos in live}
-        values.append({pos: best[pos] + 0.1 * np.log1p(norms[pos]) for pos in live})
+        values.append({pos: sign * (best[pos] + 0.1 * np.log1p(norms[pos])) for pos in live})
     return Scored(values, loops.union(loops.first(event, 1), loops.last(event, 2)))
+
+
+RULE = Rule(peak, interval=3, prefill=False)
+ONLY = ["naive_replay"]
 
 
 def test_a_policy_agrees_with_its_rule():
     """A scorer with a column, a window, protection and a schedule, each written a second time."""
-    check_policy(PEAK, rule=Rule(peak, interval=3, prefill=False), max_examples=12)
+    passed = check_policy(PEAK, rule=RULE, max_examples=3)
+    assert passed.decisions >= 20
+    assert repr(passed).endswith(
+        f"on 3 generated cases, {passed.decisions} decisions as by the rule"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sign": -1}, {"window": 3}, {"window": 1}, {"decay": 0.0}], ids=str
+)
+def test_a_wrong_rule_never_passes(wrong):
+    """However few examples are asked for; the first difference is named."""
+    rule = replace(RULE, score=lambda event: peak(event, **wrong))
+    place = (
+        r"'naive_replay': layer \d, head \d, position \d+ leaves (never|after row \d+), expected"
+    )
+    for number in range(20):  # the name is the seed
+        policy = replace(PEAK, name=f"peak{number}")
+        with pytest.raises(InvariantError, match=place):
+            check_policy(policy, rule=rule, only=ONLY, max_examples=1, shrink=False)
+
+
+def test_a_rule_that_decides_nothing_does_not_pass():
+    """Traces of one token hold nothing to choose from."""
+    few = (
+        "0 decisions among entries compared with the rule, expected at least 20; raise max_examples"
+    )
+    with pytest.raises(InvariantError, match=few):
+        check_policy(PEAK, rule=RULE, only=ONLY, max_n=1)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +107,7 @@ def test_a_policy_agrees_with_its_rule():
 def test_a_rule_that_differs_is_caught(wrong):
     """Another schedule, another parameter and no protection each break `naive_replay`."""
     with pytest.raises(InvariantError, match="'naive_replay'"):
-        check_policy(PEAK, rule=wrong, only=["naive_replay"], max_examples=300, shrink=False)
+        check_policy(PEAK, rule=wrong, only=ONLY, max_examples=300, shrink=False)
 
 
 @dataclass(frozen=True)

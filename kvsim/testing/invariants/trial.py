@@ -201,6 +201,19 @@ class Trial:
             asked=[stop - 1 for _, stop in self.questions],
         )
 
+    @cached_property
+    def against_rule(self) -> tuple[str, int]:
+        """The first difference from the rule, empty without one, and the decisions compared."""
+        if self.naive is None or self.rule is None:
+            return "", 0
+        mine, other = self.record.evicted_at, self.naive.evicted_at
+        if mine.shape != other.shape:
+            return f"shape {mine.shape}, by the rule {other.shape}", 0
+        ties = self.plain and self.rule.ties(self.case)
+        sure = self.naive.sure_until(self.case.tolerance, ties=ties, faint=self.case.faint)
+        at = loops.first_difference(mine, other, sure[:, :, None])
+        return ("", self.naive.choices(sure)) if at is None else (_apart(at, other, mine), 0)
+
     def noise(self, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Queries, keys and values, others where mask is True [layer or 1, head or 1, pos]."""
         rng = np.random.default_rng(self.salt)
@@ -219,17 +232,16 @@ class Trial:
         if equal or not self.settled:
             return
         limit = np.minimum(self.sure_until, until)[:, :, None]
-        differ = np.minimum(before, limit) != np.minimum(after, limit)
-        if differ.any():
-            layer, head, pos = (int(i[0]) for i in differ.nonzero())
-            raise Broken(
-                f"{change}: layer {layer}, head {head}, position {pos} leaves after row "
-                f"{_row(after[layer, head, pos])}, before it was {_row(before[layer, head, pos])}"
-            )
+        at = loops.first_difference(before, after, limit)
+        if at is not None:
+            raise Broken(f"{change}: {_apart(at, before, after)}")
 
 
-def _row(evicted_at: int) -> str:
-    return "never" if evicted_at == NEVER else str(evicted_at)
+def _apart(at: tuple[int, ...], expected: Ints, found: Ints) -> str:
+    """Where two replays differ."""
+    layer, head, pos = at
+    rows = ("never" if x[at] == NEVER else f"after row {x[at]}" for x in (found, expected))
+    return f"layer {layer}, head {head}, position {pos} leaves {', expected '.join(rows)}"
 
 
 def require(condition: object, message: str) -> None:

@@ -2,7 +2,7 @@
 
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Doubt, Event, Propagated, Rule, Scored, first, last, union
-from kvsim.testing.loops.rows import Cut, Outcome, event_rows, replay
+from kvsim.testing.loops.rows import Cut, Outcome, event_rows, first_difference, replay
 
 __all__ = [
     "NEVER",
@@ -15,6 +15,7 @@ __all__ = [
     "Scored",
     "event_rows",
     "first",
+    "first_difference",
     "last",
     "replay",
     "union",

@@ -87,10 +87,23 @@ class Outcome:
     ) -> bool:
         """Whether another replay evicted the same entries, up to each head's first unsure cut."""
         limit = self.sure_until(tolerance, ties=ties, faint=faint)[:, :, None]
-        other = np.asarray(evicted_at)
-        return other.shape == self.evicted_at.shape and bool(
-            (np.minimum(other, limit) == np.minimum(self.evicted_at, limit)).all()
-        )
+        same_shape = np.shape(evicted_at) == self.evicted_at.shape
+        return same_shape and first_difference(self.evicted_at, evicted_at, limit) is None
+
+    def choices(self, until: Ints) -> int:
+        """Events of heads before `until` [layer, head] in which different scores decide."""
+        events = {cut[:3] for cut in self.cuts if cut.row >= 0 and 0 < cut.margin < math.inf}
+        return len([row for layer, head, row in events if row < until[layer, head]])
+
+
+def first_difference(
+    mine: npt.ArrayLike, other: npt.ArrayLike, until: npt.ArrayLike
+) -> tuple[int, ...] | None:
+    """(layer, head, position) that two replays first evict otherwise, up to the rows `until`."""
+    a, b = (np.minimum(evicted_at, until) for evicted_at in (mine, other))
+    row = np.where(a == b, NEVER, np.minimum(a, b))
+    at = np.unravel_index(row.argmin(), row.shape)
+    return None if row[at] == NEVER else tuple(map(int, at))
 
 
 @dataclass
