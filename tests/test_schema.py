@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsim.schema import merged, rounded
+from kvsim.schema import merged, rounded, size_in_bytes
 
 
 @given(st.floats(1e-4, 990_000), st.sampled_from([".3g", "+.3g", ".2g"]))
@@ -32,6 +32,19 @@ def test_other_numbers_are_as_python_formats_them(value, form, text):
 def test_three_decimals_show_a_small_number(value, form, text):
     """Two small divergences are no column of zeros; noise of rounding is a zero without a minus."""
     assert rounded(value, form) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("4096", 4096), ("7B", 7), ("2kB", 2000), ("3 MB", 3_000_000), ("1.5GB", 1_500_000_000)),
+        *(("1TB", 10**12), ("2KiB", 2048), ("3MiB", 3_145_728), ("1.5GiB", 1_610_612_736)),
+        *(("1TiB", 1_099_511_627_776), ("0", None), ("-1MB", None), ("1QB", None), ("MiB", None)),
+    ],
+)
+def test_units_of_sizes_are_powers_of_1000_or_of_1024(text, size):
+    """MB is a million bytes, and MiB 1,048,576."""
+    assert size_in_bytes(text) == size
 
 
 def test_remarks_that_differ_in_names_and_numbers_are_one():

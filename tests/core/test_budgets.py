@@ -59,6 +59,18 @@ def test_a_share_so_far_bounds_every_event(share, interval, name):
             assert held[:, row].sum() == pytest.approx(allowed * len(held), abs=1)
 
 
+@pytest.mark.parametrize(
+    ("share", "n_pos", "entries"),
+    [
+        *(("25%", 63, 15), ("50%", 61, 30), ("33.3%", 8, 2), ("1%", 199, 1), ("0.1%", 60, 1)),
+        *(("100%", 60, 60), ("32.3%", 1000, 323)),  # a product of floats below 323
+    ],
+)
+def test_a_share_is_rounded_down(share, n_pos, entries):
+    """Also from a half on; to one entry at least."""
+    assert resolve_budget(share, n_pos) == entries
+
+
 def test_a_share_so_far_is_the_budget_of_each_event_alone():
     """What one event leaves equals a replay with its budget in entries, in a naive loop."""
     grown = kvsim.replay(TRACE, "knorm", "50%so-far", interval=10)

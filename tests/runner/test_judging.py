@@ -11,6 +11,7 @@ import torch
 
 import kvsim
 from families import FAMILIES
+from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.table import JUDGED
 from kvsim.core.sources import dtype_of
 from kvsim.errors import CaptureError, NeedsError, PolicyError
@@ -224,8 +225,9 @@ def test_predictions_are_those_of_masks_over_the_whole_sequence():
     run, trace, judge = tiny()
     kept = ("random", "h2o", "adakv+snapkv", "cake", "oracle")
     records = [kvsim.replay(trace, name, 64, interval=32, prefill=True) for name in kept]
-    by_query_head = kvsim.policy("oracle", by="output")
-    records.append(kvsim.replay(trace, by_query_head, 64, interval=32))
+    by_query_head = (kvsim.policy("oracle", by="output"), "snapkv@original")
+    records += [kvsim.replay(trace, x, 64, interval=32, prefill=True) for x in by_query_head]
+    assert len({first_moved(x, trace, torch.from_numpy(x.evicted_at)) for x in records}) == 1
 
     found = judge.logits(records)
 
