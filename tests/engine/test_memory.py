@@ -78,6 +78,7 @@ def large_trace(tmp_path):
     return path
 
 
+@pytest.mark.deep
 def test_replay_of_a_trace_four_times_the_memory_budget_stays_within_it(large_trace, warm_python):
     """A replay, and a process of a sweep, grow by the budget at most."""
     command = [warm_python, "-c", REPLAY, str(large_trace), str(BUDGET)]
@@ -135,9 +136,15 @@ for name in sys.argv[2:]:
 """
 
 
-def test_replays_take_no_more_than_is_counted(tmp_path, warm_python):
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(["snapkv@original"], id="by query head"),
+        pytest.param(["ams", "raas", "dropkv", "compactor"], marks=pytest.mark.deep, id="others"),
+    ],
+)
+def test_replays_take_no_more_than_is_counted(tmp_path, warm_python, kinds):
     """Keys, what is gathered and rearranged, and one copy of a window's attention."""
-    kinds = ["snapkv@original", "ams", "raas", "dropkv", "compactor"]
     q, k, v = (torch.randn(1, heads, 3100, 64) for heads in (16, 4, 4))
     trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=3000, rope=kvsim.Rope.default(64))
     command = [warm_python, "-c", EVENTS, str(trace.save(tmp_path / "a.zarr")), *kinds]
