@@ -238,7 +238,7 @@ def _turns(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Turn],
         if unknown := sorted(turn.keys() - {*OF_TURN, *LABELS}):
             close = suggest(unknown[0], OF_TURN)
             raise CaptureError(
-                f"{inside}: {unknown[0]!r} is no key of a turn{close}; expected "
+                f"{inside}: {unknown[0]!r:.60} is no key of a turn{close}; expected "
                 f"{', '.join((*OF_TURN, *LABELS))}"
             )
         _check_kinds(turn, inside)
@@ -284,11 +284,12 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         )
     labels = {name: row[name] for name in LABELS if row.get(name) is not None}
     if row.get("difficulty") is not None:
-        level = labels.setdefault("level", row["difficulty"])
-        if level != row["difficulty"]:
+        other = row["difficulty"]
+        level = labels.setdefault("level", other)
+        if level != other:
             raise CaptureError(
-                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
-                "one of them: they are the same label"
+                f"{where}: level is {level!r:.60} and difficulty {other!r:.60}, expected one of "
+                "them: they are the same label"
             )
     prefix, is_question = row.get("answer_prefix"), _is_question(row)
     needle, response = row.get("needle"), row.get("response")

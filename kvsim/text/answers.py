@@ -50,7 +50,7 @@ def language_of(scorer: str) -> Language:
     if name and kind in LANGUAGES:
         return LANGUAGES[kind]
     kinds = (f"{each}:NAME" for each in LANGUAGES if each != "ledger")
-    raise TextError(f"scorer is {scorer!r}, expected one of {', '.join((*SCORERS, *kinds))}")
+    raise TextError(f"scorer is {scorer!r:.60}, expected one of {', '.join((*SCORERS, *kinds))}")
 
 
 def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None:
@@ -176,7 +176,7 @@ def text_score(response: str, check: Mapping[str, Any]) -> float:
     if not answers:
         raise TextError("the answer is [], expected text or a list of texts")
     if scorer not in SCORERS:
-        raise TextError(f"scorer is {scorer!r}, expected one of {', '.join(SCORERS)}")
+        raise TextError(f"scorer is {scorer!r:.60}, expected one of {', '.join(SCORERS)}")
     return score(response, [*map(answer_text, answers)], scorer)
 
 

@@ -11,6 +11,7 @@ from kvsim.testing.strategies import make_case
 from small_model import TEMPLATE, small, words_tokenizer
 from traces import changed
 
+LONG = b"x" * 5000
 NO_SPAN = "expected a text that is in the prompt"
 
 
@@ -167,6 +168,10 @@ def test_text_without_a_tokenizer_or_a_template(prompt, tokenizer, options, mess
         (b'{"prompt": "a", "id": " "}', 'id is " ", expected'),
         (b'{"prompt": "a", "id": "%s"}' % (b"x" * 201), "id has 201 characters"),
         (b'{"prompt": "a", "level": 1, "difficulty": 2}', "level is 1 and difficulty 2"),
+        (b'{"prompt": "a", "level": "%s", "difficulty": 2}' % LONG, "level is 'xxx.* difficulty 2"),
+        (b'{"prompt": "a", "task": ["%s"]}' % LONG, r"task is \['xxx.*, expected text or"),
+        (b'{"prompt": "a", "scorer": "%s"}' % LONG, "scorer is 'xxx.*, expected one of"),
+        (b'{"turns": [{"question": "q", "%s": 2}]}' % LONG, "'xxx.* is no key of a turn"),
         (b'{"prompt": "\\ud800"}', r"'\\ud800' is half of a character"),
         (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
         (b'[{"prompt": "a"}]', "a JSON array, expected one JSON object on each line; `jq"),
@@ -186,8 +191,9 @@ def test_lines_that_are_refused(line, message, tmp_path):
     with pytest.raises(CaptureError, match=message) as caught:
         read_prompts(source)
 
-    assert str(caught.value).startswith(f"{source}, line 3: ")
+    assert str(caught.value).startswith((f"{source}, line 3: ", f"{source}, line 3, turn 1: "))
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 SPANS = r"spans has .* within the 20 tokens of the prompt"
