@@ -8,6 +8,8 @@ import re
 import polars as pl
 import streamlit as st
 
+from kvsim.analysis.results import csv_text
+
 
 def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
     """Show the table of the picture above, folded, and offer it as CSV and Parquet.
@@ -17,14 +19,14 @@ def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> N
     what: its title, which must hold no text of a trace or a run. Columns without a value are in the
     files but not shown.
     """
-    plain = frame.with_columns(pl.selectors.enum().cast(pl.String))
     with st.expander(f"{what}, {frame.height} rows"):
-        shown = [name for name in plain.columns if plain[name].null_count() < plain.height]
-        st.dataframe(plain.select(shown), hide_index=True, key=f"{key}-table")
+        shown = [name for name in frame.columns if frame[name].null_count() < frame.height]
+        plain = frame.select(shown).with_columns(pl.selectors.enum().cast(pl.String))
+        st.dataframe(plain, hide_index=True, key=f"{key}-table")
         left, right, _ = st.columns([1, 1, 3])
         left.download_button(
             "Download as CSV",
-            plain.write_csv,
+            lambda: csv_text(frame),
             f"{file_name(name)}.csv",
             "text/csv",
             key=f"{key}-csv",

@@ -15,7 +15,7 @@ class Cells:
 
     layer: None for what a trace has as a whole, such as its response; several where m runs over the
     heads of one after those of the other. heads: the axis that m runs over. chance: what chance
-    alone would give, like values. turn: from 1, of a trace with several.
+    alone would give, like values. turn: from 1, if several. unit: by default the metric's.
     """
 
     layer: int | Sequence[int] | None
@@ -25,6 +25,7 @@ class Cells:
     chance: Floats | None = None
     events: Ints | None = None
     turn: int | None = None
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Metric:
     kind: "sets" reads what events kept and decided, "rows" what rows of attention become, "trace"
     the trace alone, "live" what a running model did. cells: computes the values from an `Analysis`
     of the trace (kind "trace"), from a `Subject`, the trace and a record, or from a `LiveSubject`.
+    unit: a "share" is from 0 to 1, a "signed share" a difference of shares, or below random sets.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only

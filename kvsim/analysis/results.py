@@ -53,6 +53,13 @@ LOOPS = {"closed": "live runs", "judged": "judged replays"}
 Params = Mapping[str, Any]
 
 
+def csv_text(table: pl.DataFrame) -> str:
+    """Return a table as CSV, with an apostrophe before text that a spreadsheet would compute."""
+    text = table.with_columns(pl.selectors.enum().cast(pl.String))
+    formula = r"(?s)^(\s*[=@]|[\t\r]|\s*[+-].*[^\d.eE])"  # no signed number
+    return text.with_columns(pl.selectors.string().str.replace(formula, "'$0")).write_csv()
+
+
 def extent(table: pl.DataFrame) -> str:
     """Return the policies and budgets of a Table in a few words, for a repr."""
     sizes = {"share", "budget"} <= {*table.columns}

@@ -341,12 +341,12 @@ def blocks_of(
 ) -> list[RowArrays]:
     """The rows of one metric of a trace, of a record, or of a live run."""
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
-    shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
-    shared["model"] = model_name(trace)
+    shared: dict[str, Any] = {"trace": trace.name, "model": model_name(trace), "metric": name}
     if record is not None:
         shared |= columns_of(record)
     blocks: list[RowArrays] = []
     for cells in entry.cells(subject):
+        shared["unit"] = cells.unit or entry.unit
         labels = trace.labels if cells.turn is None else trace.header.labels_of(cells.turn)
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}
         shared |= {x: str(label) for x, label in labels.items() if x not in _NUMBERS}

@@ -71,6 +71,7 @@ def compare(
         plotting.check_figure(figure, "--figure")
 
     from kvsim.analysis.comparison import compare as compared
+    from kvsim.analysis.results import csv_text
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
@@ -83,7 +84,7 @@ def compare(
     if as_json or form == "json":
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
     elif form == "csv":
-        show.echo_text(comparison.table.write_csv().rstrip())
+        show.echo_text(csv_text(comparison.table).rstrip())
     else:
         notes = [
             fidelity_line(data.table),

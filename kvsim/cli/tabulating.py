@@ -60,7 +60,9 @@ def table(
     paper = form in ("latex", "markdown")
     means = _means(data.table, metric, by, most=2 if paper else None)
     if form == "csv":
-        show.echo_text(means.write_csv().rstrip())
+        from kvsim.analysis.results import csv_text
+
+        show.echo_text(csv_text(means).rstrip())
     elif form == "json":
         show.echo_json(show.cells(means))
     else:

@@ -89,7 +89,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
         axis.set_xticks(range(len(budgets)), budgets)
         rows = of_metric.select("policy", "requested", "mean").rows()
         points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
-        ends, share = of_metric["high"].drop_nulls(), METRICS[name].unit == "share"
+        ends, share = of_metric["high"].drop_nulls(), "share" in METRICS[name].unit
         clip_far(axis, points, styles, ends=ends, share=share)
         plain(axis, _budget_label(budgets), fill(metric_label(name), 44))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
@@ -136,7 +136,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
             on = part["best"].to_numpy()
             axis.plot(seen[on], mean[on], ms=7, **{**style, "linestyle": "none"})
         rows = points.select("policy", "seen", "mean").rows()
-        ends, share = points["high"].drop_nulls(), METRICS[name].unit == "share"
+        ends, share = points["high"].drop_nulls(), "share" in METRICS[name].unit
         clip_far(axis, rows, styles, ends=ends, share=share)
         if cost != "entries_seen":
             axis.set_xscale("log")

@@ -23,6 +23,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
 from kvsim.errors import KvsimError, TraceError
 from kvsim.schema import NEVER
+from kvsim.sweeps import replay_all
 from reference.strategies import evictions
 from traces import changed, random_trace
 
@@ -225,6 +226,21 @@ def test_a_table_is_tidy_and_carries_its_origin():
     error = table.filter(pl.col("metric") == "output_error")
     assert error.select("layer", "qhead").rows() == [(i, j) for i in range(2) for j in range(4)]
     assert error["unit"].unique().to_list() == ["relative"]
+
+
+@pytest.mark.parametrize("name", ["sample", "sample-smollm2"])
+def test_a_share_is_from_0_to_1(name):
+    """Every value with the unit share, of each metric, variant, head and event of the samples."""
+    trace = kvsim.open_trace(name)
+    shares = [x for x, one in METRICS.items() if "share" in one.unit and one.kind != "live"]
+    policies = [kvsim.policy(x).fitted() for x in ("tova", "ams+tova", "knorm", "streaming_llm")]
+    shared = {"metrics": shares, "regret": True, "events": True}
+    run = replay_all([trace], policies, [16], interval=32, **shared)
+    values = run.table.drop_nulls("value").filter(pl.col("value").is_not_nan())
+    outside = values.filter(~pl.col("value").is_between(-1e-9, 1 + 1e-6))
+
+    assert set(values.filter(unit="share")["metric"]) >= {"middle_coverage", "retained_mass"}
+    assert set(outside["unit"]) == {"ratio", "signed share"}
 
 
 def test_a_table_carries_what_the_prompt_says_of_itself():

@@ -12,6 +12,7 @@ from command_line import one_line
 
 import kvsim
 from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.results import csv_text
 from kvsim.analysis.summaries import averages, main_variants, stages
 from kvsim.cli.replaying import means
 from kvsim.sweeps import replay_all
@@ -51,6 +52,24 @@ def test_means_by_stage_and_task_are_those_of_python(run, printed, folder):
         assert row["low"] == ""  # of too few prompts
     by_json = json.loads(run("table", folder, "--by", "stage,task", "--format", "json")[1])
     assert [f"{one['mean']}" for one in by_json] == [row["mean"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        *((x, f"'{x}") for x in ("=1+1", "@SUM(A1)", "+1-2", "-2+3", " =1", "-cmd|' /C'!A0")),
+        *((x, x) for x in ("-2", "+1.5", "a=b", "a-b", "-1e5", "'quoted'", "a,b", 'a"b')),
+    ],
+)
+def test_no_cell_of_csv_is_a_formula(run, folder, tmp_path, label, shown):
+    """Text that a spreadsheet would compute has an apostrophe in front; numbers stay numbers."""
+    table = tmp_path / "x.parquet"
+    read_run(folder).table.with_columns(task=pl.lit(label)).write_parquet(table)
+    for command in (["table", table, "--by", "task"], ["compare", table]):
+        rows = list(csv.DictReader(io.StringIO(run(*command, "--format", "csv")[1])))
+        assert {row.get("task", shown) for row in rows} == {shown}
+        assert all(float(row["mean"]) > -9 for row in rows)
+    assert csv_text(pl.DataFrame({"x": ["\t1", "\rq"]})) == "x\n'\t1\n\"'\rq\"\n"
 
 
 def test_rows_of_the_prompt_behind_an_event_are_shown_by_variant(run, tmp_path):

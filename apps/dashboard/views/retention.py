@@ -8,6 +8,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim.analysis.kept.states import REGION
+from kvsim.analysis.results import csv_text
 from kvsim.errors import KvsimError
 
 from .. import controls, elements, event_charts, readings, replays
@@ -145,7 +146,7 @@ def _downloads(number: int, replay: Replayed) -> None:
         st.dataframe(replay.course, hide_index=True)
         st.download_button(
             "Download as CSV",
-            replay.course.write_csv,
+            lambda: csv_text(replay.course),
             f"{chosen.trace.name}-{replay.name}-layer-{chosen.layer}-head-{chosen.head}.csv",
             "text/csv",
             key=f"numbers-{number}",

@@ -16,6 +16,7 @@ import streamlit as st
 
 from kvsim import Record, Trace
 from kvsim.analysis.kept.states import head_course, kept_positions, spaced
+from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
@@ -169,7 +170,7 @@ def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> 
     name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"
     left, right, _ = st.columns([3, 2, 3])
     left.download_button(
-        "Segments of all events as CSV", table.write_csv, f"{name}-segments.csv", "text/csv"
+        "Segments of all events as CSV", lambda: csv_text(table), f"{name}-segments.csv", "text/csv"
     )
     right.download_button(
         "Figure as PNG", figure, f"{name}-row-{event.row}.png", "image/png", on_click="ignore"

@@ -9,6 +9,7 @@ import streamlit as st
 
 from kvsim import Trace
 from kvsim.analysis.kept.states import spaced
+from kvsim.analysis.results import csv_text
 from kvsim.plots.records import visible_token
 from kvsim.schema import plural
 
@@ -75,7 +76,10 @@ def _heads(trace: Trace) -> None:
     heads = heads.rename({"qhead": "query head", "head": "KV head"})
     st.dataframe(heads, hide_index=True)
     st.download_button(
-        "Download as CSV", heads.write_csv, f"{trace.name}-layer-{layer}-heads.csv", "text/csv"
+        "Download as CSV",
+        lambda: csv_text(heads),
+        f"{trace.name}-layer-{layer}-heads.csv",
+        "text/csv",
     )
 
 

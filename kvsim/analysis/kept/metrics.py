@@ -59,7 +59,7 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
         flat, rows = coverage.overall, coverage.rows
         yield Cells(layers, coverage.middle, "head", "", flat, rows)
         yield Cells(layers, coverage.edges, "head", "edges", flat, rows)
-        yield Cells(layers, coverage.ratio, "head", "ratio", np.ones_like(flat), rows)
+        yield Cells(layers, coverage.ratio, "head", "ratio", np.ones_like(flat), rows, unit="ratio")
 
 
 def _burst_length(subject: Subject) -> Iterator[Cells]:

@@ -200,7 +200,7 @@ METRICS: Mapping[str, Metric] = {
     "regret": Metric(
         "mass that the best possible kept sets retain on the same terms, minus retained mass; "
         "needs --regret",
-        "rows", "share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
+        "rows", "signed share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
     "regret_gap": Metric(
         "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
         "leaves that open; needs --regret",
@@ -208,11 +208,12 @@ METRICS: Mapping[str, Metric] = {
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
         "it, nothing protected in either, all heads of a layer together; needs --regret",
-        "rows", "share", "higher", "kvsim",
+        "rows", "signed share", "higher", "kvsim",
         _means(_possible_share, turns=False), beside="unprotected"),
     "oracle_regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
-        "rows", "share", "lower", "kvsim", _regret("oracle"), beside="oracle", default=False),
+        "rows", "signed share", "lower", "kvsim", _regret("oracle"), beside="oracle",
+        default=False),
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
