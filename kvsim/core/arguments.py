@@ -6,7 +6,7 @@ import contextlib
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvsim.core.parameters import integer
 from kvsim.errors import BudgetError, TraceError
@@ -32,6 +32,12 @@ def value_of(text: str) -> Value:
         with contextlib.suppress(ValueError):
             return kind(re.sub(r"^([-+]?)\.(?=inf|nan)", r"\1", plain))  # as YAML spells them
     return text
+
+
+def setting(key: str, value: Any) -> str:
+    """Return a parameter as `--set` reads it."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return f"{key.replace('scorer__', 'scorer.')}={text}"
 
 
 def listed(given: T | Iterable[T]) -> list[T]:

@@ -60,7 +60,8 @@ def stairs(policy: Policy) -> Policy:
 
 def grouped(policy: Policy) -> Policy:
     """SnapKV whose heads are averaged before pooling (mean-before-pool)."""
-    return replace(policy, scorer=_Seeing(scorer=policy.scorer, kind="grouped"))
+    scorer = _Seeing(policy.scorer, lambda view, last: view.attn(last, "mean").unsqueeze(2))
+    return replace(policy, scorer=scorer)
 
 
 #: What the referee tries where none of its deviations explains a dump.

@@ -8,22 +8,30 @@ documented, with their tests, in docs/kvpress.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from functools import partial, reduce
+from itertools import chain, pairwise, product
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
+from kvsim.core.arguments import setting
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Protection, Scorer, Scores, Uniform, Wrapper
+from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
+from kvsim.policies.random_sets import Random
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.studies.referee.judging import DumpCase
+
+#: Attention of the last rows of a view, [L, H, G, w, n].
+Weigh = Callable[[View, int], Tensor]
+_Changes = dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]]
 
 
 @dataclass(frozen=True)
@@ -35,23 +43,51 @@ class Deviation:
 
 
 def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
-    """Yield the case under each deviation that applies to it."""
-    for name, (description, change) in _CHANGES.items():
-        try:
+    """Yield the case under each known deviation that applies to it, and by other presets."""
+    return chain(_under(_CHANGES, case), _policies(case, _presets))
+
+
+def guess(case: DumpCase, apart: int) -> Iterator[Deviation]:
+    """Yield other parameters, and bugs that any implementation may have, which explain a case.
+
+    apart: sets that differ; at most half as many may be near-ties, of which other scores have more.
+    """
+    random = _as_random(case)
+    bugs = _BUGS | (_TIED if random else {})
+    for deviation, changed in chain(_policies(case, _parameters), _under(bugs, case)):
+        if explains(changed, math.inf if random else apart / 2):
+            yield deviation
+
+
+def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
+    for name, (description, change) in changes.items():
+        with suppress(KvsimError):  # no such budget, parameter or score
             changed = change(case)
-        except KvsimError:  # no such budget, parameter or score
-            continue
-        if changed is not None:
-            yield Deviation(name, description), changed
-    yield from _presets(case)
+            if changed is not None:
+                yield Deviation(name, description), changed
 
 
-def explains(case: DumpCase) -> bool:
-    """Whether the sets of a case agree with its definition, except for ties."""
+def explains(case: DumpCase, near: float = math.inf) -> bool:
+    """Whether the sets of a case agree with its definition, except for ties.
+
+    near: most sets that may differ in ties which are not exact.
+    """
     try:
-        return not any(each.kind != "tie" for each in case.differences())
+        for each in case.differences():
+            near -= each.gap != 0
+            if each.kind != "tie" or near < 0:
+                return False
     except KvsimError:  # the changed definition has no rule for this trace
         return False
+    return True
+
+
+def _as_random(case: DumpCase) -> bool:
+    """Whether sets are no closer to the definition than to random sets."""
+    protect = case.policy.protect | case.policy.scorer.protection(case.budget)
+    cases = (case, _changed(case, scorer=Random(), protect=protect))
+    wrong, chance = (sum(len(y.extra + y.missing) for y in x.differences()) for x in cases)
+    return wrong > 0.9 * chance
 
 
 def _late(case: DumpCase) -> DumpCase | None:
@@ -127,102 +163,105 @@ class _Seen:
         return scorer.score(self)  # type: ignore[arg-type]  # not what the plain view knows
 
 
-class _Rotated(_Seen):
+class _Weighed(_Seen):
+    """Attention by another formula: `weigh` of a view and its last rows, [L, H, G, w, n]."""
+
+    def __init__(self, view: View, weigh: Weigh) -> None:
+        super().__init__(view)
+        self._weigh = weigh
+
+    def attn(self, last: int, group: Any = None) -> Tensor:
+        return reduce_group(self._weigh(self._view, last).nan_to_num(0.0), group)
+
+    def log_attn(self, last: int) -> Tensor:
+        return self.attn(last).double().log()
+
+    logits = log_attn
+
+
+def _rotated(view: View, last: int) -> Tensor:
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
-
-    def attn(self, last: int, group: str | None = None) -> Tensor:
-        view = self._view
-        if view.is_prompt:  # there every query has its position
-            return view.attn(last, group)  # type: ignore[arg-type]
-        plain = view.unrotated(last)  # [L, H, G, w, d]
-        rows = torch.arange(view.first(last), view.row + 1)
-        queries = view.rope.rotate(plain, torch.full_like(rows, view.row))
-        logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
-        hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
-        weights = logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-        return reduce_group(weights, group)  # type: ignore[arg-type]
+    if view.is_prompt:  # there every query has its position
+        return view.attn(last)
+    plain = view.unrotated(last)  # [L, H, G, w, d]
+    rows = torch.arange(view.first(last), view.row + 1)
+    queries = view.rope.rotate(plain, torch.full_like(rows, view.row))
+    logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
+    hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
+    return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
 
 
-class _Earlier(_Seen):
-    """A window that ends one row before the event."""
-
-    def attn(self, last: int, group: str | None = None) -> Tensor:
-        return self._view.attn(last + 1, group)[..., :-1, :]  # type: ignore[arg-type]
-
-    def logits(self, last: int) -> Tensor:
-        return self._view.logits(last + 1)[..., :-1, :]
+def _over_heads(view: View, last: int) -> Tensor:
+    logits = view.logits(last)
+    return logits.flatten(1, 2).softmax(1).view_as(logits)
 
 
-class _Grouped(_Seen):
-    """Each group of query heads as one head, with their mean attention."""
+def _over_rows(view: View, last: int) -> Tensor:
+    """Softmax over all rows so far, for each entry, a few rows at a time."""
+    rows = ((start, min(start + 32, view.row + 1)) for start in range(0, view.row + 1, 32))
+    logits = (view._rows(*x, None, weigh=False) for x in rows)  # noqa: SLF001
+    total = reduce(torch.logaddexp, (z.logsumexp(-2) for z in logits))
+    return (view.logits(last) - total.unsqueeze(-2)).exp()
 
-    def attn(self, last: int, group: str | None = None) -> Tensor:
-        weights = self._view.attn(last, "mean")
-        return weights.unsqueeze(2) if group is None else weights
+
+def _neighbour(by: int, cut: bool, wrap: bool, view: View, last: int) -> Tensor:
+    """The attention on a neighbour; cut: among the entries before the window. wrap: at the ends."""
+    weights = view.attn(last)
+    size = max(1, weights.shape[-1] - last * cut)
+    at = torch.arange(weights.shape[-1]) - by
+    there = at % size if wrap else at.clamp(0, size - 1)
+    return weights[..., there] * ((at == there) | wrap)
 
 
-class _Unordered(_Seen):
-    """Entries in the order in which a cache holds them."""
+def _neighbours(case: DumpCase) -> DumpCase | None:
+    ways = product((1, -1), (True, False), (False, True))
+    cases = (_seeing(partial(_neighbour, *way), case) for way in ways)
+    return next(filter(explains, cases), None)
+
+
+class _Unordered(_Weighed):
+    """Entries in the order in which a cache holds them, [L, H, n]."""
 
     def __init__(self, view: View, order: Tensor) -> None:
-        super().__init__(view)
-        self._order = order  # [L, H, n]
+        super().__init__(view, self._ordered)
+        self.pos, self._order = view.pos.gather(-1, order), order
+        for name in ("keys", "values"):
+            rows = getattr(view, name)
+            vars(self)[name] = rows.gather(2, order.unsqueeze(-1).expand_as(rows))
 
-    @property
-    def pos(self) -> Tensor:
-        return self._view.pos.gather(-1, self._order)
-
-    @property
-    def keys(self) -> Tensor:
-        return self._rows(self._view.keys)
-
-    @property
-    def values(self) -> Tensor:
-        return self._rows(self._view.values)
-
-    def attn(self, last: int, group: str | None = None) -> Tensor:
-        weights = self._view.attn(last, group)  # type: ignore[arg-type]
-        order = self._order.view(*self._order.shape[:2], *[1] * (weights.ndim - 3), -1)
-        return weights.gather(-1, order.expand_as(weights))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x.gather(2, self._order.unsqueeze(-1).expand_as(x))
+    def _ordered(self, view: View, last: int) -> Tensor:
+        weights = view.attn(last)
+        return weights.gather(-1, self._order[:, :, None, None].expand_as(weights))
 
 
-class _ByQueryHead(_Seen):
+class _ByQueryHead(_Weighed):
     """Each query head as a KV head of its own."""
 
     def __init__(self, view: View) -> None:
-        super().__init__(view)
+        super().__init__(view, lambda view, last: view.attn(last).flatten(1, 2).unsqueeze(2))
         self.group = view.queries(1).shape[2]
         for name in ("pos", "live", "keys", "values", "count"):
             vars(self)[name] = getattr(view, name).repeat_interleave(self.group, 1)
-
-    def attn(self, last: int, group: str | None = None) -> Tensor:
-        weights = self._view.attn(last).flatten(1, 2)
-        return weights.unsqueeze(2) if group is None else weights
-
-    def logits(self, last: int) -> Tensor:
-        return self._view.logits(last).flatten(1, 2).unsqueeze(2)
-
-    def log_attn(self, last: int) -> Tensor:
-        return self._view.log_attn(last).flatten(1, 2).unsqueeze(2)
 
 
 @dataclass(frozen=True)
 class _Seeing(Wrapper):
     """The scorer inside on another view of the window."""
 
-    kind: Literal["rotated", "earlier", "grouped"]
+    weigh: Weigh
 
+    logarithmic: ClassVar[Any] = property(attrgetter("scorer.logarithmic"))
+    signed: ClassVar[Any] = property(attrgetter("scorer.signed"))
     rows: ClassVar[Any] = property(lambda self: self.scorer.rows + 1)
     query_rows: ClassVar[Any] = property(
         lambda self: (self.scorer.query_rows[0], self.scorer.query_rows[1] + 1)
     )
 
+    def __post_init__(self) -> None:
+        """Take logarithms, too: nothing is computed with the scores."""
+
     def score(self, view: View) -> Scores:
-        views = {"rotated": _Rotated, "earlier": _Earlier, "grouped": _Grouped}
-        seen: Any = views[self.kind](view)
+        seen: Any = _Weighed(view, self.weigh)
         return self.inner(seen)
 
 
@@ -279,24 +318,14 @@ class _Scrambled(Wrapper):
         return Protection()
 
 
-def _seeing(kind: Literal["rotated", "earlier", "grouped"], case: DumpCase) -> DumpCase | None:
+def _seeing(weigh: Weigh, case: DumpCase) -> DumpCase:
+    return _changed(case, scorer=_Seeing(scorer=case.policy.scorer, weigh=weigh))
+
+
+def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase | None:
     scorer = case.policy.scorer
-    pooled = getattr(scorer, "pool", None) is not None
-    if not hasattr(scorer, "window") or (kind == "grouped" and not pooled):
-        return None
-    return _changed(case, scorer=_Seeing(scorer=scorer, kind=kind))
-
-
-def _reduced(over: Literal["max", "first", "all", "groups"], case: DumpCase) -> DumpCase | None:
-    scorer: Any = case.policy.scorer
-    fields = {"heads": {"all": "all", "groups": "group"}, "group": {"max": "max"}}
-    for field, values in fields.items():
-        if field in parameters(type(scorer)):
-            value = values.get(over)
-            if value is None or getattr(scorer, field) == value:
-                return None
-            return _changed(case, scorer=replace(scorer, **{field: value}))
-    if over == "groups" or scorer.columns or not hasattr(scorer, "window"):
+    of_parameter = {"heads", "group"} & {*parameters(type(scorer))}  # has other values itself
+    if of_parameter or scorer.columns or not hasattr(scorer, "window"):
         return None
     return _changed(case, scorer=_Reduced(scorer=scorer, over=over))
 
@@ -313,11 +342,6 @@ def _scrambled(case: DumpCase) -> DumpCase | None:
     return _changed(case, scorer=scrambled)
 
 
-def _rotated_and_scrambled(case: DumpCase) -> DumpCase | None:
-    rotated = _seeing("rotated", case)
-    return None if rotated is None else _scrambled(rotated)
-
-
 def _one_row(case: DumpCase) -> DumpCase | None:
     scorer: Any = case.policy.scorer
     if getattr(scorer, "window", 1) < 2:
@@ -326,66 +350,96 @@ def _one_row(case: DumpCase) -> DumpCase | None:
     return _changed(case, scorer=replace(scorer, window=1), protect=protect)
 
 
-def _presets(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
-    """The other rules of a policy's name, with the parameters that are not the defaults."""
-    outer, *inside = case.policy.name.split("+")
+def _policies(case: DumpCase, others: Any) -> Iterator[tuple[Deviation, DumpCase]]:
+    """The case by other policies of its name, with the parameters that are not the defaults."""
+    name, params = case.policy.name, case.policy.params
+    with suppress(KvsimError):  # a name that builds no policy
+        given = {x: y for x, y in params.items() if x.endswith("calibration")}  # has no default
+        defaults = build_policy(name, **given).params | dict.fromkeys(given)
+        changed = {x: y for x, y in params.items() if defaults.get(x) != y}
+        for title, other, more in others(case.policy):
+            with suppress(KvsimError):
+                policy = build_policy(other, **changed | more)
+                if policy.propagation is None and not policy.per_query_head:
+                    says = f"follows the rule of {other}" + f" with {title}" * bool(more)
+                    yield Deviation(title, says), replace(case, policy=policy)
+
+
+def _presets(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The other presets of the outermost part: title, name and parameters."""
+    outer, *inside = policy.name.split("+")
     base, _, preset = outer.partition("@")
-    if base not in CATALOGUE:
-        return
-    defaults = build_policy(case.policy.name).params
-    changed = {x: y for x, y in case.policy.params.items() if defaults.get(x) != y}
-    for other in ("", *CATALOGUE[base].presets):
-        name = "+".join([f"{base}@{other}" if other else base, *inside])
-        if other == preset:
-            continue
-        try:
-            policy = build_policy(name, **changed)
-        except KvsimError:
-            continue
-        if policy.propagation is None and not policy.per_query_head:
-            deviation = Deviation(name, f"follows the rule of {name}")
-            yield deviation, replace(case, policy=policy)
+    for other in ("", *CATALOGUE[base].presets) if base in CATALOGUE else ():
+        if other != preset:
+            name = "+".join([f"{base}@{other}" if other else base, *inside])
+            yield name, name, {}
 
 
-_CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
+def _parameters(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The other choices of each parameter, and integers near it, as `_presets`."""
+    hints = {key: x.hint for y in chain(*policy.levels) for key, x in parameters(type(y)).items()}
+    for key, value in policy.params.items():
+        for other in _values(hints.get(key.rpartition("__")[2]), value):
+            if other != value:
+                yield setting(key, other), policy.name, {key: other}
+
+
+def _values(hint: Any, value: Any) -> Sequence[Any]:
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return parts
+    if parts:
+        return [x for part in parts for x in _values(part, value)]
+    x = value if type(value) is int else 1
+    near = (x - 1, x + 1, 1, 3, 5, 7, 0, 2 * x, x // 2)
+    return {int: near, bool: (True, False), type(None): (None,)}.get(hint, ())
+
+
+_CHANGES: _Changes = {
     "event-late": ("each set is that of the event before, so each event takes effect late", _late),
     "row-early": ("events fire one row early", partial(_shifted, -1)),
     "row-late": ("events fire one row late", partial(_shifted, 1)),
     "lost-sinks": ("the first entries are not protected", partial(_without, "sink")),
     "lost-window": ("the last entries are not protected", partial(_without, "recent")),
-    "window-on-top": (
-        "the last entries stay in addition to the budget",
-        partial(_budget, lambda protection, _: protection.recent),
-    ),
-    "sinks-on-top": (
-        "the first entries stay in addition to the budget",
-        partial(_budget, lambda protection, _: protection.sink),
-    ),
+    "window-on-top": ("the last entries stay in addition to the budget",
+        partial(_budget, lambda protection, _: protection.recent)),
+    "sinks-on-top": ("the first entries stay in addition to the budget",
+        partial(_budget, lambda protection, _: protection.sink)),
     "one-more": ("one entry more than the budget stays", partial(_budget, lambda *_: 1)),
     "one-fewer": ("one entry fewer than the budget stays", partial(_budget, lambda *_: -1)),
-    "window-early": ("the window ends one row before the event", partial(_seeing, "earlier")),
+    "window-early": ("the window ends one row before the event",
+        partial(_seeing, lambda view, last: view.attn(last + 1)[..., :-1, :])),
     "window-rotated": (
         "all queries of the window are rotated to the row of the event (kvpress, decoding)",
-        partial(_seeing, "rotated"),
-    ),
+        partial(_seeing, _rotated)),
     "window-of-one": ("only the last row of the window is read (kvpress, eager)", _one_row),
     "top-k-order": (
         "entries are taken in the order of the last top-k, not of the text (kvpress, decoding)",
-        _scrambled,
-    ),
-    "window-rotated, top-k-order": ("both window-rotated and top-k-order", _rotated_and_scrambled),
+        _scrambled),
+    "window-rotated, top-k-order": ("both window-rotated and top-k-order",
+        lambda case: _scrambled(_seeing(_rotated, case))),
     "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
     "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
     "mean-before-pool": (
         "attention is averaged over each group before it is pooled, not after (RocketKV)",
-        partial(_seeing, "grouped"),
-    ),
-    "mean-of-all-heads": (
-        "the mean over all query heads of the layer instead of each group",
-        partial(_reduced, "all"),
-    ),
-    "mean-of-groups": (
-        "the mean over each group instead of all query heads",
-        partial(_reduced, "groups"),
-    ),
-}
+        partial(_seeing, lambda view, last: view.attn(last, "mean").unsqueeze(2))),
+    "mean-of-all-heads": ("the mean over all query heads of the layer instead of each group",
+        partial(_reduced, "all")),
+}  # fmt: skip
+
+_BUGS: _Changes = {
+    "no-scale": ("logits are not scaled before the softmax",
+        partial(_seeing, lambda view, last: (view.logits(last) / view.scale).softmax(-1))),
+    "scaled-twice": ("logits are scaled twice before the softmax",
+        partial(_seeing, lambda view, last: (view.logits(last) * view.scale).softmax(-1))),
+    "softmax-over-rows": ("softmax over the rows, not the entries", partial(_seeing, _over_rows)),
+    "softmax-over-heads": ("softmax over the query heads, not the entries",
+        partial(_seeing, _over_heads)),
+    "attention-shifted": ("each entry has the attention of its neighbour", _neighbours),
+}  # fmt: skip
+
+_TIED: _Changes = {
+    "softmax-over-window": (
+        "softmax over the rows of the window: all entries tie, and sets are as random ones",
+        partial(_seeing, lambda view, last: view.logits(last).softmax(-2))),
+}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvsim.errors import DumpError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.referee.deviations import Deviation, explains, hypotheses
+from kvsim.studies.referee.deviations import Deviation, explains, guess, hypotheses
 from kvsim.studies.referee.dump import Dump, read_dump
 from kvsim.studies.referee.judging import Difference, DumpCase
 
@@ -166,6 +167,8 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     names = {each.name for each in deviations}
     # a part of a combination is enough
     deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
+    if not deviations and kinds <= {"tie", "choice"}:
+        deviations = [*islice(guess(case, len([x for x in differences if x.kind != "tie"])), 1)]
     if "return" in kinds:
         deviations.append(_RETURN)
     elif kinds - {"tie"} == {"no eviction"} and not deviations:

@@ -11,6 +11,7 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
+from kvsim.core.arguments import setting
 from kvsim.schema import plural
 from kvsim.studies.tuning.options import TuneOptions
 
@@ -107,12 +108,6 @@ def tune(
         _print(tuning, found)
     if tuning.interrupted:
         raise Stop(f"interrupted after {plural(tuning.trials.height, 'trial')}", 130)
-
-
-def setting(key: str, value: Any) -> str:
-    """Return a parameter as `--set` reads it."""
-    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
-    return f"{key.replace('scorer__', 'scorer.')}={text}"
 
 
 def _document(tuning: Tuning, options: str) -> dict[str, Any]:
