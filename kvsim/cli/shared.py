@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -64,30 +63,20 @@ def sources(param: typer.CallbackParam, values: list[str] | None) -> list[str] |
     A shell splits `--policy snapkv, h2o` and `--budget 25 %` at the space.
     """
     for value in values or ():
-        there = is_url(value) or os.path.exists(value)  # noqa: PTH110  it refuses no text
-        if not there and (option := _option_of(value.strip(","))):
+        if is_url(value) or os.path.exists(value):  # noqa: PTH110  it refuses no text
+            continue
+        from kvsim.analysis.registry import METRICS
+        from kvsim.policies import names
+
+        parts = {*value.lower().strip(",").split("+")}
+        number = re.fullmatch(r"%|[\d.]+ ?(%|[kMG]i?B)?(so-far)?,?", value)
+        if number or parts <= {*METRICS, *names()}:
             place = " or ".join(x.strip("[]. ") for x in str(param.metavar).lower().split("|"))
             raise OptionError(
-                f"{value} does not exist, expected a {place}; it is a value of {option[0]}, which "
-                f"takes several between commas without spaces: {' '.join(option)}"
+                f"{value} does not exist, expected a {place}; as values of an option, write it "
+                "behind a comma without a space: --policy snapkv,h2o --budget 64,25%"
             )
     return values
-
-
-def _option_of(value: str) -> tuple[str, str] | None:
-    """Return the option that a text is a value of, with an example of several."""
-    from kvsim.analysis.registry import METRICS
-    from kvsim.policies.naming import declared
-
-    if re.fullmatch(r"%|[\d.]+ ?(%|[kMG]i?B)?(so-far)?", value):
-        return "--budget", "64,25%"
-    if value in METRICS:
-        return "--metric", "output_error,wipeout"
-    with contextlib.suppress(PolicyError):
-        if ":" not in value:  # which would import a module
-            declared(value)
-            return "--policy", "snapkv,h2o"
-    return None
 
 
 def several(metavar: str, text: str) -> Any:

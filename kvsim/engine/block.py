@@ -321,13 +321,11 @@ def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> No
 
     PolicyError for anything but whole numbers, one for each head or group.
     """
-    heads = [*protected.shape[:2]]
-    quotas = plan.quotas if isinstance(plan, Plan) else None
+    quotas, heads = getattr(plan, "quotas", None), [*protected.shape[:2]]
     shape = [*getattr(quotas, "shape", ())]
-    fits = isinstance(quotas, Tensor) and not quotas.is_floating_point()
-    fits &= shape[:2] in (heads, [heads[0], 1]) and (len(shape) == 2 or plan.groups is not None)
-    if not fits:
-        given = f"quotas {quotas.dtype} {shape}" if shape else type(quotas or plan).__name__
+    fits = shape[:2] in (heads, [heads[0], 1]) and (len(shape) == 2 or plan.groups is not None)
+    if not fits or quotas.is_floating_point():
+        given = f"quotas {quotas.dtype} {shape}" if shape else type(plan).__name__
         raise PolicyError(
             f"{policy.name}: its allocator returns {given} at row {row}; expected a "
             f"kvsim.core.policy.Plan with integers {heads} [layer, KV head], see {GUIDE}"

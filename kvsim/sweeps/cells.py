@@ -18,11 +18,8 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
 from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
-from kvsim.core.policy import Allocator, LayerBudgets, Policy, Schedule, Scorer
-from kvsim.core.propagation import Propagation
-from kvsim.core.reading import Reader
+from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
-from kvsim.core.storing import Codec
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
@@ -39,14 +36,12 @@ if TYPE_CHECKING:
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
 
-#: What the pieces of a policy return.
+#: What the rules of a policy return.
 _RETURNED = {
-    Scorer: "scores [layer, KV head, entry]",
-    Allocator: "a Plan with quotas [layer, KV head]",
-    LayerBudgets: "budgets [layer]",
-    Propagation: "a Step",
-    Reader: "scores [KV head, query head of its group, row, page]",
-    Codec: "keys and values [group, entry, dim] as given",
+    "score": "scores [layer, KV head, entry]",
+    "plan": "a Plan with quotas [layer, KV head]",
+    "budgets": "budgets [layer]",
+    "after": "a Step",
 }
 
 #: Cells that are measured together where records do not keep what readers read.
@@ -340,11 +335,10 @@ def failure(cell: Cell, lost: Lost, trace: str = "") -> Failure:
 
 def _unexpected(error: BaseException) -> str:
     """Return one line on an error of a policy's own code: what, and where it was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    pieces = [each.f_locals.get("self") for each, _ in traceback.walk_tb(error.__traceback__)]
-    expected = [text for x in pieces for kind, text in _RETURNED.items() if isinstance(x, kind)]
+    *_, frame = frames = traceback.extract_tb(error.__traceback__)
+    rules = [_RETURNED[each.name] for each in frames if each.name in _RETURNED]
     return (
         f"the policy raised {type(error).__name__} ({error_line(error)}) in "
         f"{Path(frame.filename).name}, line {frame.lineno}; expected "
-        f"{[_RETURNED[Scorer], *expected][-1]}"
+        f"{rules[-1] if rules else _RETURNED['score']}"
     )

@@ -177,33 +177,29 @@ def _spelled(policy: str | Policy, given: Mapping[str, Any]) -> str | dict[str, 
     return {policy.name: params} if replace(made, protect=policy.protect) == policy else None
 
 
-class _Resolver:
-    """Stands for the pattern of texts that mean values of a kind; YAML 1.1 takes 1e-2 for text."""
-
-    def __init__(self, kind: type) -> None:
-        self.match = lambda text: type(value_of(text)) is kind
+_TAGS = {int: "int", float: "float", bool: "bool", type(None): "null", str: "str"}
 
 
-_RESOLVERS = [
-    (f"tag:yaml.org,2002:{tag}", _Resolver(kind))
-    for tag, kind in {"int": int, "float": float, "bool": bool, "null": type(None)}.items()
-]
+class _Values:
+    """Values without quotes as `--set` takes them; YAML 1.1 has 1e-2 for text."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Return the tag of a node."""
+        if kind is yaml.ScalarNode and implicit[0]:
+            return f"tag:yaml.org,2002:{_TAGS[type(value_of(value))]}"
+        return super().resolve(kind, value, implicit)  # type: ignore[misc]  # of PyYAML
 
 
-class Loader(yaml.SafeLoader):
-    """Reads values of a configuration as `--set` does."""
-
-    yaml_implicit_resolvers = {None: _RESOLVERS}  # noqa: RUF012  as PyYAML has it
+class Loader(_Values, yaml.SafeLoader):
+    """Reads configurations."""
 
 
-class Dumper(yaml.SafeDumper):
-    """Writes a configuration so that `Loader` reads what was written: text in quotes if needed."""
-
-    yaml_implicit_resolvers = {None: _RESOLVERS}  # noqa: RUF012
+class Dumper(_Values, yaml.SafeDumper):
+    """Writes configurations so that `Loader` reads the same."""
 
 
-for _tag, _ in _RESOLVERS:
-    Loader.add_constructor(_tag, lambda loader, node: value_of(loader.construct_scalar(node)))
+for _tag in ("int", "float", "bool", "null"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda _, node: value_of(node.value))
 
 
 def read_grid(path: str | Path) -> Grid:
