@@ -1,4 +1,4 @@
-"""Files and folders that kvsim writes: they appear whole or not at all.
+"""Files: those of users are read within bounds, those of kvsim appear whole or not at all.
 
 An output is written to a hidden folder next to its path, flushed to disk, and renamed. Until then
 what is at the path stays as it is, whatever fails.
@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ Kind = Literal["tmp", "old"]
 #: File in the hidden folder of an output, locked by the process that writes it.
 LOCK = ".lock"
 
+#: Most bytes of a document such as JSON.
+DOCUMENT = 64 << 20
+
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
 #: Temporary files that test whether a folder is writable.
 _PREFIX = ".kvsim-"
 
@@ -40,6 +46,20 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 #: Written to test whether a folder is writable: one block, as the smallest file takes.
 _PROBE = bytes(4096)
+
+
+def read_input(path: str | Path, limit: int = DOCUMENT) -> bytes:
+    """Return the content of a file of untrusted size and kind; a pipe or device does not block.
+
+    Raises OSError, also unless it is a regular file of at most `limit` bytes.
+    """
+    with open(path, "rb", opener=lambda name, _: os.open(name, _READ)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a pipe or a device, expected a regular file")
+        if status.st_size > limit:
+            raise OSError(f"it has {status.st_size} bytes, expected at most {limit}")
+        return file.read(status.st_size)
 
 
 def check_output(

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -209,6 +210,27 @@ def test_what_is_in_the_way_is_one_line_before_any_work(run, ran, tmp_path):
             assert message in err
     assert (tmp_path / "file").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder", "pipe"]
+
+
+def test_a_file_takes_the_memory_that_it_has(tmp_path):
+    """Not that of the limit; a pipe does not block, a device or a larger file is not read."""
+    (tmp_path / "file").write_bytes(bytes(22_000))
+    (tmp_path / "device").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    tracemalloc.start()
+    try:
+        assert files.read_input(tmp_path / "file", 8 << 30) == bytes(22_000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    for name, message in (
+        ("file", "it has 22000 bytes, expected at most 21999"),
+        ("device", "it is a pipe or a device"),
+        ("pipe", "it is a pipe or a device"),
+        (".", "directory"),
+    ):
+        with pytest.raises(OSError, match=message):
+            files.read_input(tmp_path / name, 21_999)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])

@@ -41,8 +41,10 @@ from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
+from kvsim.files import read_input
 from kvsim.policies.model import described, differ, is_model, model_of, note_digest
 from kvsim.schema import plural
+from kvsim.store.archive import decode_array
 
 #: Of the file; another one is refused.
 VERSION = 1
@@ -65,7 +67,7 @@ class HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
         try:
             return cls(*_content(path, axes))
-        except (OSError, ValueError, EOFError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise refused(label, path, error_line(error)) from error
 
     def text(self) -> str:
@@ -210,13 +212,13 @@ def refused(label: str, path: Path, reason: str) -> PolicyError:
 def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
     """Numbers and training of a file, also of authors' files. Raises ValueError for others."""
     facts: Any = {"version": VERSION}
-    if path.suffix == ".npy":  # mapped: its header allocates nothing, and no pickle is read
-        facts["scores"] = np.lib.format.open_memmap(path, mode="r")
+    data = read_input(path)
+    if path.suffix == ".npy":
+        facts["scores"] = decode_array(data, "it")
     elif path.suffix == ".tsv":
-        lines = path.read_text("utf-8").splitlines()
-        facts["scores"] = [[float(x) for x in line.split()] for line in lines]
+        facts["scores"] = [[float(x) for x in line.split()] for line in data.decode().splitlines()]
     else:
-        facts = json.loads(path.read_text("utf-8"))
+        facts = json.loads(data)
     version = facts.get("version") if isinstance(facts, dict) else None
     if integer(version) != VERSION:
         raise ValueError(f"its version is {version}, expected {VERSION}")

@@ -114,6 +114,8 @@ class Network:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
         try:
+            if not path.is_file():  # opening a pipe would block
+                raise FileNotFoundError("no regular file")
             with safe_open(path, framework="pt") as file:
                 facts = json.loads((file.metadata() or {})["kvsim"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.errors import error_line
+
 #: Most bytes of arrays: a number for each byte of the file, and one for files of any size.
 _PER_BYTE, _FREE = 64, 16 << 20
 
-#: Errors of a damaged zip, and of a damaged header of an array.
-_UNREADABLE = zipfile.BadZipFile, zlib.error, EOFError, SyntaxError, tokenize.TokenError
+#: Errors of a damaged zip.
+_UNREADABLE = zipfile.BadZipFile, zlib.error, EOFError
 
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -42,9 +44,10 @@ def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_size(archive, data)
-            return {x.filename.removesuffix(".npy"): _array(archive, x) for x in archive.infolist()}
+            contents = {member.filename: _read(archive, member) for member in archive.infolist()}
     except (*_UNREADABLE, NotImplementedError, RuntimeError) as error:
         raise ValueError(str(error)) from error
+    return {name.removesuffix(".npy"): decode_array(x, name) for name, x in contents.items()}
 
 
 def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
@@ -53,18 +56,25 @@ def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
         raise ValueError(f"it has {size} bytes of arrays in {len(data)} bytes, at most {limit} fit")
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """Return an array over the bytes of its member, which have to be all of it."""
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{member.filename} is compressed by another method than deflate")
     with archive.open(member) as file:
-        content = bytearray(file.read(member.file_size + 1))
+        return bytearray(file.read(member.file_size + 1))
+
+
+def decode_array(content: bytes | bytearray, name: str) -> NDArray[Any]:
+    """Return the array of a `.npy` file over its bytes, which have to be all of it.
+
+    Raises ValueError for anything else, pickles among it, and names it.
+    """
     stream = io.BytesIO(content)
-    version = np.lib.format.read_magic(stream)
-    if version not in _HEADERS:
-        raise ValueError(f"{member.filename} has the version {version}")
-    shape, fortran, dtype = _HEADERS[version](stream)
-    begin = stream.tell()
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - begin:
-        raise ValueError(f"{member.filename} is {dtype} {list(shape)} in {len(content)} bytes")
-    return np.ndarray(shape, dtype, content, begin, order="F" if fortran else "C")
+    try:
+        header = _HEADERS[np.lib.format.read_magic(stream)]
+        shape, fortran, dtype = header(stream)
+        begin = stream.tell()
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - begin:
+            raise ValueError(f"it is {dtype} {list(shape)} in {len(content)} bytes")  # noqa: TRY301  as NumPy's
+        return np.ndarray(shape, dtype, content, begin, order="F" if fortran else "C")
+    except (ValueError, TypeError, KeyError, SyntaxError, tokenize.TokenError) as error:
+        raise ValueError(f"{name} is no array of numbers ({error_line(error)})") from error

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import OutputError
-
-#: Most bytes of a JSON document.
-DOCUMENT = 64 << 20
-
-_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+from kvsim.files import DOCUMENT, read_input
 
 #: Sizes and SHA-256 of files by their relative paths.
 Digests = Mapping[str, Mapping[str, Any]]
@@ -39,17 +33,11 @@ def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None)
     expected.
     """
     try:
-        with os.fdopen(os.open(path, _FLAGS), "rb") as file:
-            status = os.fstat(file.fileno())
-            readable = stat.S_ISREG(status.st_mode) and status.st_size <= limit
-            data = file.read(limit) if readable else b""
+        data = read_input(path, limit)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(path)) from None
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror or error})") from error
-    if not readable:
-        expected_kind = f"a regular file of at most {limit} bytes"
-        raise damaged(path, f"{status.st_size} bytes of another kind, or too many", expected_kind)
     if expected is not None and _digest(data) != expected:
         raise damaged(path, "its SHA-256 is another")
     return data

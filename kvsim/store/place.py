@@ -84,7 +84,7 @@ class Folder:
         """Return part of a file, and its size."""
         with self._opened(key) as (file, total):
             file.seek(from_end(start, total))
-            return file.read(size), total
+            return file.read(min(size, total)), total
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[io.FileIO, int]]:

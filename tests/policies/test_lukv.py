@@ -1,6 +1,7 @@
 """LU-KV: plans of long-horizon utility against a heap, and what heads keep by them."""
 
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -245,7 +246,7 @@ def test_the_first_and_the_last_share_hold_beyond_them(folder, budget, at):
 def test_files_of_the_authors_are_plans(folder):
     """An array of shares goes with Expected Attention at epsilon 0.02; what is no such is refused.
 
-    It is mapped, so that neither a pickle is read nor memory allocated as its header says.
+    No pickle is read, no memory is allocated as its header says, and a pipe does not block.
     """
     trace = make_case("sharp", layers=2, heads=2, n=40, prompt_len=30).trace()
     path, ratios = folder / "avg_ratio.npy", uniform(2, 2)
@@ -264,15 +265,31 @@ def test_files_of_the_authors_are_plans(folder):
         (ratios + 0.1, "not 99 between 0 and 1"),
         (ratios * np.nan, "not all finite numbers"),
         (ratios.astype(str), "not all finite numbers"),
-        (np.full((99, 1, 1), None), "lukv: .*Python objects"),
+        (np.full((99, 1, 1), None), r"lukv: .*no array of numbers \(it is object"),
     ):
         np.save(path, array, allow_pickle=True)
         with pytest.raises(PolicyError, match=message):
             kvsim.policy(f"lukv:{path}")
     np.save(path, ratios)
     path.write_bytes(path.read_bytes().replace(b"(99, 2, 2), ", b"(99,2,2**9),")[:400])
-    for content in (path.read_bytes(), path.read_bytes()[:90], b"", b"PK\3\4"):
-        path.write_bytes(content)
+    contents = [path.read_bytes(), path.read_bytes()[:90], b"", b"PK\3\4", b"\x93NUMPY\1\0\4\0(((("]
+    for shape in (
+        "(-3, 4)",
+        "(10**20, 4)",
+        "(1" + 20 * "0" + ", 4)",
+        "(True, 4)",
+        "(0, 1" + 20 * "0" + ")",
+    ):
+        head = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".encode()
+        contents.append(b"\x93NUMPY\1\0" + len(head).to_bytes(2, "little") + head + bytes(32))
+    for content in (*contents, "pipe", "device"):
+        path.unlink()
+        if content == "pipe":
+            os.mkfifo(path)
+        elif content == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.write_bytes(content)
         with pytest.raises(PolicyError, match=r"give a plan that `kvsim heads` has written"):
             kvsim.policy(f"lukv:{path}")
 

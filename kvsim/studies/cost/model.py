@@ -18,6 +18,7 @@ from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
+from kvsim.files import read_input
 from kvsim.schema import object_at
 
 GIB = 1 << 30
@@ -161,7 +162,7 @@ class Model:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            keys = json.loads(path.read_text("utf-8"))
+            keys = json.loads(read_input(path))
         except FileNotFoundError as error:
             raise ModelError(f"no file {str(path)!r}; {_SAY}") from error
         except (OSError, ValueError, RecursionError) as error:

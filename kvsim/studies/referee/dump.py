@@ -23,7 +23,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import DumpError, KvsimError, error_line, local_path
-from kvsim.files import published
+from kvsim.files import published, read_input
 from kvsim.schema import NEVER
 from kvsim.store.archive import decode_arrays, encode_arrays
 
@@ -185,7 +185,7 @@ def read_dump(path: str | Path) -> Dump:
     if not target.is_file():
         raise DumpError(f"{target}: no such file; expected a dump, see docs/conform.md")
     try:
-        data = target.read_bytes()
+        data = read_input(target, _LARGEST)
         if target.suffix == ".parquet":
             check_seal(data)
             frame = decode_table(data, COLUMNS)
