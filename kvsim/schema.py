@@ -216,7 +216,7 @@ _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("K", "M", "G", "T"), start=1
 
 def size_in_bytes(text: str) -> int | None:
     """Return the bytes of 500MB, 2GB, 1GiB or 4096; None for what is no size."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = None if size is None else _UNITS.get(size[2].upper())
     if size is None or unit is None or not float(size[1]):
         return None

@@ -26,7 +26,7 @@ from kvsim.core.arguments import listed
 from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
-from kvsim.files import DOCUMENT, sync, sync_tree, unbroken
+from kvsim.files import sync, sync_tree, unbroken
 from kvsim.schema import is_url, plural
 from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.store.records import write_records

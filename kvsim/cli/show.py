@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvsim.errors import shortened
 from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def echo_text(text: str = "") -> None:
 
 
 def echo_error(text: str) -> None:
-    """Print prose on standard error; names in it may be untrusted input."""
-    typer.echo(visible(text), err=True)
+    """Print prose on standard error, cut short; names in it may be untrusted input."""
+    typer.echo(visible(shortened(text)), err=True)
 
 
 def echo_notes(remarks: Iterable[str]) -> None:

@@ -24,11 +24,14 @@ _CONSTANTS: dict[str, Value] = {
 
 
 def value_of(text: str) -> Value:
-    """Return the number, True, False or None that a text means; any other text as it is."""
+    """Return the number, True, False or None that a text means; any other text as it is.
+
+    A number has at most 64 characters.
+    """
     plain = text.strip().lower()
     if plain in _CONSTANTS:
         return _CONSTANTS[plain]
-    for kind in (int, float):
+    for kind in (int, float) if len(plain) <= 64 else ():
         with contextlib.suppress(ValueError):
             return kind(re.sub(r"^([-+]?)\.(?=inf|nan)", r"\1", plain))  # as YAML spells them
     return text

@@ -20,8 +20,16 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
+from kvsim.errors import (
+    ConfigError,
+    KvsimError,
+    TraceNotFoundError,
+    error_line,
+    local_path,
+    suggest,
+)
 from kvsim.experiment import Keys, Options
+from kvsim.files import read_input
 from kvsim.policies import policy as build
 from kvsim.policies import variants
 from kvsim.samples import SAMPLES
@@ -31,7 +39,7 @@ from kvsim.store.opening import paths_of
 from kvsim.sweeps.cells import Cell, cells_of
 from kvsim.sweeps.terms import Terms, check_names, measurable, shared_terms
 
-#: Most bytes of a configuration, and most cells of a sweep.
+#: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
 
@@ -191,11 +199,23 @@ class _Values:
 
 
 class Loader(_Values, yaml.SafeLoader):
-    """Reads configurations."""
+    """Reads configurations; their values take no more memory or time than their text."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node, which no alias may stand for."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                "it has an alias, expected the value itself", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
 
 class Dumper(_Values, yaml.SafeDumper):
     """Writes configurations so that `Loader` reads the same."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Return True: an object that is there twice is written twice."""
+        return True
 
 
 for _tag in ("int", "float", "bool", "null"):
@@ -210,19 +230,17 @@ def read_grid(path: str | Path) -> Grid:
     Raises ConfigError for what is no configuration.
     """
     file = local_path(path, ConfigError)
+    return grid_of(read_yaml(file), file.parent, where=str(path))
+
+
+def read_yaml(path: Path) -> object:
+    """Return the document of a YAML file; ConfigError for another file, and for aliases in it."""
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_DOCUMENT + 1)
+        return Loader(read_input(path, _DOCUMENT)).get_single_data()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from error
-    if len(data) > _DOCUMENT:
-        raise ConfigError(f"{path} has more than {_DOCUMENT} bytes; expected a configuration")
-    try:
-        document = Loader(data).get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path} is no YAML: {reason}") from error
-    return grid_of(document, file.parent, where=str(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no YAML: {error_line(error)}") from error
 
 
 def grid_of(document: object, folder: Path, *, where: str) -> Grid:

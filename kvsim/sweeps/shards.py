@@ -32,11 +32,11 @@ from kvsim.analysis.folder import CONFIG, writing
 from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
 from kvsim.core.record import Record, record_document, record_of
-from kvsim.errors import OutputError, local_path
+from kvsim.errors import ConfigError, OutputError, local_path
 from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
-from kvsim.sweeps.grid import Dumper, Grid, read_grid
+from kvsim.sweeps.grid import Dumper, Grid, read_grid, read_yaml
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.output import PARTS, locked, taken
 from kvsim.sweeps.tasks import Outcome, Task
@@ -289,8 +289,8 @@ def kept_in(out: str | Path | None) -> Kept:
 def _commands(path: Path) -> list[str]:
     """Return the commands that may have written a configuration, one unless kvsim was older."""
     try:
-        document = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, ValueError):
+        document = read_yaml(path)
+    except ConfigError:
         document = None
     known = document if isinstance(document, dict) else {}
     guess = ["live"] if known.get("loop") else ["replay", "sweep"]

@@ -114,12 +114,29 @@ def test_what_is_no_grid_is_refused_in_one_line(more, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["traces: [", "- 1\n- 2", "\x00", "a: &a [*a]"])
-def test_a_file_that_is_no_configuration_is_refused(text, tmp_path):
-    """Broken YAML and other documents are a ConfigError, whatever the parser raises."""
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("traces: [", "is no YAML"),
+        ("- 1\n- 2", "a list; expected keys"),
+        ("\x00", "is no YAML"),
+        ("a: &a [*a]", "it has an alias"),
+        ("a: &a {b: 1}\nc:\n  <<: *a", "it has an alias, expected the value itself.* line 3"),
+        ("budgets: 0x" + "f" * 60_000, "expected"),
+        ("layers: [" + "9" * 400 + "]", "expected"),
+        ("memory: 1" + ":59" * 2000, "expected"),
+        ("memory: 1" + ":59" * 2000 + ".5", "expected"),
+        ("[" * 100_000, "is no YAML"),
+        ("x" * 3_000_000 + "y", "text; expected keys"),
+        ("traces: sample\nbudgets: 9\npolicies: [[" + "x" * 3_000_000 + "]]", "policies has"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text, message, tmp_path):
+    """Broken YAML, values larger than their text, and other documents: one short line."""
     (tmp_path / "grid.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"grid\.yaml"):
+    with pytest.raises((ConfigError, PolicyError), match=message) as error:
         read_grid(tmp_path / "grid.yaml")
+    assert len(str(error.value)) < 2100
     with pytest.raises(ConfigError, match="cannot be read"):
         read_grid(tmp_path / "none.yaml")
 
