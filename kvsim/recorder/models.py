@@ -15,6 +15,7 @@ import httpx
 import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -126,7 +127,7 @@ def load_model(
                 **shared,
                 **{key: value for key, value in options.items() if value is not None},
             )
-        except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
+        except Exception as error:  # of damaged files, whatever it is
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             if offline and isinstance(error, OSError):
                 reason = "it is not a folder, the hub's cache does not have all of it, and "
@@ -134,7 +135,7 @@ def load_model(
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
-                f"{_NAMED}{_close(str(name))}"
+                f"{_NAMED}{'' if local else _close(str(name))}"
             ) from error
         model, report = both
         # transformers fills these with random numbers, and only warns
@@ -302,6 +303,15 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
     transformers allocates what the configuration says before it compares shapes.
     """
     weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CaptureError(
+                f"{path} is no whole safetensors file ({error_line(error)}); download it again, "
+                "with `git lfs pull` in a clone of a hub's repository"
+            ) from error
     if not weights:
         files = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
         found = f"only {', '.join(files)}" if files else "no weights"
@@ -351,9 +361,13 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class de
         # for some types of models AutoTokenizer takes the type's class instead of the stated one
         kind = PreTrainedTokenizerFast if stated in _PLAIN else AutoTokenizer
         return kind.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError, ImportError, TypeError):
-        # a folder of weights alone: prompts are then token ids
-        return None
+    except Exception as error:
+        if isinstance(error, _UNUSABLE) and not (folder / "tokenizer.json").is_file():
+            return None  # weights alone: prompts are then token ids
+        raise CaptureError(
+            f"the tokenizer of {place} cannot be loaded ({error_line(error)}), expected whole "
+            "files; download them again, or remove them and give prompts as token ids"
+        ) from error
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from kvsim.recorder import capture, load_model
 from kvsim.recorder import models as loading
 from kvsim.recorder.models import unreachable
 from kvsim.recorder.positions import read_ropes
+from kvsim.tiny import MODELS
 from small_model import UNKNOWN, words_tokenizer
 
 
@@ -114,6 +115,52 @@ def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
         load_model(path)
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", None])
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00002-of-00002.safetensors"])
+def test_a_damaged_file_of_weights_is_named(folder, tmp_path, name, content):
+    """A pointer of git-lfs, an empty file, or half of one: one line with the path of the shard."""
+    path = shutil.copytree(folder, tmp_path / "part")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
+
+    with pytest.raises(CaptureError, match=rf"^\S+/part/{name} is no whole safetensors file") as e:
+        load_model(path)
+
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"weight_map": 3}', "{", '{"metadata": {}}'])
+def test_a_damaged_index_of_weights_is_one_line(folder, tmp_path, content):
+    """Whatever transformers raises; the hint does not name the folder itself."""
+    path = shutil.copytree(folder, tmp_path / "part")
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    (path / "model.safetensors.index.json").write_text(content)
+
+    with pytest.raises(CaptureError, match=r"part' cannot be loaded: ") as error:
+        load_model(path)
+
+    assert "\n" not in str(error.value)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("tokenizer.json", x) for x in ("{", "{}", "[]", '{"model": {"vocab": [1]}}', "version")),
+        *(("tokenizer_config.json", x) for x in ("{", "[]")),
+    ],
+)
+def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path, name, content):
+    """One line names the folder and what to do."""
+    path = shutil.copytree(MODELS["tiny"], tmp_path / "part")
+    (path / name).write_text(content)
+
+    with pytest.raises(CaptureError, match=r"the tokenizer of \S+part cannot be loaded") as error:
+        load_model(path)
+
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 1 << 24}, {"num_hidden_layers": 10**5}])
