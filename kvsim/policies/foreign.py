@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.policy import Allocator, Policy, Schedule, Scorer, Wrapper
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
-from kvsim.errors import PolicyError, error_line, suggest
+from kvsim.errors import KvsimError, PolicyError, error_line, suggest
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.duo import Duo, HeadPlan
 from kvsim.policies.entry import Entry
@@ -32,6 +33,9 @@ _PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
     "headkv": (HeadKV, SnapKV, {}, Schedule(interval=None)),
     "lukv": (LUKV, None, {}, Schedule(interval=None)),
 }
+
+#: Files whose lines are between a command and a user's code.
+_CALLING = (__file__, importlib.__file__)
 
 
 def entry_of(name: str) -> Entry | None:
@@ -72,8 +76,12 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
     if callable(target):
         try:
             built = target(**params)
-        except TypeError as error:
-            raise PolicyError(f"{name!r} cannot be built from {params}: {error}") from error
+        except KvsimError:
+            raise
+        except Exception as error:
+            raise PolicyError(
+                f"{name!r} cannot be built from {params}: {_reason(error)}"
+            ) from error
         except SystemExit as error:
             raise PolicyError(_ends(f"building {name!r}")) from error
     elif params:
@@ -152,9 +160,17 @@ def _target(name: str) -> Any:
         raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
     except Exception as error:  # a user's file is anybody's code
         raise PolicyError(
-            f"importing {module_name!r} for policy {name!r} failed: {type(error).__name__}: "
-            f"{error_line(error)}"
+            f"importing {module_name!r} for policy {name!r} failed: {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Say what a user's code raised, and in which line of its file, if that is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [x for x in frames if x.filename not in _CALLING and not x.filename.startswith("<")]
+    lines = [x.lineno for x in others if x.filename == others[0].filename]
+    where = f" ({others[0].filename}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error_line(error)}{where}"
 
 
 def _ends(what: str) -> str:

@@ -212,14 +212,27 @@ def test_what_cannot_be_a_policy_is_refused_with_a_way_out(name, params, message
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("1 / 0", "ZeroDivisionError: division by zero"), ("def f(:", "SyntaxError: invalid syntax")],
+    [
+        ("1 / 0", r"failed: ZeroDivisionError: division by zero \(/.*/fails_here.py, line 1\)"),
+        ("def f(:", r"failed: SyntaxError: invalid syntax \(fails_here.py, line 1\)"),
+        (
+            "def blend():\n    {}[3]",
+            r"cannot be built .*: KeyError: 3 \(/.*fails_here.py, line 2\)",
+        ),
+        ("def blend(): len(3)", r"cannot be built .*: TypeError: object of.*py, line 1\)"),
+        ("import json\ndef blend():\n    json.loads('{')", r"JSONDecodeError: .*here.py, line 3\)"),
+        ("def blend(): blend()", r"RecursionError: .*fails_here.py, line 1\)"),
+        ("def blend(): raise OSError('a\\nb' * 3000)", r"OSError: a ba ba .*py, line 1\)"),
+    ],
 )
-def test_a_file_that_fails_to_import_is_an_error_of_one_line(text, message, tmp_path, monkeypatch):
-    """It names the file, the policy and what was raised."""
+def test_a_users_code_that_fails_is_an_error_of_one_line(text, message, tmp_path, monkeypatch):
+    """It names the policy, what was raised, and the line of the user's file."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "fails_here.py").write_text(text, "utf-8")
-    with pytest.raises(PolicyError, match=rf"^importing 'fails_here' for .* failed: {message}.*$"):
+    monkeypatch.delitem(sys.modules, "fails_here", raising=False)
+    with pytest.raises(PolicyError, match=rf"^.*'fails_here.*{message}$"):
         kvsim.policy("fails_here:blend")
+    sys.modules.pop("fails_here", None)
 
 
 @pytest.mark.parametrize(
