@@ -22,16 +22,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 EVERY = 30.0
 
 
+#: When a line was last printed, or the first of several short works began.
+_last: list[float] = []
+
+
 def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
-    """Return a function that prints (done, total, label) every `EVERY` seconds."""
-    began = last = time.monotonic()
+    """Return a function that prints (done, total, label) every `EVERY` seconds of all works."""
+    began = time.monotonic()
+    _last[:] = _last or [began]
 
     def show(done: int, total: int, now: str | None = None) -> None:
-        nonlocal last, label
+        nonlocal label
         label = label if now is None else now
-        if time.monotonic() - last < EVERY:
+        if (last := time.monotonic()) - _last[0] < EVERY:
             return
-        last = time.monotonic()
+        _last[0] = last
         what = f": {label}" if label else ""
         line = f"{done} of {total} {unit} after {last - began:.0f} s{what}"
         print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -137,14 +137,10 @@ def parse_layers(text: str | None) -> list[int] | None:
 def parse_json(text: str | None) -> dict[str, Any] | None:
     """Parse a JSON object, if one is given."""
     try:
-        value = None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
-        value = 0
-    if isinstance(value, dict | None):
-        return value
-    raise OptionError(
-        f'a JSON object is {text!r:.80}; expected such as {{"enable_thinking": false}}'
-    )
+        return None if text is None else {**json.loads(text)}
+    except (TypeError, ValueError, RecursionError):
+        text = f"--chat-template-kwargs is {text!r:.80}; expected a JSON object"
+        raise OptionError(text) from None
 
 
 class Form(NamedTuple):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from kvsim.errors import (
     TraceExistsError,
     local_path,
 )
-from kvsim.progress import progress_bar
 from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.facts import check_labels
@@ -197,34 +194,21 @@ def capture_many(
     _check_fits(model, new, checked)
     together = min(checked.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
-    with ExitStack() as stack:
-        bar = checked.progress is True
-        show = stack.enter_context(progress_bar("tokens")) if bar else None
-        for done, place in enumerate(order):
-            session = waiting.pop(0)
-            if show is not None:  # one bar, and in a log a line every so often, for all prompts
-                report = partial(_report, show, f"{session.name} ({done + 1} of {len(order)})")
-                session.options = replace(session.options, progress=report)
-            try:
-                if traces[place] is None:
-                    if together > 1:
-                        _write(new, together, reason)
-                    del new[0]
-                    traces[place] = session.run()
-            except KvsimError as error:
-                before = (
-                    "the prompts before it are complete and stay" if done else "none is complete"
-                )
-                count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
-                more = (
-                    "; in the same place resume=True (--resume) records the others" if done else ""
-                )
-                raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
+    for done, place in enumerate(order):
+        session = waiting.pop(0)
+        session.label = f"{session.name} ({done + 1} of {len(order)})"
+        try:
+            if traces[place] is None:
+                if together > 1:
+                    _write(new, together, reason)
+                del new[0]
+                traces[place] = session.run()
+        except KvsimError as error:
+            before = "the prompts before it are complete and stay" if done else "none is complete"
+            count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
+            more = "; in the same place resume=True (--resume) records the others" if done else ""
+            raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
-
-
-def _report(show: Callable[..., None], label: str, done: int, total: int) -> None:
-    show(done, total, label)
 
 
 def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
@@ -239,12 +223,6 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
         first.notes.append(f"the response was written alone, not in a batch: {reason}")
     if reason is not None or len(chosen) < 2:
         return
-    report = first.options.progress if callable(first.options.progress) else lambda *_: None
-
-    def completed(number: int, response: Sequence[int]) -> bool:
-        report(len(response), chosen[number].new_tokens)
-        return chosen[number].stop.completed(response, 0)
-
     try:
         runs = [prefilled(each.model, each.encoded.ids, each.chunk) for each in chosen]
         logits = torch.stack([last for _, last in runs])
@@ -258,7 +236,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
             stop=stop_tokens(first.model, first.tokenizer),
             choice=first.choice,
             prompts=[each.encoded.ids for each in chosen],
-            completed=completed,
+            completed=lambda number, response: chosen[number].stop.completed(response, 0),
         )
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(

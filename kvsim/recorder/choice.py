@@ -1,9 +1,10 @@
-"""The choice of each token of a response, by the settings of generation of model and user."""
+"""The choice of each token of a response, with the settings of transformers' `generate`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +13,31 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from kvsim.errors import CaptureError, error_line
 
-# Settings of transformers' `generate`, with the values that have no effect: those that change the
-# logits of every response, those of drawn tokens alone, and those of other ways to write.
-_OF_LOGITS = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0}
-_OF_LOGITS |= {"min_new_tokens": 0, "bad_words_ids": None, "sequence_bias": None}
-_OF_LOGITS |= {"forced_bos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": None}
-_OF_LOGITS |= {"begin_suppress_tokens": None, "exponential_decay_length_penalty": None}
-OF_DRAWS = {"top_k": 0, "top_p": 1, "min_p": None, "top_h": None, "typical_p": 1}
-OF_DRAWS |= {"epsilon_cutoff": 0, "eta_cutoff": 0}
-_OTHER = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1}
-_OTHER |= {"penalty_alpha": 0, "dola_layers": None, "constraints": None, "force_words_ids": None}
-_OTHER |= {"watermarking_config": None, "token_healing": False, "stop_strings": None}
-_OTHER |= {"max_time": None, "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-
-#: Settings that a trace notes where they were applied.
-APPLIED = (*_OF_LOGITS, *OF_DRAWS)
+#: Settings that change logits, which are applied; and those of them that concern drawn tokens.
+OF_DRAWS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+APPLIED = (
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length"),
+    *("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty", *OF_DRAWS),
+)
+# Those of other ways to write a response.
+_OTHER = (
+    *("num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers"),
+    *("guidance_scale", "constraints", "force_words_ids", "watermarking_config", "token_healing"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "stop_strings", "max_time"),
+)
 
 
 class Choice:
-    """How tokens follow from logits: with the processors of transformers' `generate`.
+    """How tokens follow from logits, with the settings of a model's generation_config.
 
-    stop: tokens that end a response. temperature: 0 takes the most likely token. top_k, top_p: of
-    drawn tokens, by default as the model's generation_config says, or all. given: more settings,
-    before those of the model.
+    stop: tokens that end a response. temperature: 0 takes the most likely token. given: settings
+    that replace those of the model, where they are not None.
 
     Attributes:
-        settings: that are applied, ready for JSON. others: that are not, such as `num_beams`.
+        settings: those that are applied, ready for JSON. others: those that are not.
 
-    Raises CaptureError for settings that transformers refuses, or does not know.
+    Raises CaptureError for settings that transformers refuses or does not know.
     """
 
     def __init__(
@@ -49,44 +47,44 @@ class Choice:
         *,
         temperature: float = 0.0,
         seed: int = 0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         **given: Any,
     ) -> None:
-        of_draws = {"top_k": top_k, "top_p": top_p}
-        given |= {name: x for name, x in of_draws.items() if x is not None}
-        self.temperature, self.seed, drawn = temperature, seed, temperature > 0
+        self.temperature, self.seed = float(temperature), seed
         config = copy.deepcopy(getattr(model, "generation_config", None) or GenerationConfig())
-
-        def stated(neutral: Mapping[str, Any]) -> dict[str, Any]:
-            values = {name: getattr(config, name, None) for name in neutral}
-            return {name: x for name, x in values.items() if x not in (None, neutral[name])}
-
-        unknown = config.update(**given) if given else {}
-        if unknown := [*unknown, *(name for name in of_draws if name in given and not drawn)]:
-            raise CaptureError(
-                f"{unknown[0]} is given, expected settings of generation, those of drawn tokens "
-                "with a temperature above 0; leave it out"
-            )
-        settings = stated(_OF_LOGITS) | (stated(OF_DRAWS) if drawn else {})
-        plain = {k: x if isinstance(x, int | float | list) else str(x) for k, x in settings.items()}
-        self.settings: dict[str, Any] = plain
-        self.others = stated(_OTHER)
-        if config.do_sample and not drawn:
-            self.others |= stated({"do_sample": False, "temperature": None, **OF_DRAWS})
-        for name, value in _OTHER.items():
-            setattr(config, name, value)
-        config.do_sample, config.temperature = drawn, float(temperature)
-        config._eos_token_tensor = torch.tensor(sorted(stop)) if stop else None  # noqa: SLF001  as `generate` does
-        self._config, self._writer = config, model if isinstance(model, GenerationMixin) else None
-        self.likeliest = not (drawn or self.settings)
+        self._config, self._model = config, model
+        given = {name: value for name, value in given.items() if value is not None}
         try:
-            self.begin(1, 1)
+            unknown = [name for name in OF_DRAWS if name in given and not temperature]
+            unknown += config.update(**given) if given else ()
+            drawn = temperature > 0 or not config.do_sample
+            self.others = {} if drawn else {"do_sample": True} | self._stated(*OF_DRAWS)
+            other = self._stated(*_OTHER).items()
+            self.others |= {name: value for name, value in other if value not in (0, 1)}
+            for name in _OTHER:
+                setattr(config, name, None)
+            config.do_sample, config.temperature = temperature > 0, self.temperature
+            config._eos_token_tensor = torch.tensor(sorted(stop)) if stop else None  # noqa: SLF001  as `generate` does
+            self.likeliest = not (temperature or self._processors(1, 1))
         except (TypeError, ValueError) as error:
+            unknown = [f"a setting of generation_config.json ({error_line(error)})"]
+        if unknown:
             raise CaptureError(
-                f"the model's generation_config cannot be applied ({error_line(error)}), expected "
-                "settings that transformers accepts; correct its generation_config.json"
-            ) from error
+                f"{unknown[0]} cannot be applied, expected settings that transformers' `generate` "
+                "takes, those of drawn tokens with a temperature above 0; leave it out"
+            )
+        applied = () if self.likeliest else APPLIED if temperature else APPLIED[: -len(OF_DRAWS)]
+        self.settings: dict[str, Any] = json.loads(json.dumps(self._stated(*applied), default=str))
+
+    def _stated(self, *names: str) -> dict[str, Any]:
+        values = {name: getattr(self._config, name, None) for name in names}
+        return {name: x for name, x in values.items() if x is not None}
+
+    def _processors(self, start: int, count: int) -> Any:
+        self._config.max_length = start + count
+        owner: Any = self._model if isinstance(self._model, GenerationMixin) else GenerationMixin()
+        return owner._get_logits_processor(  # noqa: SLF001  there is no public one
+            self._config, input_ids_seq_length=start, device="cpu"
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -102,10 +100,7 @@ class Choice:
         start: tokens before the response. count: its tokens at most.
         """
         generator = generator or torch.Generator().manual_seed(self.seed)
-        self._config.max_length = start + count
-        processors = (self._writer or GenerationMixin())._get_logits_processor(  # noqa: SLF001  no public one
-            self._config, input_ids_seq_length=start, device="cpu"
-        )
+        processors = self._processors(start, count)
 
         def choose(logits: Tensor, tokens: Sequence[int]) -> int:
             if self.likeliest:
@@ -115,8 +110,7 @@ class Choice:
             scores = processors(torch.tensor([tokens]), scores[None])[0]
             if not self.temperature:
                 return int(scores.argmax())
-            cold = scores.isposinf()  # so cold that it overflows
-            if cold.any():
+            if (cold := scores.isposinf()).any():  # so cold that it overflows
                 return int(logits.cpu().masked_fill(~cold, -torch.inf).argmax())
             return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 

@@ -127,10 +127,10 @@ def encode(
     whole: Prompt,
     model: PreTrainedModel,
     tokenizer: Any,
+    template: Mapping[str, Any] = {},
     *,
     system: str | None,
     chat: bool,
-    template: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 

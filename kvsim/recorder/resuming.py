@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 from kvsim.core.checks import DTYPES, stored_dtype
@@ -32,7 +30,12 @@ def differences(session: Any, trace: Trace) -> list[str]:
         first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
         expected = f"expected {len(ids)} tokens"
         text = f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
-        differing = [text, *_chat_differences(session, object_at(trace.meta, "text"))]
+        kept, new = object_at(trace.meta, "text"), session.encoded
+        messages = [x if isinstance(x, list) else [] for x in (kept.get("messages"), new.messages)]
+        roles = [[_role(each) for each in x if isinstance(each, dict)] for x in messages]
+        chats = {"chat (--chat, --system)": roles}
+        chats["--chat-template-kwargs"] = [kept.get("template", {}), {**new.template}]
+        differing = [text, *(f"{k}: {a}, expected {b}" for k, (a, b) in chats.items() if a != b)]
     else:
         differing = _prompt_differences(session, trace, given=generation.get("stopped") == GIVEN)
     model, options, shapes = session.described, session.options, trace.source.shapes
@@ -40,6 +43,7 @@ def differences(session: Any, trace: Trace) -> list[str]:
     exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
     stored = DTYPES[stored_dtype(DTYPES[trace.stored("q", slice(0, 1), slice(0, 0)).dtype])]
     sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
+    settings = session.settings
     weights = model.get("weights")  # not known of a model that is not in memory
     known = weights if weights is None else recorded.get("weights", weights)
     keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
@@ -47,10 +51,7 @@ def differences(session: Any, trace: Trace) -> list[str]:
         **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
         "the SHA-256 of its GGUF file is": tuple(sources),
         "the digest of its weights is": (known, weights),
-        **{
-            f"its {k} is": (generation.get(k), session.settings.get(k))
-            for k in {**dict.fromkeys(APPLIED), **session.settings}
-        },
+        **{f"its {k} is": (generation.get(k), settings.get(k)) for k in (*settings, *APPLIED)},
         "its layers are": (list(trace.layer_ids), list(session.layer_ids)),
         "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
         "it is stored in": (stored, options.store_dtype or exact),
@@ -69,17 +70,9 @@ def differences(session: Any, trace: Trace) -> list[str]:
     return differing
 
 
-def _chat_differences(session: Any, text: Mapping[str, Any]) -> list[str]:
-    """Return how the prompt of a trace was made a chat, where that differs; text: of the trace."""
-    encoded = session.encoded
-    chats = [messages or [] for messages in (text.get("messages"), encoded.messages)]
-    systems = [[m for m in chat if m.get("role") == "system"] for chat in chats]
-    facts = {
-        "it was a chat (--chat):": tuple(map(bool, chats)),
-        "its system message (--system) is": tuple(reprlib.repr(x) for x in systems),
-        "its --chat-template-kwargs are": (text.get("template", {}), dict(encoded.template)),
-    }
-    return [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
+def _role(message: dict[str, Any]) -> str:
+    role = str(message.get("role"))
+    return f"{role} {message.get('content')!r:.40}" if role == "system" else role
 
 
 def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]:

@@ -77,6 +77,8 @@ class Session:
     probe: Probe | None = None
     #: the context that other prompts have, too
     shared: SharedContext | None = None
+    #: what progress says of it
+    label = ""
     _begun = False  # behind the rows that another has run
 
     def __init__(
@@ -96,15 +98,13 @@ class Session:
         self.described = described
         system = options.system if prompt.system is None else prompt.system
         self.encoded = encoded = encode(
-            prompt,
-            model,
-            tokenizer,
+            *(prompt, model, tokenizer, options.chat_template_kwargs or {}),
             system=system,
             chat=options.chat,
-            template=options.chat_template_kwargs,
         )
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
+        self.choice = choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
         self.notes = [*encoded.notes]
         check_facts(prompt, messages=encoded.messages, options=options.generation)
         self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
@@ -126,9 +126,8 @@ class Session:
         stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
         self.left_out = None if stay is None else left_out_before(end, stay)
         self.chunk, more = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
-        choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
         self.notes += [*notes, *more, *(choice.notes if self.new_tokens else ())]
-        self.limit, self.choice = n + self.new_tokens, choice
+        self.limit = n + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         alike = options.attention, options.probe, self.left_out
         self.sizes = layer_sizes(model, self.layer_ids, *alike)
@@ -182,7 +181,9 @@ class Session:
         with self._stack, threads_for(self.model):
             progress = self.options.progress
             if progress is True:
-                progress = self._stack.enter_context(progress_bar("tokens", self.name))
+                progress = self._stack.enter_context(
+                    progress_bar("tokens", self.label or self.name)
+                )
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
@@ -363,15 +364,13 @@ class Session:
 
     def _header(self) -> Header:
         """Return the header as far as it is known before the model runs."""
+        encoded = self.encoded
+        template = {"template": encoded.template} if encoded.template else {}
         meta: dict[str, Any] = {
             "model": self.described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
-            "text": {
-                "prompt": self.encoded.text,
-                "messages": self.encoded.messages,
-                **({"template": self.encoded.template} if self.encoded.template else {}),
-            },
+            "text": {"prompt": encoded.text, "messages": encoded.messages} | template,
             "generation": self.settings,
             "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),

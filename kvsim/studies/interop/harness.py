@@ -107,12 +107,16 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
         """Return context and response, [1, n]."""
-        prompt, ends = context[0].tolist(), stop_tokens(self.model, self.tokenizer)
+        prompt, eos = context[0].tolist(), options.get("eos_token_id")
+        ends = {
+            *stop_tokens(self.model, self.tokenizer),
+            *(eos if isinstance(eos, list) else [eos]),
+        }
         temperature = options.pop("temperature", None)
         if temperature == 0 or temperature is options.get("do_sample") is None:
             options["do_sample"] = False  # as in the harness
         given = {key: x for key, x in options.items() if key not in ("attention_mask", *OF_DRAWS)}
-        choice = Choice(self.model, ends, **given)
+        choice = Choice(self.model, ends - {None}, **given)
         if choice.others:
             raise PolicyError(
                 f"the task or the model's generation_config has {', '.join(choice.others)}, "
