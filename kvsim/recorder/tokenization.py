@@ -21,6 +21,9 @@ _SHOWN_CHARACTERS = 24
 
 _REASONING = (*REASONING, *REASONING.values())
 
+# How a template that does not read lists of parts shows one.
+_CODE = ("'type': 'text'", '"type": "text"')
+
 #: Parts of a tokenizer's state that are of its last call.
 _CALL = ("truncation", "padding")
 
@@ -190,7 +193,8 @@ def rendered(
         whole = marked(number)
         part = final_part(whole) if messages[number].get("role") == "assistant" else whole
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1]
-        return not any(" ".join(x.split()) in " ".join(text.split()) for x in forms)
+        code = number in lost and any(form in text for form in _CODE)
+        return code or not any(" ".join(x.split()) in " ".join(text.split()) for x in forms)
 
     texts = [n for n, each in enumerate(messages) if isinstance(each.get("content"), str)]
     lost, errors = list[int](), list[CaptureError]()

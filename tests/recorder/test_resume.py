@@ -15,7 +15,7 @@ from kvsim.errors import CaptureError, TraceError, TraceExistsError
 from kvsim.recorder import Prompt, capture, capture_many
 from kvsim.store import TraceWriter, open_trace
 from mutations import reseal_folder
-from small_model import words_tokenizer
+from small_model import TEMPLATE, words_tokenizer
 
 
 def one_line(caught):
@@ -80,6 +80,9 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
     ("prompts", "changed", "message"),
     [
         ({"a": Prompt("a", "w1 w3")}, {}, "its prompt of 2 tokens differs from token 1 on"),
+        ({}, {"chat": True}, r"token 0 on.*; chat \(--chat, --system\): \[\], expected \['user'\]"),
+        ({}, {"system": "w4"}, r"expected \[\"system 'w4'\", 'user'\]"),
+        ({}, {"temperature": 1.0, "top_k": 1}, "its temperature is 0.0.*; its top_k is None"),
         ({"a": Prompt("a", "w1 w2 w3")}, {}, "from token 2 on, expected 3 tokens"),
         ({"a": Prompt("a", "w3")}, {"seed": 1}, "differs from token 0 on.*; its seed is 0"),
         ({"a": Prompt("a", "w1 w2")}, {}, r"its labels are {'level': 1}, expected {}"),
@@ -103,7 +106,12 @@ def test_a_trace_of_another_capture_is_refused(prompts, changed, message, folder
 
     with pytest.raises(CaptureError, match=message) as caught:
         capture_many(
-            four_layers(), words_tokenizer(), wanted, folder, **{**SAME, **changed}, resume=True
+            four_layers(),
+            words_tokenizer(TEMPLATE),
+            wanted,
+            folder,
+            **{**SAME, **changed},
+            resume=True,
         )
 
     assert "is of another capture" in one_line(caught)

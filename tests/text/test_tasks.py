@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.errors import TextError
-from kvsim.text.answers import is_right
+from kvsim.text.answers import REASONING, is_right, open_reasoning, score
 from kvsim.text.haystack import draw, prose
 from kvsim.text.tasks import DEPTHLESS, TASKS, sample
 
@@ -176,8 +176,53 @@ def test_a_haystack_loses_its_first_words():
         ("x = -7", "7", False),
         ("x = -7", "-7", True),
         ("from 3-7", "7", True),
+        ("42km", "42", False),
+        ("US$5", "$5", False),
+        ("1.Paris", "Paris", False),
+        ("caf\u00e9", "cafe", False),
+        ("cafe\u0301", "caf\u00e9", True),
+        # Chinese and Japanese, with full-width digits, decimals, thousands and ten thousands
+        ("\u7b54\u6848\u662f42\u3002", "42", True),
+        ("\u7b54\u6848\u662f142", "42", False),
+        ("\u7b54\u6848\u662f-42", "42", False),
+        ("\u7b2c40-42\u9875", "42", True),
+        ("\uff14\uff12\u3067\u3059", "42", True),
+        ("42\uff0c100\u4e2a", "42", True),
+        ("42.5\u5ea6", "42", False),
+        ("4,200\u4e2a", "4", False),
+        ("42\u4e07", "42", False),
+        ("\u5728\u5df4\u9ece\u3002", "\u5df4\u9ece", True),
+        ("\u662fParis\u3002", "Paris", True),
+        ("Comparis\u306e", "Paris", False),
+        # Korean with an ending, Thai
+        ("42\uc785\ub2c8\ub2e4", "42", True),
+        ("\ud30c\ub9ac\uc785\ub2c8\ub2e4", "\ud30c\ub9ac", True),
+        ("\u0e04\u0e37\u0e2d42\u0e04\u0e23\u0e31\u0e1a", "42", True),
+        # Arabic: a prefix, digits and signs of its own; Hebrew: a prefix; Hindi: a vowel sign
+        ("\u064842", "42", True),
+        ("\u0664\u0662", "42", True),
+        ("\u0664\u0662\u066b\u0665", "42", False),
+        ("\u062f\u0627\u0631", "\u0627\u0631", False),
+        ("\u05d1-42", "42", True),
+        ("\u0926\u093f\u0932\u094d\u0932\u0940", "\u0926\u093f\u0932", False),
     ],
 )
 def test_answers_are_whole_words_and_numbers(response, answer, right):
-    """Case, spaces and line ends make no difference; thoughts do not count."""
+    """Case, spaces and line ends make no difference; thoughts do not count.
+
+    Digits and Latin letters are parts of one word; next to a script without spaces a word ends.
+    """
     assert is_right(response, answer) is right
+
+
+@pytest.mark.parametrize(("opens", "ends"), REASONING.items())
+def test_reasoning_that_does_not_end_has_no_answer(opens, ends):
+    """Of each pair of marks; one that is quoted begins no thought."""
+    assert not is_right(f"{opens} is it 42?", "42")
+    assert not is_right(f"{opens} is it 42? {ends} No.", "42")
+    assert is_right(f"{opens} is it 41? {ends} No, 42.", "42")
+    assert is_right(f"is it 41? {ends} No, 42.", "42")
+    assert is_right(f"42\n{opens} or 41?", "42")
+    assert is_right(f"The mark `{opens}` is of 42 models", "42")
+    assert score(f"{opens} is it 42?", ["42"], "string_match_part") == 0
+    assert (open_reasoning(f"{opens} so"), open_reasoning(f"{opens} so {ends}")) == (opens, "")
