@@ -46,13 +46,12 @@ def test_a_template_has_the_content_that_it_reads(content, question):
     assert found.notes == []
 
 
-@pytest.mark.parametrize(("content", "role"), [(NO_SYSTEM, "system"), ("w", "system"),
-                                               ("{{ m.content[:2] }}", "user")])  # fmt: skip
-def test_a_template_that_leaves_a_message_out_is_refused(content, role):
+@pytest.mark.parametrize("content", [NO_SYSTEM, "w", "{{ m.content[:2] }}"])
+def test_a_template_that_leaves_a_message_out_is_refused(content):
     """Even where the message is so short that the template has the same characters."""
     tokenizer = bytes_tokenizer(template=chat_template(content))
 
-    with pytest.raises(CaptureError, match=rf"leaves out the text of message \d \({role}\), exp"):
+    with pytest.raises(CaptureError, match=r"leaves out the text of message 0 \(system\), exp"):
         encode(Prompt("a", "user?"), small(300), tokenizer, system="s", chat=True)
 
 

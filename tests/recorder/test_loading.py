@@ -100,7 +100,7 @@ def test_pickled_weights_are_never_loaded(folder, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["gone", "other shape"])
-def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
+def test_weights_that_would_be_random_are_refused(folder, tmp_path, change, monkeypatch):
     """A folder without all weights, or with some in other shapes: one line names the first."""
     path = shutil.copytree(folder, tmp_path / "part")
     weights = load_file(path / "model.safetensors")
@@ -115,6 +115,11 @@ def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
         load_model(path)
 
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_hf_peft_config_loaded", True
+    )
+    with pytest.raises(CaptureError, match="; merge the adapter into its base model"):
+        load_model(path)
 
 
 @pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", None])

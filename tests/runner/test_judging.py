@@ -14,9 +14,10 @@ from families import FAMILIES
 from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.table import JUDGED
 from kvsim.core.sources import dtype_of
+from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
-from kvsim.recorder import generation, load_model
+from kvsim.recorder import generation, load_model, models
 from kvsim.recorder.layers import Residual
 from kvsim.runner.full import FullPass, FullRows
 from kvsim.runner.judging import Judge, unjudged
@@ -409,6 +410,18 @@ def test_another_model_judges_nothing():
         replay_all([trace], "h2o", 64, metrics="response_kl")
     with pytest.raises(PolicyError, match="answer_right is about a running model"):
         replay_all([trace], "h2o", 64, metrics="answer_right", judge=True)
+
+
+def test_the_hub_is_not_asked_for_a_model_that_a_trace_names(monkeypatch):
+    """The name is untrusted: the error says where it is from, and which option names another."""
+    _, trace, _ = tiny()
+    model = {**trace.meta["model"], "name": "local-folder"}
+    header = replace(trace.header, meta={**trace.meta, "model": model})
+    other = Trace(trace.source, header)
+    monkeypatch.setattr(models, "unreachable", pytest.fail)
+
+    with pytest.raises(CaptureError, match=r"the hub is not asked.* names .*, give .* --model$"):
+        replay_all([other], "h2o", 64, judge=True)
 
 
 def test_a_long_sequence_is_judged_in_chunks(monkeypatch):
