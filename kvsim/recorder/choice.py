@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 
 from kvsim.errors import CaptureError, error_line
 
@@ -31,35 +31,24 @@ _OTHER = (
 class Choice:
     """How tokens follow from logits, with the settings of a model's generation_config.
 
-    stop: tokens that end a response. temperature: 0 takes the most likely token. given: settings
-    that replace those of the model, where they are not None.
-
-    Attributes:
-        settings: those that are applied, ready for JSON. others: those that are not.
-
-    Raises CaptureError for settings that transformers refuses or does not know.
+    stop: tokens that end a response. temperature: 0 takes the most likely token. given: `seed`, and
+    settings that replace the model's, unless None. `settings` has those that are applied, ready for
+    JSON, `others` those that are not. Raises CaptureError for what transformers does not take.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        stop: Collection[int],
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        **given: Any,
+        self, model: Any, stop: Collection[int], *, temperature: float = 0, **given: Any
     ) -> None:
-        self.temperature, self.seed = float(temperature), seed
+        self.temperature, self.seed = float(temperature), int(given.pop("seed", 0))
         config = copy.deepcopy(getattr(model, "generation_config", None) or GenerationConfig())
-        self._config, self._model = config, model
-        given = {name: value for name, value in given.items() if value is not None}
+        self._config, given = config, {name: x for name, x in given.items() if x is not None}
+        self._owner: Any = model if isinstance(model, GenerationMixin) else GenerationMixin()
         try:
             unknown = [name for name in OF_DRAWS if name in given and not temperature]
             unknown += config.update(**given) if given else ()
-            drawn = temperature > 0 or not config.do_sample
-            self.others = {} if drawn else {"do_sample": True} | self._stated(*OF_DRAWS)
-            other = self._stated(*_OTHER).items()
-            self.others |= {name: value for name, value in other if value not in (0, 1)}
+            unlike = config.do_sample and not temperature
+            self.others = {"do_sample": True} | self._stated(*OF_DRAWS) if unlike else {}
+            self.others |= {k: x for k, x in self._stated(*_OTHER).items() if x not in (0, 1)}
             for name in _OTHER:
                 setattr(config, name, None)
             config.do_sample, config.temperature = temperature > 0, self.temperature
@@ -81,10 +70,8 @@ class Choice:
 
     def _processors(self, start: int, count: int) -> Any:
         self._config.max_length = start + count
-        owner: Any = self._model if isinstance(self._model, GenerationMixin) else GenerationMixin()
-        return owner._get_logits_processor(  # noqa: SLF001  there is no public one
-            self._config, input_ids_seq_length=start, device="cpu"
-        )
+        options = {"input_ids_seq_length": start, "device": "cpu"}
+        return self._owner._get_logits_processor(self._config, **options)  # noqa: SLF001  no public one
 
     @property
     def notes(self) -> list[str]:
@@ -95,9 +82,9 @@ class Choice:
     def begin(
         self, start: int, count: int, generator: torch.Generator | None = None
     ) -> Callable[[Tensor, Sequence[int]], int]:
-        """Return what chooses the tokens of a response, from logits [V] and all tokens so far.
+        """Return what chooses a token of a response, from logits [V] and all tokens so far.
 
-        start: tokens before the response. count: its tokens at most.
+        start: tokens before the response, of at most `count`.
         """
         generator = generator or torch.Generator().manual_seed(self.seed)
         processors = self._processors(start, count)

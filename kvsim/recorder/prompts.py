@@ -152,7 +152,7 @@ def encode(
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
         raise CaptureError("the prompt is empty, expected some text")
-    messages, template = _messages(prompt, system=system, chat=chat), template or {}
+    messages = _messages(prompt, system=system, chat=chat)
     if messages is None and template:
         raise CaptureError(
             "chat_template_kwargs are given and the prompt is no chat, expected messages, or text "
@@ -366,9 +366,8 @@ def ids_of(prompt: object, what: str = "prompt") -> list[int]:
 def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     """Return the length in tokens of a text or a chat, as `encode` encodes it."""
     messages = _messages(prompt, system=None, chat=False)
-    text = (
-        prompt if isinstance(prompt, str) else chat_text(messages or [], tokenizer, "messages", {})
-    )
+    chat = messages or []
+    text = prompt if isinstance(prompt, str) else chat_text(chat, tokenizer, "messages", {})
     return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
 
 

@@ -181,9 +181,8 @@ class Session:
         with self._stack, threads_for(self.model):
             progress = self.options.progress
             if progress is True:
-                progress = self._stack.enter_context(
-                    progress_bar("tokens", self.label or self.name)
-                )
+                bar = progress_bar("tokens", self.label or self.name)
+                progress = self._stack.enter_context(bar)
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
@@ -364,13 +363,13 @@ class Session:
 
     def _header(self) -> Header:
         """Return the header as far as it is known before the model runs."""
-        encoded = self.encoded
-        template = {"template": encoded.template} if encoded.template else {}
+        text = {"prompt": self.encoded.text, "messages": self.encoded.messages}
+        text |= {"template": self.encoded.template} if self.encoded.template else {}
         meta: dict[str, Any] = {
             "model": self.described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
-            "text": {"prompt": encoded.text, "messages": encoded.messages} | template,
+            "text": text,
             "generation": self.settings,
             "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -133,12 +133,11 @@ def end_notes(
     ends: tokens that end a text, which the first or last one of a text may do.
     """
     special = {*ends, getattr(tokenizer, "pad_token_id", None)} - {None}
-    if text is None:
-        found = [str(n) for n, x in enumerate(ids) if x in special and (n or x not in ends)]
-    else:
-        written = [str(x.get("content")) for x in messages] if messages else [text[1:-1]]
+    found = [str(n) for n, x in enumerate(ids) if x in special and (n or x not in ends)]
+    if text is not None:
+        written = "\n".join(str(x.get("content")) for x in messages) if messages else text[1:-1]
         names = {str(tokenizer.decode([token])).strip() for token in special} - {""}
-        found = sorted(repr(name) for name in names if any(name in each for each in written))
+        found = sorted(repr(name) for name in names if name in written)
     what = "the prompt has tokens in it that pad or end a text, which the model reads as they stand"
     notes = [f"{what}: {first_of(found, _SHOWN_WORDS)}"] if found else []
     if messages and messages[-1].get("role") == "assistant":
@@ -176,46 +175,40 @@ def rendered(
     goes_on = generation and messages[-1].get("role") == "assistant"
     options = {**template, "tokenize": False, "continue_final_message": goes_on}
     options["add_generation_prompt"] = generation and not goes_on
+    texts = {n: x["content"] for n, x in enumerate(messages) if isinstance(x.get("content"), str)}
+    marked = {n: f"kvsim-{n} {text} kvsim-{n}" for n, text in texts.items()}
+    lost, first = list[int](), ""
 
-    def marked(number: int) -> str:
-        mark = f"kvsim-{number}"
-        return f"{mark} {messages[number]['content']} {mark}"
-
-    def apply(text_of: Callable[[int], str]) -> str:
+    def apply(contents: Mapping[int, str]) -> str:
         given = [dict(each) for each in messages]
-        for n in texts:
-            text = text_of(n)
+        for n, text in contents.items():
             given[n]["content"] = [{"type": "text", "text": text}] if n in lost else text
         return str(tokenizer.apply_chat_template(given, **options))
 
-    def lacks(number: int, text: str) -> bool:
-        """Return whether a text lacks a marked message, but for reasoning and the form of JSON."""
-        whole = marked(number)
+    def lacks(number: int, trial: str) -> bool:
+        if messages[number].get("tool_calls"):
+            return False
+        whole = marked[number]
         part = final_part(whole) if messages[number].get("role") == "assistant" else whole
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1]
-        code = number in lost and any(form in text for form in _CODE)
-        return code or not any(" ".join(x.split()) in " ".join(text.split()) for x in forms)
+        code = number in lost and any(form in trial for form in _CODE)
+        return code or not any(" ".join(x.split()) in " ".join(trial.split()) for x in forms)
 
-    texts = [n for n, each in enumerate(messages) if isinstance(each.get("content"), str)]
-    lost, errors = list[int](), list[CaptureError]()
     for _ in range(2):
         try:
-            text, trial = apply(lambda n: str(messages[n]["content"])), apply(marked)
-            lost = [n for n in texts if not messages[n].get("tool_calls") and lacks(n, trial)]
+            text, trial = apply(texts), apply(marked)
+            lost = [n for n in texts if lacks(n, trial)]
             if not lost:
                 return text
-            role = messages[lost[0]].get("role")
-            reason = f"leaves out the text of message {lost[0]} ({role})"
+            reason = f"leaves out the text of message {lost[0]} ({messages[lost[0]].get('role')})"
         except (TemplateError, TypeError, ValueError) as error:
             # unknown roles, or content of another kind
-            lost, reason = texts, f"refuses the messages ({error_line(error)})"
-        errors.append(
-            CaptureError(
-                f"the tokenizer's chat template {reason}, expected roles and content that it "
-                "accepts; see the template, or leave --system out"
-            )
-        )
-    raise errors[0]
+            lost, reason = [*texts], f"refuses the messages ({error_line(error)})"
+        first = first or reason
+    raise CaptureError(
+        f"the tokenizer's chat template {first}, expected roles and content that it accepts; see "
+        "the template, or leave --system out"
+    )
 
 
 def reasoning_begun(text: str, messages: Sequence[Mapping[str, Any]] | None) -> str:

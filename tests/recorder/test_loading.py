@@ -115,9 +115,7 @@ def test_weights_that_would_be_random_are_refused(folder, tmp_path, change, monk
         load_model(path)
 
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(
-        transformers.PreTrainedModel, "_hf_peft_config_loaded", True
-    )
+    monkeypatch.setattr(transformers.PreTrainedModel, "_hf_peft_config_loaded", True)
     with pytest.raises(CaptureError, match="; merge the adapter into its base model"):
         load_model(path)
 
