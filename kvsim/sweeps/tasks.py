@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import polars as pl
@@ -37,6 +35,7 @@ from kvsim.sweeps.cells import (
     flops_of,
     reopened,
 )
+from kvsim.sweeps.code import code_of, of_kvsim
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.workers import Lost
 
@@ -125,10 +124,13 @@ def tasks_of(
 ) -> list[Task]:
     """Cut cells into tasks of `together` cells of a trace; options: executor's, and `records`."""
     groups = itertools.groupby(cells, lambda cell: cell.trace.name)
+    policies = {id(cell.policy): cell.policy for cell in cells}
+    code: dict[object, Any] = {number: code_of([policy]) for number, policy in policies.items()}
+    code |= {name: code_of([METRICS[name].cells]) for name in metrics}
     return [
         task
         for _, group in groups
-        for task in _of_one(list(group), metrics, options, together=together)
+        for task in _of_one(list(group), metrics, options, code, together=together)
     ]
 
 
@@ -136,6 +138,7 @@ def _of_one(
     cells: Sequence[Cell],
     metrics: Sequence[str],
     options: Mapping[str, Any],
+    code: Mapping[object, Any],
     *,
     together: int | None,
 ) -> Iterator[Task]:
@@ -146,7 +149,7 @@ def _of_one(
 
     def task(part: Sequence[Cell], of_task: tuple[int, ...], names: tuple[str, ...]) -> Task:
         of_cells: Sequence[Cell | None] = part or [None]
-        keys = tuple(_key(cell, of_task, names, options, trace) for cell in of_cells)
+        keys = tuple(_key(cell, of_task, names, options, trace, code) for cell in of_cells)
         return Task(
             key=key_of(keys),
             trace=trace if trace.path is None else str(trace.path),
@@ -203,36 +206,28 @@ def _key(
     metrics: Sequence[str],
     options: Mapping[str, Any],
     trace: Trace,
+    code: Mapping[object, Any],
 ) -> str:
-    """A name for all that the values of a cell in some layers depend on."""
+    """A name for all that the values of a cell in some layers depend on.
+
+    code: of metrics by name, and of policies by id (`code_of`).
+    """
     content: dict[str, Any] = {
         "trace": [trace.name, trace.fingerprint],
         "layers": layers,
         "metrics": metrics,
         "options": {x: y for x, y in options.items() if x != "memory"},
         "versions": {name: version(name) for name in ("kvsim", "torch")},
+        "code": [of_kvsim(), *(code[name] for name in metrics)],
     }
     if cell is not None:
         policy = cell.policy
         content |= {
-            "policy": [policy.name, policy.params, vars(policy.schedule)],
-            "code": dict(_code_of(policy)),
+            "policy": [policy.name, policy.params, vars(policy.schedule), code[id(policy)]],
             "budget": [cell.budget, cell.share],
             "schedule": vars(cell.schedule),
         }
     return _digest([json.dumps(content, sort_keys=True)])
-
-
-def _code_of(piece: object) -> Iterator[tuple[str, str]]:
-    """Yield the modules of a policy's pieces that kvsim has not, with the SHA-256 of each."""
-    name = type(piece).__module__
-    path = getattr(sys.modules.get(name), "__file__", None)
-    if not is_dataclass(piece):
-        return
-    if name.partition(".")[0] != "kvsim" and path is not None:
-        yield name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    for each in fields(piece):
-        yield from _code_of(getattr(piece, each.name))
 
 
 def key_of(keys: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """Replays into a folder that are stopped: resumed, they end as undisturbed ones."""
 
+import importlib
 import io
 import json
 import os
@@ -7,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis import registry
 from kvsim.analysis.folder import read_run
 from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.errors import OutputError, PolicyError, TraceError
@@ -356,6 +358,110 @@ def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run, warm_kvsim):
     del sys.modules["mine"]
     run(*command, "--resume")
     assert set(before) < set(parts(tmp_path / "x"))  # cells of other code are computed anew
+
+
+OWN = registry.METRICS._own
+PACKAGE = {
+    "__init__.py": "",
+    "sub/__init__.py": "",
+    "sub/helper.py": "from ..deep import sign\nimport pack.table\n\n"
+    "def f(x):\n    return sign(x) * pack.table.SCALE * pack.table.MORE['a']\n",
+    "deep.py": "def sign(x):\n    return x\n",
+    "table.py": "SCALE, MORE = 1.0, {'a': 1.0}\n",
+    "late.py": "LAST = 1.0\n",
+    "mine.py": """
+from dataclasses import dataclass
+import numpy as np
+from kvsim.analysis.definition import Cells
+from kvsim.core.policy import Scorer
+from .sub import helper
+
+@dataclass(frozen=True)
+class Mine(Scorer):
+    def score(self, view):
+        from pack.late import LAST
+        return helper.f(view.pos.float()) * LAST
+
+def cells(subject):
+    kept = subject.record.evicted_at > 1_000
+    places = (kept * np.arange(kept.shape[-1])).sum(-1, dtype=float)
+    for layer, values in zip(subject.record.layers, places):
+        yield Cells(layer, helper.f(values), "head")
+""",
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a policy and a metric that compute by what they import, and its loader."""
+    for name, text in PACKAGE.items():
+        (tmp_path / "pack" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pack" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files change within a second
+    options = {"metrics": ["wipeout", "signed"], "interval": 8}
+
+    def load():
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "pack":
+                monkeypatch.delitem(sys.modules, name)
+        mine = importlib.import_module("pack.mine")
+        metric = replace(registry.METRICS["wipeout"], cells=mine.cells)
+        monkeypatch.setattr(registry.METRICS, "_own", {**OWN, "signed": metric})
+
+        def replayed(out=None):
+            more = options if out is None else options | {"out": out, "resume": True}
+            return replay_all([make_trace()], [mine.Mine()], [16], **more)
+
+        return replayed
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("deep", "return x", "return -x"),
+        ("sub/helper", "sign(x) *", "-sign(x) *"),
+        ("table", "SCALE, MORE = 1.0", "SCALE, MORE = -1.0"),
+        ("table", "'a': 1.0", "'a': -1.0"),
+        ("late", "1.0", "-1.0"),
+        ("mine", "view.pos.float()", "-view.pos.float()"),
+        ("mine", "helper.f(values)", "-helper.f(values)"),
+    ],
+    ids=str,
+)
+def test_code_is_what_was_loaded(tmp_path, package, file, old, new):
+    """An edit of what policies and metrics import counts once it is loaded, and never before."""
+    path, out = tmp_path / "pack" / f"{file}.py", tmp_path / "x"
+    first = package()()
+    run = package()
+    if file == "late" or "'a'" in old:  # elsewhere code counts, too, that no run has seen
+        run(out)
+    path.write_text(path.read_text().replace(old, new))
+
+    again = run(out)
+
+    assert again.table.equals(first.table)
+    assert len(parts(out)) == 1
+    run = package()
+    edited = run(out)
+    assert edited.table.equals(run().table)
+    assert not edited.table.equals(first.table)
+    assert len(parts(out)) == 2
+
+
+def test_a_policy_defined_in_an_interpreter_is_its_code(tmp_path, monkeypatch):
+    """Defined again with another rule, as in a cell of a notebook, it is another policy."""
+    here = sys.modules["__main__"]
+    for count, rule in enumerate(("view.pos", "-view.pos", "view.pos"), 1):
+        scope = {"__name__": "__main__", "Scorer": Scorer, "dataclass": dataclass}
+        text = "@dataclass(frozen=True)\nclass Mine(Scorer):\n    def score(self, view):\n"
+        exec(f"{text}        return {rule}.float()", scope)  # noqa: S102  as a notebook does
+        monkeypatch.setattr(here, "Mine", scope["Mine"], raising=False)
+        options = {"interval": 8, "out": tmp_path / "x", "resume": True}
+        replay_all([make_trace()], [scope["Mine"]()], [16], metrics=["wipeout"], **options)
+        assert len(parts(tmp_path / "x")) == min(count, 2)
 
 
 def sealed_part(path, files):

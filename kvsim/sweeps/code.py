@@ -1,0 +1,153 @@
+"""The code that computes cells, as it was loaded: it names results, as parameters do."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+#: Rooms of kvsim that compute no value.
+_APART = ("cli", "plots", "report")
+#: Modules that are of no user.
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"kvsim", "numpy", "torch", "transformers"}
+#: Where the function is in what is made of one.
+_WRAPPERS = {
+    **dict.fromkeys((staticmethod, classmethod), "__func__"),
+    **dict.fromkeys((cached_property, partial), "func"),
+    property: "fget",
+    type(cache(print)): "__wrapped__",
+}
+#: Of each module its source, the spec with which it was loaded then, and whether it was loaded.
+_READ: dict[str, tuple[object, bytes, bool]] = {}
+
+
+@cache
+def of_kvsim() -> str:
+    """Return the SHA-256 of kvsim's own modules that compute values, read once a process."""
+    root, sha = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in _APART:
+            sha.update(path.read_bytes())
+    return sha.hexdigest()
+
+
+def code_of(roots: Iterable[object]) -> dict[str, str]:
+    """Return the code of users behind pieces of policies and functions of metrics.
+
+    For each of their modules, and all that these import from their top-level package or folder,
+    the SHA-256 of its source, as kvsim first saw it loaded; and one of the functions and constants
+    that were loaded, which are older than a source that was edited without a reload.
+    """
+    kinds = list(_kinds(roots))
+    left = [kind.__module__ for kind in kinds]
+    tops = {name.partition(".")[0] for name in left} - {"__main__"}
+    folders = {path.parent for name in left if (path := _path(name))}
+    folders = {folder for folder in folders if not folder.name.endswith("-packages")}
+    sources, loaded = dict[str, str](), {*left}
+    while left:
+        name = left.pop()
+        path = None if name in sources else _path(name)
+        if path and (name.partition(".")[0] in tops or not folders.isdisjoint(path.parents)):
+            source, was_loaded = _source(name, path)
+            loaded |= {name} if was_loaded else set()
+            sources[name] = hashlib.sha256(source).hexdigest()
+            left += _imports(name, source, package=path.stem == "__init__")
+    runs = "\n".join(sorted(_running(loaded, kinds)))
+    return sources | ({"": hashlib.sha256(runs.encode()).hexdigest()} if kinds else {})
+
+
+def _kinds(roots: Iterable[object]) -> Iterator[Any]:
+    """Yield functions, and classes of pieces at any depth, that are of users."""
+    for root in roots:
+        kind: Any = root if inspect.isfunction(root) else type(root)
+        if kind.__module__.partition(".")[0] not in {"builtins", *_LIBRARIES}:
+            yield kind
+        inner = [root.func, *root.args] if isinstance(root, partial) else []
+        inner += root if isinstance(root, list | tuple) else ()
+        inner += [getattr(root, x.name) for x in fields(root)] if is_dataclass(root) else ()
+        yield from _kinds(inner)
+
+
+def _path(name: str) -> Path | None:
+    """Return the file of a module; None where it has none."""
+    module, spec = sys.modules.get(name), None
+    if module is None:
+        with suppress(Exception):  # no module, or in a package that cannot be imported
+            spec = importlib.util.find_spec(name)
+    place = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    return path if place and (path := Path(place).absolute()).is_file() else None
+
+
+def _source(name: str, path: Path) -> tuple[bytes, bool]:
+    """Return the source of a module, read once, and whether that was loaded when it was read.
+
+    It is read again only if the module is loaded again.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    then, *read = _READ.get(name, (spec, path.read_bytes(), name in sys.modules))
+    if then is not spec and then is not None:  # it was loaded again
+        read = [path.read_bytes(), True]
+    _READ[name] = spec, *read
+    return _READ[name][1:]
+
+
+def _imports(name: str, source: bytes, *, package: bool) -> Iterator[str]:
+    """Yield the modules that a module imports anywhere, among other names."""
+    with suppress(SyntaxError, ValueError):  # no Python
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                for parts in (alias.name.split(".") for alias in node.names):
+                    yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+            elif isinstance(node, ast.ImportFrom):
+                base, within = "." * node.level, name if package else name.rpartition(".")[0]
+                with suppress(ImportError):
+                    whole = importlib.util.resolve_name(base + (node.module or ""), within)
+                    yield from (whole, *(f"{whole}.{alias.name}" for alias in node.names))
+
+
+def _running(modules: Iterable[str], kinds: Iterable[Any]) -> set[str]:
+    """Return the functions that were loaded of modules, and the constants that they name.
+
+    kinds: classes and functions that run, even if others of their names were loaded later.
+    """
+    texts, names = set[str](), set[str]()
+    spaces = {name: vars(sys.modules[name]) for name in modules if name in sys.modules}
+    for thing in (*kinds, *(x for space in spaces.values() for x in space.values())):
+        inside = vars(thing).values() if inspect.isclass(thing) else ()
+        for x in (thing, *inside) if getattr(thing, "__module__", None) in modules else ():
+            while type(x) in _WRAPPERS:
+                x = getattr(x, _WRAPPERS[type(x)])  # noqa: PLW2901  what is inside
+            if inspect.isfunction(x):
+                inner = inspect.unwrap(x)
+                defaults = filter(_is_plain, inner.__defaults__ or ())
+                texts.add(f"{x.__module__} {_text(inner.__code__, names)} {[*defaults]}")
+    pairs = ((name, x) for name, space in spaces.items() for x in names & space.keys())
+    texts |= {f"{name}.{x}={spaces[name][x]!r}" for name, x in pairs if _is_plain(spaces[name][x])}
+    return texts
+
+
+def _text(code: CodeType, names: set[str]) -> str:
+    """Return code without the place where it stands; its names are added to `names`."""
+    names.update(code.co_names)
+    constants = [_text(x, names) if isinstance(x, CodeType) else _sorted(x) for x in code.co_consts]
+    facts = code.co_qualname, code.co_code, code.co_names, code.co_varnames, code.co_freevars
+    return repr((facts, constants))
+
+
+def _sorted(x: object) -> str:
+    return repr(sorted(map(repr, x)) if isinstance(x, frozenset) else x)
+
+
+def _is_plain(x: object) -> bool:
+    """Whether an object is a constant."""
+    whole = isinstance(x, tuple) and all(map(_is_plain, x))
+    return whole or x is None or isinstance(x, int | float | complex | str | bytes)
