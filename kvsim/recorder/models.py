@@ -41,8 +41,7 @@ _NAMED = " or ".join(map(repr, _SHIPPED))
 
 #: The attribute of a loaded model with the name and the provenance of its GGUF file.
 _GGUF = "_kvsim_gguf"
-#: That of the name of its adapter.
-_ADAPTER = "_kvsim_adapter"
+ADAPTER = "_kvsim_adapter"  # that of the name of its adapter
 
 #: Short names of data types.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -153,7 +152,7 @@ def load_model(
     if source is not None:
         setattr(loaded, _GGUF, source)
     if getattr(loaded, "peft_config", None):  # the folder of an adapter, which names its base
-        setattr(loaded, _ADAPTER, Path(name).name)
+        setattr(loaded, ADAPTER, Path(name).name)
     if attention is None and softcap(loaded) is not None:
         loaded.set_attn_implementation("eager")
     loaded.eval()
@@ -409,15 +408,7 @@ def is_tiny(model: PreTrainedModel) -> bool:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Return a short name: of a shipped model or GGUF file, the hub id, or a path's last part.
-
-    With adapters `BASE+ADAPTER`: the last part of the folder, or the names that PEFT gave them.
-    """
-    adapter = getattr(model, _ADAPTER, None) or "+".join(getattr(model, "peft_config", None) or ())
-    return f"{_base_name(model)}+{adapter}" if adapter else _base_name(model)
-
-
-def _base_name(model: PreTrainedModel) -> str:
+    """Return a short name: of a shipped model or GGUF file, the hub id, or a path's last part."""
     if (source := gguf_source(model)) is not None:
         return source[0]
     origin = _origin(model)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.digest import document_digest
 from kvsim.core.threads import threads_for
-from kvsim.recorder.models import gguf_source, model_name
+from kvsim.recorder.models import ADAPTER, gguf_source, model_name
 from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
 from kvsim.schema import object_at
@@ -73,13 +73,18 @@ def _tensor_digest(x: Tensor) -> str:
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights."""
+    """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights.
+
+    With an adapter it is called `BASE+ADAPTER`, by the folder of that or as PEFT calls it.
+    """
+    by_peft = getattr(model, "peft_config", None) or ()
+    adapters = [getattr(model, ADAPTER)] if hasattr(model, ADAPTER) else [*by_peft]
     weights, source, others = weights_digest(model), gguf_source(model), other_layers(model)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
     compared = {key: value for key, value in config.items() if key not in _NOTED}
     return {
-        "name": model_name(model),
+        "name": "+".join([model_name(model), *adapters]),
         **({} if source is None else {"source": source[1]}),
         "type": model.config.model_type,
         "config": config,
