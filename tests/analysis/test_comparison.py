@@ -20,6 +20,7 @@ from kvsim.analysis.significance import (
     few,
     fewest,
     holm,
+    least_p,
     prompts_needed,
     sign_flip,
 )
@@ -108,6 +109,8 @@ def test_p_values_are_those_of_scipy():
 
     assert sign_flip(few) == pytest.approx(expected, abs=1e-12)
     assert sign_flip(many) == pytest.approx(stats.ttest_1samp(many, 0, axis=1).pvalue, abs=0.01)
+    # no drawn flip is as far as the measured signs, which count as one
+    assert sign_flip(np.ones((1, 60))).tolist() == [1 / 65_537] == [least_p(60, 1)]
 
 
 def test_many_comparisons_of_many_prompts_can_still_be_decided():

@@ -397,3 +397,12 @@ def test_heads_of_the_release_of_d2o_share_a_threshold():
         torch.testing.assert_close(head, alone[0])
     assert torch.equal(merged([keys, other], across=False)[0], alone[0])
     assert not torch.equal(merged([keys, other], across=True)[0], alone[0])
+
+    merger = D2O(weights="cosine", across_heads=True)
+    cosines = torch.tensor([[0.9, 0.2, 0.4], [0.1, 0.6, 0.0]])
+    leaves = torch.tensor([[True, True, True], [True, True, False]])
+    for before, threshold in ((torch.nan, 2.2 / 5), (0.1, (0.1 + 2.2 / 5) / 2)):
+        merges, least = merger.merging(cosines, leaves, torch.full((2,), before))
+        torch.testing.assert_close(least, torch.full((2,), threshold))
+        # means over heads of entries of one rank: 0.5, 0.4, 0.4
+        assert torch.equal(merges, leaves & (torch.tensor([0.5, 0.4, 0.4]) >= threshold))

@@ -609,6 +609,15 @@ def test_a_difference_of_two_settings_matters_as_a_share_of_their_mean():
     )
     assert answer(found, "Q1", "around tova").verdict == HOLDS
     assert answer(found, "Q10", "wipe-out").votes["budget 32"].vote == "for"
+    found = table(
+        *(
+            rows(name, [value, 1.1 * value], "wipeout", budget=budget)
+            for budget, of_tova, of_ams in ((32, 1.0, 0.999), (64, 0.004, 0.003))
+            for name, value in (("tova", of_tova), ("ams", of_ams))
+        )
+    )
+    # as much as matters at 64 does not at 32
+    assert answer(found, "Q10", "wipe-out").votes["budget 32"].vote != "for"
 
     base = [*[1.0] * 6, *[100.0] * 6]  # the last six prompts have no value of the other window
     alike = table(rows("ams", base), rows("ams", [1.2] * 6, params={"window": 32}, few=True))
