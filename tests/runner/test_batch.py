@@ -17,7 +17,7 @@ from small_model import small
 LENGTHS, NEW, BUDGET = (30, 7, 52, 41), (70, 9, 100, 25), 20
 PROMPTS = [[(5 * i + i * i + n) % 60 for i in range(n)] for n in LENGTHS]
 STOP = {7, 11}
-NAMES = ("snapkv", "h2o", "tova", "adakv+snapkv", "gkv", "streaming_llm@original", "fastkv", "full")
+NAMES = ("adakv+snapkv", "h2o", "tova", "snapkv", "gkv", "streaming_llm@original", "fastkv", "full")
 NAMES += ("h2o+lookm",)
 
 
