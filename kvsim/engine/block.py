@@ -321,7 +321,8 @@ def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> No
 
     PolicyError for anything but whole numbers, one for each head or group.
     """
-    quotas, heads = getattr(plan, "quotas", None), [*protected.shape[:2]]
+    heads = [*protected.shape[:2]]
+    quotas: Any = getattr(plan, "quotas", None)
     shape = [*getattr(quotas, "shape", ())]
     fits = shape[:2] in (heads, [heads[0], 1]) and (len(shape) == 2 or plan.groups is not None)
     if not fits or quotas.is_floating_point():

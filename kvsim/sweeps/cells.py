@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
 
-#: What the rules of a policy return.
-_RETURNED = {
-    "score": "scores [layer, KV head, entry]",
-    "plan": "a Plan with quotas [layer, KV head]",
-    "budgets": "budgets [layer]",
-    "after": "a Step",
-}
+#: What rules of a policy other than a scorer's return.
+_RETURNED = {"plan": "a Plan with quotas [layer, KV head]", "budgets": "budgets [layer]"}
 
 #: Cells that are measured together where records do not keep what readers read.
 TOGETHER = 32
@@ -336,9 +331,9 @@ def failure(cell: Cell, lost: Lost, trace: str = "") -> Failure:
 def _unexpected(error: BaseException) -> str:
     """Return one line on an error of a policy's own code: what, and where it was raised."""
     *_, frame = frames = traceback.extract_tb(error.__traceback__)
-    rules = [_RETURNED[each.name] for each in frames if each.name in _RETURNED]
+    returned = [_RETURNED[each.name] for each in frames if each.name in _RETURNED]
     return (
         f"the policy raised {type(error).__name__} ({error_line(error)}) in "
         f"{Path(frame.filename).name}, line {frame.lineno}; expected "
-        f"{rules[-1] if rules else _RETURNED['score']}"
+        f"{['scores [layer, KV head, entry]', *returned][-1]}"
     )

@@ -106,8 +106,8 @@ def _shifted(by: int, case: DumpCase) -> DumpCase | None:
     return replace(case, events=tuple(row + by for row in rows if 0 <= row + by <= last))
 
 
-def _budget(by: Callable[[Protection, int], int], case: DumpCase) -> DumpCase | None:
-    more = by(case.policy.at(case.budget).requested(case.budget), case.budget)
+def _budget(by: Callable[[Protection], int], case: DumpCase) -> DumpCase | None:
+    more = by(case.policy.at(case.budget).requested(case.budget))
     return replace(case, budget=case.budget + more) if more else None
 
 
@@ -121,13 +121,9 @@ def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None
         replace(piece, sink=0) if name == "sink" and "sink" in parameters(type(piece)) else piece
         for piece in pieces
     )
-    scorer = _Unprotected(scorer=inner, part=name)
-    protect = _less(policy.protect, name)
+    nothing: dict[str, Any] = {name: 0}
+    protect, scorer = replace(policy.protect, **nothing), _Unprotected(inner, name)
     return _changed(case, scorer=scorer, allocator=allocator, protect=protect)
-
-
-def _less(protection: Protection, name: Literal["sink", "recent"]) -> Protection:
-    return replace(protection, sink=0) if name == "sink" else replace(protection, recent=0)
 
 
 def _changed(case: DumpCase, **pieces: Any) -> DumpCase:
@@ -144,7 +140,8 @@ class _Unprotected(Wrapper):
         return self.inner(view)
 
     def protection(self, budget: int) -> Protection:
-        return _less(self.scorer.protection(budget), self.part)
+        nothing: dict[str, Any] = {self.part: 0}
+        return replace(self.scorer.protection(budget), **nothing)
 
 
 class _Seen:
@@ -319,7 +316,7 @@ class _Scrambled(Wrapper):
 
 
 def _seeing(weigh: Weigh, case: DumpCase) -> DumpCase:
-    return _changed(case, scorer=_Seeing(scorer=case.policy.scorer, weigh=weigh))
+    return _changed(case, scorer=_Seeing(case.policy.scorer, weigh))
 
 
 def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase | None:
@@ -327,7 +324,7 @@ def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase |
     of_parameter = {"heads", "group"} & {*parameters(type(scorer))}  # has other values itself
     if of_parameter or scorer.columns or not hasattr(scorer, "window"):
         return None
-    return _changed(case, scorer=_Reduced(scorer=scorer, over=over))
+    return _changed(case, scorer=_Reduced(scorer, over))
 
 
 def _scrambled(case: DumpCase) -> DumpCase | None:
@@ -335,11 +332,8 @@ def _scrambled(case: DumpCase) -> DumpCase | None:
     if not isinstance(policy.allocator, Uniform) or scorer.columns:
         return None
     if isinstance(scorer, StreamingLLM):
-        scrambled = _Scrambled(scorer=scorer, by_slot=scorer.sink)
-    else:
-        recent = scorer.protection(case.budget).recent
-        scrambled = _Scrambled(scorer=scorer, recent=recent)
-    return _changed(case, scorer=scrambled)
+        return _changed(case, scorer=_Scrambled(scorer, by_slot=scorer.sink))
+    return _changed(case, scorer=_Scrambled(scorer, scorer.protection(case.budget).recent))
 
 
 def _one_row(case: DumpCase) -> DumpCase | None:
@@ -402,11 +396,11 @@ _CHANGES: _Changes = {
     "lost-sinks": ("the first entries are not protected", partial(_without, "sink")),
     "lost-window": ("the last entries are not protected", partial(_without, "recent")),
     "window-on-top": ("the last entries stay in addition to the budget",
-        partial(_budget, lambda protection, _: protection.recent)),
+        partial(_budget, attrgetter("recent"))),
     "sinks-on-top": ("the first entries stay in addition to the budget",
-        partial(_budget, lambda protection, _: protection.sink)),
-    "one-more": ("one entry more than the budget stays", partial(_budget, lambda *_: 1)),
-    "one-fewer": ("one entry fewer than the budget stays", partial(_budget, lambda *_: -1)),
+        partial(_budget, attrgetter("sink"))),
+    "one-more": ("one entry more than the budget stays", partial(_budget, lambda _: 1)),
+    "one-fewer": ("one entry fewer than the budget stays", partial(_budget, lambda _: -1)),
     "window-early": ("the window ends one row before the event",
         partial(_seeing, lambda view, last: view.attn(last + 1)[..., :-1, :])),
     "window-rotated": (
