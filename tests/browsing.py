@@ -163,7 +163,7 @@ class Tab:
 
     def follow(self, page: str) -> float:
         """Go to a page by its link above, which loads no scripts anew; seconds."""
-        self.page.get_by_role("link", name=page.capitalize(), exact=True).click()
+        self.page.get_by_role("link", name=page.capitalize(), exact=True).last.click()
         title = self.page.locator("[data-testid=stHeading]").first
         title.filter(has_text=page.capitalize()).wait_for()
         return self.settle()

@@ -227,15 +227,11 @@ def _hover(row: Mapping[str, Any]) -> str:
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def against_entries(
-    panels: Mapping[str, pl.DataFrame],
-    of: Mapping[str, Style],
-    cost: str,
-    logarithmic: Sequence[str],
+    panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], cost: str
 ) -> go.Figure:
     """Return a panel per metric: its mean against a cost; filled: on the front.
 
-    panels: by label, of `fronts.against_entries`. cost: its label. logarithmic: labels of the
-    panels with a logarithmic scale.
+    panels: by label, of `fronts.against_entries`. cost: its label.
     """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, points) in enumerate(panels.items()):
@@ -249,7 +245,7 @@ def against_entries(
             line.marker.size = [10 if on else 7 for on in best]
             line.marker.color = look["color"]
             figure.add_trace(line, **at)
-        figure.update_yaxes(title=label, type="log" if label in logarithmic else None, **at)
+        figure.update_yaxes(title=label, type="log" if is_wide(points) else None, **at)
         figure.update_xaxes(title=cost, **at)
     return figure
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class Run:
     name: str
     first: pl.DataFrame
     parts: Mapping[str, pl.DataFrame]
-    measured: AbstractSet[str]
+    measured: Sequence[str]
     ranking: Sequence[str]
     parameters: Mapping[str, Any]
 
@@ -126,7 +125,9 @@ def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str
     values = values.drop_nulls(["policy", "value"])
     first = table[values.unique("policy", keep="first", maintain_order=True)["row"]]
     parts = {part["metric"][0]: part for part in table.partition_by("metric", maintain_order=True)}
-    return Run(origin, name, first, parts, {*values["metric"]}, [*ranking(values)], parameters)
+    names = {*values["metric"]}
+    measured = [*(name for name in METRICS if name in names), *sorted(names - {*METRICS})]
+    return Run(origin, name, first, parts, measured, [*ranking(values)], parameters)
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)

@@ -238,3 +238,37 @@ def test_a_broken_trace_is_a_message(tab, address):
 
     tab.check()
     assert "cannot be read" in tab.page.locator("[data-testid=stAlert]").first.inner_text()
+
+
+#: Texts of boxes and numbers that are larger than their place: placeholders, values, labels.
+_CUT = """() => {
+  const pen = document.createElement("canvas").getContext("2d");
+  const folded = document.querySelector("[data-testid=stExpandSidebarButton]");
+  const within = (kind, parts) => [...document.querySelectorAll(`[data-testid=${kind}] ${parts}`)]
+    .filter((each) => !folded || !each.closest("[data-testid=stSidebar]"));
+  const boxes = within("stSidebar", "input:not([type=checkbox])").filter((box) => {
+    const style = getComputedStyle(box);
+    pen.font = style.font;
+    const room = box.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return pen.measureText(box.value || box.placeholder).width > room + 1;
+  });
+  const texts = ["stMetric", "stWidgetLabel", "stMultiSelect"].flatMap((kind) => within(kind, "*"));
+  const cut = texts.filter((text) => text.clientWidth
+    && getComputedStyle(text).overflow !== "visible"
+    && Math.max(text.scrollWidth - text.clientWidth, text.scrollHeight - text.clientHeight) > 4);
+  return [...boxes.map((box) => box.value || box.placeholder), ...cut.map((x) => x.innerText)];
+}"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("width", [390, 768, 1280, 1440])
+def test_nothing_is_cut_and_every_page_is_a_click_away(tab, address, width):
+    """On narrow screens, too, where links to pages are in two lines; boxes behind a policy open."""
+    screen = tab.page.viewport_size
+    tab.page.set_viewport_size({"width": width, "height": 900})
+    tab.open(address, "retention", trace="sample.zarr", policy_reader="quest", beside_codec="kivi")
+    for page in PAGES[1:] + PAGES[:1]:
+        tab.follow(page)
+        tab.fits()
+        assert tab.page.evaluate(_CUT) == []
+    tab.page.set_viewport_size(screen)

@@ -69,10 +69,8 @@ def page() -> None:
 
 
 def _comparison(run: runs.Run) -> Comparison:
-    listed = [name for name in METRICS if name in run.measured]
-    listed += sorted(run.measured - METRICS.keys())
-    start = listed.index(run.ranking[0]) if run.ranking else 0
-    metric = controls.choose("Metric", "metric", listed, start)
+    start = run.measured.index(run.ranking[0]) if run.ranking else 0
+    metric = controls.choose("Metric", "metric", run.measured, start)
     values = run.parts[metric].select("variant", "policy", "value").drop_nulls()
     variant = runs.variant(values, metric)
     of_metric = runs.best(run.origin, metric, variant).drop_nulls(["policy", "value"])
@@ -89,9 +87,7 @@ def _comparison(run: runs.Run) -> Comparison:
     base = controls.choose("Compare with", "base", policies, help="for paired differences")
     by = None if split == "nothing" else split
     wide = line_charts.is_wide(runs.means(run.origin, policies, {metric: variant}, by))
-    about = (
-        "a logarithmic scale, on which 0 has no place; by default where few values are far above"
-    )
+    about = "a scale on which 0 has no place; by default where some values are far above others"
     logarithmic = controls.switch("Logarithmic", "log", about, on=wide)
     return Comparison(run, policies, base, metric, variant, by, logarithmic)
 
@@ -175,12 +171,7 @@ def _front(comparison: Comparison) -> None:
     if not panels:
         st.info(f"This needs `entries_seen`, and `{first}` or `wipeout`, which were not measured.")
         return
-    scaled = [
-        line_charts.label(name)
-        for name, part in points.items()
-        if (comparison.logarithmic if name == comparison.metric else line_charts.is_wide(part))
-    ]
-    figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost], scaled)
+    figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost])
     line_charts.draw(figure, "pareto")
     elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))

@@ -8,25 +8,10 @@ import streamlit as st
 from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
+from kvsim.schema import FIDELITY_MEANING
 
 from .. import cache, controls, downloads, elements, line_charts, readings, runs
 
-#: The levels, the strongest first.
-LEVELS = {
-    "exact": "A live run that is fed the recorded tokens would show this very number. This holds "
-    "for numbers of the trace alone, for the first layer, for a layer that was replayed alone, and "
-    "for sets that are decided once, at the end of the prompt, before any eviction.",
-    "judged": "Measured on the model as it ran over the recorded tokens with the kept sets of the "
-    "replay (--judge). Effects are real; a live run would decide again on what they change.",
-    "closed": "Measured in a live run in which the policy evicts: errors add up over layers, "
-    "queries and keys drift, and the model may write other tokens.",
-    "semi": "For policies that do not propagate all rows of the prompt: the layers behind the "
-    "selection were computed again from the recorded residual stream with the model's weights, as "
-    "a live prefill computes them. Decoding is not part of it.",
-    "open": "Open loop: computed from recorded queries, keys and values, as if the layers below "
-    "had not evicted. It leaves out what a live run adds: errors that compound over layers, and "
-    "other tokens.",
-}
 #: How to make a run of semi values, and an open one to compare it with.
 AGAIN = """\
 # kvsim capture --model tiny --residual --prompts prompts.jsonl --out traces
@@ -61,9 +46,9 @@ def page() -> None:
         st.stop()
     measured = _by_metric(run)
     present = set(counted["fidelity"].cast(pl.String))
-    for level, meaning in LEVELS.items():
+    for level, meaning in FIDELITY_MEANING.items():
         absent = "" if level in present else " None in this run."
-        st.markdown(f"**{level}**: {meaning}{absent}")
+        st.markdown(f"**{level}**: {meaning}.{absent}")
     _by_layer(run, counted, measured)
     _two_levels(run)
     runs.provenance(run)
