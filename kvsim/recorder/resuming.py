@@ -33,7 +33,7 @@ def differences(session: Any, trace: Trace) -> list[str]:
         kept, new = object_at(trace.meta, "text"), session.encoded
         messages = [x if isinstance(x, list) else [] for x in (kept.get("messages"), new.messages)]
         roles = [[_role(each) for each in x if isinstance(each, dict)] for x in messages]
-        chats = {"chat (--chat, --system)": roles}
+        chats: dict[str, list[Any]] = {"chat (--chat, --system)": roles}
         chats["--chat-template-kwargs"] = [kept.get("template", {}), {**new.template}]
         differing = [text, *(f"{k}: {a}, expected {b}" for k, (a, b) in chats.items() if a != b)]
     else:

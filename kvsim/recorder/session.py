@@ -363,7 +363,7 @@ class Session:
 
     def _header(self) -> Header:
         """Return the header as far as it is known before the model runs."""
-        text = {"prompt": self.encoded.text, "messages": self.encoded.messages}
+        text: dict[str, Any] = {"prompt": self.encoded.text, "messages": self.encoded.messages}
         text |= {"template": self.encoded.template} if self.encoded.template else {}
         meta: dict[str, Any] = {
             "model": self.described,

@@ -91,7 +91,7 @@ _BEFORE = r"(?<!\d\.)(?!(?<=\d,)\d{3}(?!\d))"
 _AFTER = r"(?!\.\d)(?!,\d{3}(?!\d))(?!(?<=\d)[\u4e07\u842c\u4ebf\u5104\ub9cc\uc5b5])"
 
 # Full-width forms but the comma, which parts clauses; Arabic signs of numbers; variation selectors.
-_PLAIN = {at: at - 0xFEE0 for at in range(0xFF01, 0xFF5F) if at != 0xFF0C}
+_PLAIN: dict[int, int | None] = {at: at - 0xFEE0 for at in range(0xFF01, 0xFF5F) if at != 0xFF0C}
 _PLAIN |= {0x066B: ord("."), 0x066C: ord(","), 0xFE0E: None, 0xFE0F: None}
 
 
@@ -182,7 +182,7 @@ def text_score(response: str, check: Mapping[str, Any]) -> float:
 
 def final_part(response: str) -> str:
     """Return the text after reasoning that has ended, up to reasoning that has not."""
-    return _OPENED.split(_CLOSED.split(response)[-1])[0]
+    return str(_OPENED.split(_CLOSED.split(response)[-1])[0])
 
 
 def open_reasoning(text: str) -> str:
