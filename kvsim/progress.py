@@ -22,21 +22,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 EVERY = 30.0
 
 
-#: When a line was last printed, or the first of several short works began.
-_last: list[float] = []
-
-
 def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
-    """Return a function that prints (done, total, label) every `EVERY` seconds of all works."""
-    began = time.monotonic()
-    _last[:] = _last or [began]
+    """Return a function that prints (done, total, label) every `EVERY` seconds."""
+    began = last = time.monotonic()
 
     def show(done: int, total: int, now: str | None = None) -> None:
-        nonlocal label
+        nonlocal last, label
         label = label if now is None else now
-        if (last := time.monotonic()) - _last[0] < EVERY:
+        if time.monotonic() - last < EVERY:
             return
-        _last[0] = last
+        last = time.monotonic()
         what = f": {label}" if label else ""
         line = f"{done} of {total} {unit} after {last - began:.0f} s{what}"
         print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvsim.errors import (
     TraceExistsError,
     local_path,
 )
+from kvsim.progress import progress_bar
 from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.facts import check_labels
@@ -194,20 +195,28 @@ def capture_many(
     _check_fits(model, new, checked)
     together = min(checked.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
-    for done, place in enumerate(order):
-        session = waiting.pop(0)
-        session.label = f"{session.name} ({done + 1} of {len(order)})"
-        try:
-            if traces[place] is None:
-                if together > 1:
-                    _write(new, together, reason)
-                del new[0]
-                traces[place] = session.run()
-        except KvsimError as error:
-            before = "the prompts before it are complete and stay" if done else "none is complete"
-            count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
-            more = "; in the same place resume=True (--resume) records the others" if done else ""
-            raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
+    with ExitStack() as stack:
+        bar = checked.progress is True
+        show = stack.enter_context(progress_bar("tokens")) if bar else None
+        for done, place in enumerate(order):
+            session = waiting.pop(0)
+            session.show = show
+            session.label = f"{session.name} ({done + 1} of {len(order)})"
+            try:
+                if traces[place] is None:
+                    if together > 1:
+                        _write(new, together, reason)
+                    del new[0]
+                    traces[place] = session.run()
+            except KvsimError as error:
+                before = (
+                    "the prompts before it are complete and stay" if done else "none is complete"
+                )
+                count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
+                more = (
+                    "; in the same place resume=True (--resume) records the others" if done else ""
+                )
+                raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
 
 

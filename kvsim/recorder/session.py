@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -77,7 +77,8 @@ class Session:
     probe: Probe | None = None
     #: the context that other prompts have, too
     shared: SharedContext | None = None
-    #: what progress says of it
+    #: the bar of several prompts, and what it says of this one
+    show: Callable[..., None] | None = None
     label = ""
     _begun = False  # behind the rows that another has run
 
@@ -181,8 +182,8 @@ class Session:
         with self._stack, threads_for(self.model):
             progress = self.options.progress
             if progress is True:
-                bar = progress_bar("tokens", self.label or self.name)
-                progress = self._stack.enter_context(bar)
+                show = self.show or self._stack.enter_context(progress_bar("tokens"))
+                progress = partial(self._show, show)
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
@@ -204,6 +205,9 @@ class Session:
         if self.shared is not None:
             self.shared.path = self._writer.path
         return open_trace(self._writer.path)
+
+    def _show(self, show: Callable[..., None], done: int, total: int) -> None:
+        show(done, total, self.label or self.name)
 
     def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
         with ExitStack() as stack:

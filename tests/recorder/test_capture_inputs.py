@@ -60,7 +60,8 @@ def test_the_command_line_has_the_same_options():
             assert offered[option.name].default == option.default
         else:  # text, or a list of texts, that is converted
             assert offered[option.name].default is None
-            assert option.name in ("stop", "layers", "attention", "store_dtype", "memory")
+            textual = ("stop", "layers", "attention", "store_dtype", "memory")
+            assert option.name in (*textual, "chat_template_kwargs")
 
 
 def test_an_unknown_keyword_is_named():
