@@ -123,7 +123,7 @@ def _running(modules: Iterable[str], kinds: Iterable[Any]) -> set[str]:
     spaces = {name: vars(sys.modules[name]) for name in modules if name in sys.modules}
     for thing in (*kinds, *(x for space in spaces.values() for x in space.values())):
         inside = vars(thing).values() if inspect.isclass(thing) else ()
-        for x in (thing, *inside) if getattr(thing, "__module__", None) in modules else ():
+        for x in (thing, *inside) if getattr(thing, "__module__", "") in modules else ():
             while type(x) in _WRAPPERS:
                 x = getattr(x, _WRAPPERS[type(x)])  # noqa: PLW2901  what is inside
             if inspect.isfunction(x):

@@ -187,4 +187,5 @@ def final_part(response: str) -> str:
 
 def open_reasoning(text: str) -> str:
     """Return the mark of reasoning (`REASONING`) that a text begins and does not end, or ''."""
-    return ["", *_OPENED.findall(_CLOSED.split(text)[-1])][-1]
+    opened: list[str] = _OPENED.findall(_CLOSED.split(text)[-1])
+    return opened[-1] if opened else ""
