@@ -64,7 +64,7 @@ def _floats(*forms):
 
 def _kvquant(data):
     group = data.draw(st.sampled_from((1, 2, 4)))
-    outliers = data.draw(st.sampled_from((0.01, 0.25, 0.5)))
+    outliers = data.draw(st.sampled_from((0.01, 0.4, 0.25, 0.5)))
     of = KVQuant(group=group, outliers=outliers)
     return of, storing.kvquant(3, group, outliers)
 
