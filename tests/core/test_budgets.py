@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.attention import Formula
 from kvsim.core.budgets import budgeted
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.plots.style import requested_order
 from kvsim.recorder import capture
 from small_model import small, words_tokenizer
+from traces import changed
 
 T, PROMPT = 60, 40
 
@@ -103,6 +105,26 @@ def test_bytes_are_never_exceeded(size, dtype, name):
     assert (bytes_held <= size).all()
     assert record.budget == size // entry
     assert record.share == f"{size}B{dtype}"
+
+
+def test_bytes_are_those_of_layers_that_hold_and_evict_entries():
+    """A layer behind a window keeps what it has, and one that reads another's entries has none."""
+    k, v = (torch.randn(4, 2, T, 4)[[0, 1, 1, 3]] for _ in "kv")
+    shared = kvsim.Trace.from_arrays(
+        *(torch.randn(4, 4, T, 4), k, v),
+        prompt_len=PROMPT,
+        rope=kvsim.Rope(torch.ones(2)),
+        owners=(0, 1, 1, 3),
+    )
+    formulas = [Formula(0.5, window=20), *[Formula(0.5)] * 3]
+    narrow = changed(shared, formulas=formulas, owners=shared.owners)
+    entry = 2 * 8 * 2  # of two heads in a layer, in 16 bits
+
+    for trace, layers in ((shared, 3), (narrow, 2)):
+        policy, entries = budgeted(kvsim.policy("tova"), trace, f"{layers * entry * 9 + 1}B")
+        assert entries == 9
+        with pytest.raises(BudgetError, match=f"{layers * entry} bytes in {layers} layers"):
+            budgeted(policy, trace, f"{layers * entry - 1}B")
 
 
 def test_a_grown_budget_is_the_same_live_and_in_a_sweep():

@@ -351,7 +351,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         assert (known == (found.missing >= 1e-4)).all()
         # a quotient: what rounds its two terms is divided by the missing mass
         apart = np.abs(found.distance - expected.distance) * found.missing
-        assert (apart <= (1 + expected.distance) * tolerance / 10)[known].all()
+        assert (apart <= (1 + expected.distance) * min(tolerance, 2e-5))[known].all()
 
 
 @settings(QUIET, max_examples=examples(60))
