@@ -18,10 +18,12 @@ from kvsim.policies.calibration import Calibrated, Calibration, row_blocks
 from kvsim.policies.criticalkv import CriticalKV, projected_size
 from kvsim.policies.h2o import H2O
 from kvsim.policies.keydiff import KeyDiff
+from kvsim.policies.lagkv import LagKV
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.triattention import TriAttention
 from kvsim.policies.window import over_heads, smooth
+from kvsim.schema import NEVER
 
 LAYERS, HEADS, GROUP, N, DIM, HIDDEN = 2, 2, 3, 40, 8, 5
 PROMPT = 12
@@ -307,3 +309,25 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
         unequal += int((plain[..., 1:] != plain[..., :-1])[same].sum())
     if group == 7:  # what a plain sum does
         assert unequal
+
+
+@pytest.mark.parametrize(("budget", "floor", "safe"), [(8, 0.2, 1), (9, 0.2, 1), (7, 0.5, 3)])
+def test_the_safe_share_of_adakv_is_rounded_down(budget, floor, safe):
+    """A head that wins nothing keeps its share, also where that is half an entry less or more."""
+    k = torch.ones(1, 2, 20, 4)
+    k[:, 1] *= 100  # knorm keeps the smallest norms
+    k += torch.rand(k.shape, generator=torch.Generator().manual_seed(0)) / 100
+    trace = kvsim.Trace.from_arrays(k, k, k, prompt_len=20, rope=kvsim.Rope(torch.ones(2)))
+    record = kvsim.replay(trace, kvsim.policy("adakv+knorm", floor=floor), budget, prefill=True)
+
+    assert (record.evicted_at[0] == NEVER).sum(-1).tolist() == [2 * budget - safe, safe]
+
+
+def test_lagkv_divides_squares_by_one_less_than_the_channels():
+    """The deviation of numbers that the next partition scales, as torch computes it."""
+    x = torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(1))
+    parts = x.unflatten(2, (3, 4))
+    low, high = parts[:, :, 1:].amin(3, keepdim=True), parts[:, :, 1:].amax(3, keepdim=True)
+    expected = ((parts[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1)
+
+    torch.testing.assert_close(LagKV(lag=4)._spread(x), expected)
