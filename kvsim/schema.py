@@ -59,6 +59,9 @@ OF_ROWS = ("q", "attn_out", "lse", "gate")
 #: Arrays of sums over the rows left out (`kvsim.core.left_out`).
 SUMS = ("received", "moments")
 
+#: What `meta` has of each token of a response (docs/trace-format.md, 6).
+LOGPROBS = ("response_logprobs", "mean_logprobs")
+
 #: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
 

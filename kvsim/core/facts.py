@@ -157,5 +157,5 @@ class Facts:
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of a response that was given, in nats; else none."""
+        """Log-likelihood of each token of the response, in nats; else none."""
         return self.header.response_logprobs

@@ -14,7 +14,7 @@ from kvsim.core.parameters import check_fields
 from kvsim.core.probe import Chunk, Probe
 from kvsim.core.sources import Size
 from kvsim.errors import TraceError
-from kvsim.schema import CHUNK, LABELS, SUMS, object_at
+from kvsim.schema import CHUNK, LABELS, LOGPROBS, SUMS, object_at
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,13 @@ class Header:
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of a response that was given, in nats; else none."""
+        """Log-likelihood of each token of the response, in nats; else none."""
         return tuple(self.meta.get("response_logprobs", ()))
+
+    @property
+    def mean_logprobs(self) -> tuple[float, ...]:
+        """Mean log-likelihood over the vocabulary at each token of the response; else none."""
+        return tuple(self.meta.get("mean_logprobs", ()))
 
     @property
     def layer_sensitivity(self) -> tuple[float, ...]:
@@ -174,12 +179,13 @@ class Header:
         self._check_left_out(shapes, where)
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         Probe.of(self.meta, self.context_len or self.prompt_len, where)
-        logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
-        if logprobs is not None and not _numbers(logprobs, n, -math.inf, 0.0):
-            raise TraceError(
-                f"{where}: response_logprobs are {reprlib.repr(logprobs)}, expected a finite "
-                f"number, at most 0, for each of the {n} tokens of the response; record it again"
-            )
+        for key, n in dict.fromkeys(LOGPROBS, n_pos - self.prompt_len).items():
+            logprobs = self.meta.get(key)
+            if logprobs is not None and not _numbers(logprobs, n, -math.inf, 0.0):
+                raise TraceError(
+                    f"{where}: {key} are {reprlib.repr(logprobs)}, expected a finite number, at "
+                    f"most 0, for each of the {n} tokens of the response; record it again"
+                )
         sensitivity = self.meta.get("layer_sensitivity")
         if sensitivity is not None and not _numbers(sensitivity, n_layers, 0.0, math.inf):
             raise TraceError(

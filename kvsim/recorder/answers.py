@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsim.recorder.generation import log_likelihoods
 from kvsim.recorder.prompts import Encoded, Prompt
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
@@ -48,3 +54,39 @@ def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
     """
     first = None if all(likeliest) else prompt_len + likeliest.index(False)
     return {"share": sum(likeliest) / len(likeliest), "first": first}
+
+
+def described(scores: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """Return what a trace says of the `log_likelihoods` of its response, ready for JSON."""
+    of_each = ([*values] for values in zip(*scores, strict=True))
+    return dict(zip(("response_logprobs", "mean_logprobs"), of_each, strict=False))
+
+
+@contextmanager
+def scoring(
+    model: PreTrainedModel, added: Callable[[list[int], int | None], None], scores: list[Any]
+) -> Iterator[Callable[[list[int], int | None], None]]:
+    """Yield an `added` of `generate` that also adds the `log_likelihoods` of a token to `scores`.
+
+    By the logits of the model, whatever chose the token. Of several turns `scores` stays empty,
+    because those of the questions are not known.
+    """
+    logits, several = Tensor(), False
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        nonlocal logits
+        logits = output.logits[0, -1]
+
+    def scored(ids: list[int], question: int | None) -> None:
+        nonlocal several
+        several |= question is not None
+        scores.extend(log_likelihoods(logits[None], torch.tensor([ids[:1]], device=logits.device)))
+        if several:
+            scores.clear()
+        added(ids, question)
+
+    handle = model.register_forward_hook(keep)
+    try:
+        yield scored
+    finally:
+        handle.remove()

@@ -131,12 +131,12 @@ def score(
     progress: Callable[[int, int], None],
     chunk: int,
     begun: tuple[Cache, int] | None = None,
-) -> tuple[list[float], list[bool]]:
-    """Run all tokens; return the log-likelihood of each from `start` on, and if none is likelier.
+) -> tuple[list[tuple[float, float]], list[bool]]:
+    """Run all tokens; return `log_likelihoods` of each from `start` on, and if none is likelier.
 
     Both are given all tokens before it. before_last, progress, chunk, begun: as for `generate`.
     """
-    n, parts, likeliest = len(ids), list[Tensor](), list[bool]()
+    n, scores, likeliest = len(ids), list[tuple[float, float]](), list[bool]()
     cache, ran = begun or (full_cache(model), 0)
     with torch.no_grad(), evaluating(model):
         before_last(n)
@@ -145,9 +145,20 @@ def score(
             targets = torch.tensor(ids[end - len(logits) + 1 : end + 1], device=logits.device)
             pairs = logits[: len(targets)].split(_ROWS), targets.unsqueeze(-1).split(_ROWS)
             for part, token in zip(*pairs, strict=True):
-                parts.append(part.double().log_softmax(-1).gather(-1, token).squeeze(-1))
+                scores += log_likelihoods(part, token)
                 likeliest += (part.gather(-1, token).squeeze(-1) == part.amax(-1)).tolist()
-        return [float(x) for x in torch.cat(parts)], likeliest
+        return scores, likeliest
+
+
+def log_likelihoods(logits: Tensor, tokens: Tensor) -> list[tuple[float, float]]:
+    """Return log-likelihoods in nats of tokens [R, 1], and the means of each row of logits [R, V].
+
+    A mean is over all tokens of the vocabulary, each of -1000 nats at least, so that it shows the
+    scale of logits where a model is certain of its token, too.
+    """
+    scores = logits.double().log_softmax(-1)
+    pairs = scores.gather(-1, tokens)[:, 0], scores.clamp(min=-1000).mean(-1)
+    return [*zip(*(x.tolist() for x in pairs), strict=True)]
 
 
 def check_logits(logits: Tensor, start: int) -> Tensor:

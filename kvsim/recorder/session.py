@@ -22,7 +22,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, answer_check, reasoning_notes
+from kvsim.recorder.answers import agreement, answer_check, described, reasoning_notes, scoring
 from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
@@ -110,7 +110,7 @@ class Session:
         check_facts(prompt, messages=encoded.messages, options=options.generation)
         self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
         self.response, spans = given_response(encoded, self.turns)
-        self.questions, self.logprobs, self.likeliest = [*spans], list[float](), list[bool]()
+        self.questions, self.scores, self.likeliest = [*spans], list[Any](), list[bool]()
         self.step = rows_at_once(model, encoded.ids, self.turns)
         #: a response that is known before it is recorded: given, or written in a batch
         self.written = Written(self.response, GIVEN, 0.0) if self.response else None
@@ -225,7 +225,7 @@ class Session:
             if self.written is not None:
                 tokens = [*self.encoded.ids, *self.written.tokens]
                 found = score(self.model, tokens, len(self.encoded.ids), **ends)
-                self.logprobs, self.likeliest = found[0] if self.response else [], found[1]
+                self.scores, self.likeliest = found
                 return tokens, [self.written.ended] * (1 + len(self.turns))
             return generate(
                 self.model,
@@ -236,7 +236,7 @@ class Session:
                 choice=self.choice,
                 stop=stop_tokens(self.model, self.tokenizer),
                 completed=self.stop.completed,
-                added=self._add,
+                added=stack.enter_context(scoring(self.model, self._add, self.scores)),
                 **ends,
             )
 
@@ -414,7 +414,7 @@ class Session:
             },
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
-            **({"response_logprobs": self.logprobs} if self.logprobs else {}),
+            **described(self.scores),
             **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
             **({"probe": self.probe.document()} if self.probe else {}),
         }

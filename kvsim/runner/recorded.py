@@ -150,9 +150,14 @@ class RecordedCheck:
         most, own = logits.amax(-1), logits.gather(1, tokens)[:, 0]
         size = most.maximum(-logits.amin(-1))
         if trace.response_logprobs:
+            means = torch.tensor(trace.header.mean_logprobs, device=logits.device)
             expected = torch.tensor(trace.response_logprobs, device=logits.device)
             gap = (own - logits.logsumexp(-1) - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)
+            if len(means):  # also of a model that is certain of each token
+                found = logits.log_softmax(-1).clamp(min=-1000).mean(-1)
+                gap = relative((found - means).abs(), means.abs())
+                self._compare("mean log-likelihood of tokens", gap, _DEEP, start)
         elif object_at(trace.meta, "generation").get("temperature") == 0:
             # a near-tie may go either way, and questions were not written by the model
             error = relative(most - own, size)
@@ -174,6 +179,16 @@ class RecordedCheck:
                 f"{float(error.max()):.2g} (relative), expected at most {allowed:.2g}; give the "
                 "model that it was recorded from, and its tokens unchanged"
             )
+
+
+def unchecked(trace: Trace) -> str:
+    """Return a remark on a trace that cannot say whether a model has its logits; else empty."""
+    if trace.response_logprobs or trace.prompt_len == trace.n_pos:
+        return ""
+    return (
+        f"{trace.name}: recorded without the log-likelihoods of its response, so that a model with "
+        "logits of another scale would pass for the recorded one; record it again"
+    )
 
 
 def relative(gap: Tensor, size: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import KEY as PROBE_KEY
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
 from kvsim.files import Kind, unbroken
-from kvsim.schema import CHUNK, object_at
+from kvsim.schema import CHUNK, LOGPROBS, object_at
 from kvsim.store.draft import (
     PARTIAL,
     TOKENS,
@@ -388,18 +388,17 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
     if spans != {name: [*map(list, each)] for name, each in header.spans.items()}:
         notes.append("spans behind the recovered prompt were left out")
     questions = tuple(each for each in header.questions if each[1] < committed)
-    logprobs = header.response_logprobs[: committed - prompt_len]
-    generation = {"new_tokens": committed - prompt_len, "stopped": INTERRUPTED}
+    rows = committed - prompt_len
+    known = {key: header.meta[key][:rows] for key in LOGPROBS if rows and key in header.meta}
+    generation = {"new_tokens": rows, "stopped": INTERRUPTED}
     response = None if texts is None else "".join(texts[prompt_len:])
     meta = {
-        **header.meta,
+        **{key: fact for key, fact in header.meta.items() if key not in LOGPROBS},
         "text": {**object_at(header.meta, "text"), "response": response},
         "generation": {**object_at(header.meta, "generation"), **generation},
         **({"spans": spans} if spans else {}),
-        "response_logprobs": logprobs,
+        **known,
     }
-    if not logprobs:
-        del meta["response_logprobs"]
     return _noted(
         replace(
             header.within(committed),

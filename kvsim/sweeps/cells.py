@@ -220,11 +220,13 @@ class Replays:
         if "judge" in self._options:
             from kvsim.runner.full import uncompared  # noqa: PLC0415  transformers
             from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
+            from kvsim.runner.recorded import unchecked  # noqa: PLC0415  transformers
 
-            of_judge = unjudged(record) or uncompared(
-                self._judge.running, self._trace, record.schedule
-            )
-            record = replace(record, remark="\n".join(filter(None, (record.remark, of_judge))))
+            remarks = [record.remark, unjudged(record)]
+            if not remarks[-1]:
+                of_pass = self._judge.running, self._trace, record.schedule
+                remarks += [uncompared(*of_pass), unchecked(self._trace)]
+            record = replace(record, remark="\n".join(filter(None, remarks)))
         return record
 
     def _compare(self, cell: Cell, record: Record) -> None:

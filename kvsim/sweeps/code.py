@@ -10,23 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-#: Rooms of kvsim that compute no value.
-_APART = ("cli", "plots", "report")
 #: Modules that are of no user.
-_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"kvsim", "numpy", "torch", "transformers"}
-#: Where the function is in what is made of one.
-_WRAPPERS = {
-    **dict.fromkeys((staticmethod, classmethod), "__func__"),
-    **dict.fromkeys((cached_property, partial), "func"),
-    property: "fget",
-    type(cache(print)): "__wrapped__",
-}
-#: Of each module its source, the spec with which it was loaded then, and whether it was loaded.
+_LIBRARIES = {"builtins", "kvsim", "numpy", "torch", "transformers", *sys.stdlib_module_names}
+#: Of each module the spec with which it was loaded, its source then, and whether it was loaded.
 _READ: dict[str, tuple[object, bytes, bool]] = {}
 
 
@@ -35,7 +26,7 @@ def of_kvsim() -> str:
     """Return the SHA-256 of kvsim's own modules that compute values, read once a process."""
     root, sha = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in _APART:
+        if path.relative_to(root).parts[0] not in ("cli", "plots", "report"):
             sha.update(path.read_bytes())
     return sha.hexdigest()
 
@@ -69,7 +60,7 @@ def _kinds(roots: Iterable[object]) -> Iterator[Any]:
     """Yield functions, and classes of pieces at any depth, that are of users."""
     for root in roots:
         kind: Any = root if inspect.isfunction(root) else type(root)
-        if kind.__module__.partition(".")[0] not in {"builtins", *_LIBRARIES}:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES - {"__main__"}:
             yield kind
         inner = [root.func, *root.args] if isinstance(root, partial) else []
         inner += root if isinstance(root, list | tuple) else ()
@@ -88,12 +79,9 @@ def _path(name: str) -> Path | None:
 
 
 def _source(name: str, path: Path) -> tuple[bytes, bool]:
-    """Return the source of a module, read once, and whether that was loaded when it was read.
-
-    It is read again only if the module is loaded again.
-    """
+    """Return the source of a module, read when it is loaded, and whether it was loaded before."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    then, *read = _READ.get(name, (spec, path.read_bytes(), name in sys.modules))
+    then, *read = _READ.get(name) or (spec, path.read_bytes(), name in sys.modules)
     if then is not spec and then is not None:  # it was loaded again
         read = [path.read_bytes(), True]
     _READ[name] = spec, *read
@@ -102,15 +90,16 @@ def _source(name: str, path: Path) -> tuple[bytes, bool]:
 
 def _imports(name: str, source: bytes, *, package: bool) -> Iterator[str]:
     """Yield the modules that a module imports anywhere, among other names."""
+    within = name if package else name.rpartition(".")[0]
     with suppress(SyntaxError, ValueError):  # no Python
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import):
                 for parts in (alias.name.split(".") for alias in node.names):
                     yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
             elif isinstance(node, ast.ImportFrom):
-                base, within = "." * node.level, name if package else name.rpartition(".")[0]
                 with suppress(ImportError):
-                    whole = importlib.util.resolve_name(base + (node.module or ""), within)
+                    relative = "." * node.level + (node.module or "")
+                    whole = importlib.util.resolve_name(relative, within)
                     yield from (whole, *(f"{whole}.{alias.name}" for alias in node.names))
 
 
@@ -119,35 +108,32 @@ def _running(modules: Iterable[str], kinds: Iterable[Any]) -> set[str]:
 
     kinds: classes and functions that run, even if others of their names were loaded later.
     """
-    texts, names = set[str](), set[str]()
     spaces = {name: vars(sys.modules[name]) for name in modules if name in sys.modules}
-    for thing in (*kinds, *(x for space in spaces.values() for x in space.values())):
-        inside = vars(thing).values() if inspect.isclass(thing) else ()
-        for x in (thing, *inside) if getattr(thing, "__module__", "") in modules else ():
-            while type(x) in _WRAPPERS:
-                x = getattr(x, _WRAPPERS[type(x)])  # noqa: PLW2901  what is inside
-            if inspect.isfunction(x):
-                inner = inspect.unwrap(x)
-                defaults = filter(_is_plain, inner.__defaults__ or ())
-                texts.add(f"{x.__module__} {_text(inner.__code__, names)} {[*defaults]}")
-    pairs = ((name, x) for name, space in spaces.items() for x in names & space.keys())
-    texts |= {f"{name}.{x}={spaces[name][x]!r}" for name, x in pairs if _is_plain(spaces[name][x])}
-    return texts
+    things = [*kinds, *(x for space in spaces.values() for x in space.values())]
+    own = [x for x in things if getattr(x, "__module__", None) in {*modules}]
+    own += [y for x in own if inspect.isclass(x) for y in vars(x).values()]
+    codes: list[CodeType] = []
+    for thing in own:  # of methods and properties, or behind decorators
+        inner = next(
+            (y for x in ("__func__", "fget", "func") if (y := getattr(thing, x, None))), thing
+        )
+        code = getattr(inspect.unwrap(inner), "__code__", None)
+        codes += [code] if isinstance(code, CodeType) else []
+    texts, names = set[str](), set[str]()
+    for code in codes:
+        codes += (x for x in code.co_consts if isinstance(x, CodeType))
+        constants = [_constant(x) for x in code.co_consts if not isinstance(x, CodeType)]
+        texts.add(
+            repr((code.co_qualname, code.co_code, code.co_names, code.co_varnames, constants))
+        )
+        names.update(code.co_names)
+    of_modules = ((x, space[x]) for space in spaces.values() for x in names & space.keys())
+    return texts | {f"{name}={text}" for name, x in of_modules if (text := _constant(x))}
 
 
-def _text(code: CodeType, names: set[str]) -> str:
-    """Return code without the place where it stands; its names are added to `names`."""
-    names.update(code.co_names)
-    constants = [_text(x, names) if isinstance(x, CodeType) else _sorted(x) for x in code.co_consts]
-    facts = code.co_qualname, code.co_code, code.co_names, code.co_varnames, code.co_freevars
-    return repr((facts, constants))
-
-
-def _sorted(x: object) -> str:
-    return repr(sorted(map(repr, x)) if isinstance(x, frozenset) else x)
-
-
-def _is_plain(x: object) -> bool:
-    """Whether an object is a constant."""
-    whole = isinstance(x, tuple) and all(map(_is_plain, x))
-    return whole or x is None or isinstance(x, int | float | complex | str | bytes)
+def _constant(x: object) -> str:
+    """Return the text of a constant; empty for what can change."""
+    if isinstance(x, tuple | frozenset):
+        texts = [*map(_constant, x)]
+        return str(sorted(texts) if isinstance(x, frozenset) else texts) if all(texts) else ""
+    return repr(x) if x is None or isinstance(x, int | float | complex | str | bytes) else ""

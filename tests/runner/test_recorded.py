@@ -9,9 +9,11 @@ import torch
 import kvsim
 from kvsim.core.threads import threads_for
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, load_model
+from kvsim.recorder import Prompt, capture, capture_many, load_model
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import RunningModel
+from kvsim.runner.recorded import unchecked
+from kvsim.sweeps.driver import replay_all
 from live_runs import older
 
 
@@ -138,6 +140,53 @@ def test_log_likelihoods_of_a_given_response_are_compared(share, refused, record
         return
     with pytest.raises(CaptureError, match=r"log-likelihood .* at 1 of 100 tokens \(first: 150\)"):
         check(trace, model)
+
+
+def scaled(model):
+    """A head of half as much again."""
+    model.lm_head.weight = torch.nn.Parameter(1.5 * model.lm_head.weight.detach())
+
+
+def hooked(model):
+    """A hook behind the head, which no digest of weights shows."""
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: 1.01 * logits)
+
+
+def exchanged(model):
+    """The epsilon of the norm before the head, which no layer reads."""
+    model.model.norm.variance_epsilon = 0.1
+
+
+@pytest.mark.parametrize("change", [scaled, hooked, exchanged])
+@pytest.mark.parametrize("way", ["generated", "given", "batch"])
+def test_logits_of_another_scale_are_refused(change, way, sample, tmp_path):
+    """By their mean, which shows it where a model is certain of each token, however recorded."""
+    model, ids, end = load_model("tiny")[0], sample.tokens.tolist(), sample.prompt_len
+    if way == "batch":
+        prompts = [Prompt(name, ids[:end]) for name in "ab"]
+        options = {"max_new_tokens": 8, "batch": 2}
+        trace = capture_many(model, None, prompts, tmp_path, **options)[0]
+    else:
+        given = {"response": ids[end : end + 8]} if way == "given" else {"max_new_tokens": 8}
+        trace = capture(model, None, ids[:end], **given)
+    assert min(trace.response_logprobs) > -0.01
+    check(trace, model)
+    trace = older(trace) if change is scaled else trace
+    change(model)
+
+    with pytest.raises(
+        CaptureError, match=r"^[^\n]*another mean log-likelihood of tokens at [^\n]*$"
+    ):
+        check(trace, model)
+
+
+def test_what_an_older_trace_cannot_show_is_said(sample):
+    """A judged replay of a trace without log-likelihoods has a remark; one with them has none."""
+    assert "without the log-likelihoods of its response" in unchecked(sample)
+    run = replay_all(sample, "tova", 48, interval=64, metrics="response_kl", judge="tiny")
+    assert unchecked(sample) in run.remarks
+    trace = capture(load_model("tiny")[0], None, sample.tokens[:40].tolist(), max_new_tokens=4)
+    assert unchecked(trace) == ""
 
 
 def test_a_digest_of_other_weights_is_enough(recorded):
