@@ -115,11 +115,11 @@ def array_fingerprint(
             for pos in blocks if "pos" in AXES[name] else [_ALL]:
                 part = source.read(name, only, pos)[0]
                 digest.update(name, layer, part.to(stored).numpy())
-    stored = {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
+    shapes = {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
     checksums = digest.checksums()
     if texts is not None:
         checksums["token_text"] = [text_checksum(texts)]
-    return fingerprint(digest.total(header, stored), header, checksums)
+    return fingerprint(digest.total(header, shapes), header, checksums)
 
 
 def text_checksum(texts: Sequence[str]) -> str:
