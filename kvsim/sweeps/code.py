@@ -81,11 +81,11 @@ def _path(name: str) -> Path | None:
 def _source(name: str, path: Path) -> tuple[bytes, bool]:
     """Return the source of a module, read when it is loaded, and whether it was loaded before."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    then, *read = _READ.get(name) or (spec, path.read_bytes(), name in sys.modules)
-    if then is not spec and then is not None:  # it was loaded again
-        read = [path.read_bytes(), True]
-    _READ[name] = spec, *read
-    return _READ[name][1:]
+    before = _READ.get(name)
+    if before is None or (before[0] is not spec and before[0] is not None):  # or loaded again
+        before = spec, path.read_bytes(), name in sys.modules
+    _READ[name] = spec, *before[1:]
+    return before[1:]
 
 
 def _imports(name: str, source: bytes, *, package: bool) -> Iterator[str]:
