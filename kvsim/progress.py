@@ -25,14 +25,15 @@ EVERY = 30.0
 def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
     """Return a function that prints (done, total, label) every `EVERY` seconds."""
     began = last = time.monotonic()
+    now = label
 
-    def show(done: int, total: int, now: str | None = None) -> None:
-        nonlocal last, label
-        label = label if now is None else now
+    def show(done: int, total: int, label: str | None = None) -> None:
+        nonlocal last, now
+        now = now if label is None else label
         if time.monotonic() - last < EVERY:
             return
         last = time.monotonic()
-        what = f": {label}" if label else ""
+        what = f": {now}" if now else ""
         line = f"{done} of {total} {unit} after {last - began:.0f} s{what}"
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
@@ -77,12 +78,12 @@ def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
     """Yield the function of a bar that a notebook displays; rich would need ipywidgets there."""
     empty = {"text/plain": "", "text/html": ""}
     handle = import_module("IPython.display").display(empty, raw=True, display_id=True)
-    bar = Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
+    now, bar = label, Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
 
-    def show(done: int, total: int, now: str | None = None) -> None:
-        nonlocal label
-        label = label if now is None else now
-        text = f"{done} of {total} {unit}" + (f": {visible(label)}" if label else "")
+    def show(done: int, total: int, label: str | None = None) -> None:
+        nonlocal now
+        now = now if label is None else label
+        text = f"{done} of {total} {unit}" + (f": {visible(now)}" if now else "")
         html = str(bar.format(done / max(1, total), text))
         handle.update({"text/plain": text, "text/html": html}, raw=True)
 

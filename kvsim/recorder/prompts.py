@@ -127,7 +127,7 @@ def encode(
     whole: Prompt,
     model: PreTrainedModel,
     tokenizer: Any,
-    template: Mapping[str, Any] = {},
+    template: Mapping[str, Any] | None = None,
     *,
     system: str | None,
     chat: bool,
@@ -152,7 +152,7 @@ def encode(
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
         raise CaptureError("the prompt is empty, expected some text")
-    messages = _messages(prompt, system=system, chat=chat)
+    messages, template = _messages(prompt, system=system, chat=chat), template or {}
     if messages is None and template:
         raise CaptureError(
             "chat_template_kwargs are given and the prompt is no chat, expected messages, or text "

@@ -99,9 +99,7 @@ class Session:
         self.described = described
         system = options.system if prompt.system is None else prompt.system
         self.encoded = encoded = encode(
-            *(prompt, model, tokenizer, options.chat_template_kwargs or {}),
-            system=system,
-            chat=options.chat,
+            prompt, model, tokenizer, options.chat_template_kwargs, system=system, chat=options.chat
         )
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
@@ -183,7 +181,7 @@ class Session:
             progress = self.options.progress
             if progress is True:
                 show = self.show or self._stack.enter_context(progress_bar("tokens"))
-                progress = partial(self._show, show)
+                progress = partial(show, label=self.label or self.name)
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
@@ -205,9 +203,6 @@ class Session:
         if self.shared is not None:
             self.shared.path = self._writer.path
         return open_trace(self._writer.path)
-
-    def _show(self, show: Callable[..., None], done: int, total: int) -> None:
-        show(done, total, self.label or self.name)
 
     def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
         with ExitStack() as stack:
