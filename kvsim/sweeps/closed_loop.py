@@ -154,7 +154,7 @@ def plan_live(
         "metrics": None if metrics is None else list(metrics),
         **{name: given[name] for name in ("max_new_tokens", "events")},
         **draws,
-        **choice.settings,
+        **(choice.settings if new_tokens else {}),
         "memory": None,
         "device": str(running.device),
         "regret": False,

@@ -32,11 +32,15 @@ def chat_template(content, opens=""):
     return "{% for m in messages %}<{{ m.role }}>" + content + ";{% endfor %}" + begins
 
 
-@pytest.mark.parametrize("content", [PARTS, TEXT, BY_ROLE])
+SWITCH = "{{ m.content | replace('/no_think', '') | trim }}"
+
+
+@pytest.mark.parametrize("content", [PARTS, TEXT, BY_ROLE, SWITCH])
 @pytest.mark.parametrize("question", ["a?", "user", [{"type": "text", "text": "a?"}]])
 def test_a_template_has_the_content_that_it_reads(content, question):
     """Text or lists of parts, of each message; what is recorded has the text of all."""
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": question}]
+    system = "s /no_think" if content == SWITCH else "s"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     tokenizer = bytes_tokenizer(template=chat_template(content))
 
     found = encode(Prompt("a", messages), small(300), tokenizer, system=None, chat=False)
