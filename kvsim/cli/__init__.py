@@ -11,16 +11,19 @@ unexpected error, some cells of a sweep failed, or sets that `conform` compares 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Annotated, NoReturn
 
 import typer
@@ -41,7 +44,7 @@ from kvsim.cli import (
     tabulating,
     tracing,
 )
-from kvsim.cli.shared import Stop
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, one_line
 from kvsim.errors import ClusterError, KvsimError, PackageError, missing_extra
 from kvsim.registry import Registry
@@ -74,6 +77,7 @@ COMMANDS: Registry[Command] = Registry(
 )
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
+_INTERRUPTED = "interrupted, nothing was written"
 # click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -136,23 +140,62 @@ def app() -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
-    with _terminable(), _plain_warnings():
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names and texts may not fit its encoding
+            with contextlib.suppress(OSError):  # it was redirected meanwhile
+                stream.reconfigure(errors="backslashreplace")
+    with _interruptible(), _plain_warnings():
         status = _status(list(sys.argv[1:] if argv is None else argv))
     sys.exit(status)
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, so that what is done is kept."""
-    alone = threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM act as Ctrl-C, and let neither be lost in an import or a callback of Python."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {x: usual for x, usual in defaults.items() if signal.getsignal(x) is usual}
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda lost: (
+        _thread.start_new_thread(_interrupt_later, ())
+        if issubclass(lost.exc_type, KeyboardInterrupt)
+        else unraisable(lost)
+    )
+    for number in before:
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = unraisable
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    if not _imports(frame):
+        raise KeyboardInterrupt
+    # libraries catch it where they import others, and go on or abort; `threading` may be locked
+    _thread.start_new_thread(_interrupt_later, ())
+
+
+def _interrupt_later() -> None:
+    """Interrupt the main thread as soon as it imports nothing; end the process after a second."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        time.sleep(0.02)
+        if not _imports(sys._current_frames().get(threading.main_thread().ident or 0)):  # noqa: SLF001  its only home
+            _thread.interrupt_main()
+            return
+    os._exit(_end(_INTERRUPTED, 130))
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a frame or one that it is called from is Python's own of an import."""
+    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager
@@ -169,6 +212,7 @@ def _plain_warnings() -> Iterator[None]:
 def _status(argv: list[str]) -> int:
     """Run one command and return its status; an expected error is one line on standard error."""
     try:
+        _check_texts(argv)
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
         alone = argv[:1] if argv and argv[0] in COMMANDS else None
@@ -190,8 +234,20 @@ def _status(argv: list[str]) -> int:
             raise
         return _end(f"error: {extra}", 2)
     if done == 130:  # typer returns the status that shells use for an interrupt
-        return _end("interrupted, nothing was written", 130)
+        return _end(_INTERRUPTED, 130)
     return done if isinstance(done, int) else 0
+
+
+def _check_texts(argv: Iterable[str]) -> None:
+    """Raise OptionError for an argument with bytes that are no text in UTF-8."""
+    for each in argv:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise OptionError(
+                f"an argument is {each!a}, expected text in UTF-8; convert it, rename the file or "
+                "set the locale of the terminal"
+            ) from None
 
 
 def _end(line: str, status: int) -> int:
@@ -215,6 +271,8 @@ def _system(error: OSError) -> int:
         # the reader of the output has gone; Python's own flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return _end(f"error: {error.strerror}: {error.filename}", 2)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR):
         return _end(f"error: {error.strerror}: {error.filename or 'output'}", 1)
     raise error

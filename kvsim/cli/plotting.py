@@ -414,9 +414,7 @@ def _swept(
     with bar("cells") as report:
         regret = any(metric(name).beside for name in names)
         options: dict[str, Any] = {"metrics": names, "regret": regret, **schedule}
-        run = replay_all(traces, policies, budgets, progress=report, **options)
-    if run.interrupted:
-        raise Stop("interrupted, nothing was written", 130)
+        run = replay_all(traces, policies, budgets, progress=report, **options).whole()
     if run.failures:
         first = run.failures[0]
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"

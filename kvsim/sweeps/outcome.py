@@ -59,6 +59,12 @@ class Run(Displayed):
         counts = f"records={len(self.records)}, failed={len(self.failures)}"
         return f"Run({extent(self.table)}, {counts}{lacking(self.parameters, ', ')})"
 
+    def whole(self) -> Run:
+        """Return the run itself; raise KeyboardInterrupt if Ctrl-C ended it."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self
+
     @property
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""

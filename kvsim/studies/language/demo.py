@@ -236,10 +236,8 @@ class _Demo:
 
             run = replay_all(
                 [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=note
-            )
+            ).whole()
         end = time.perf_counter()
-        if run.interrupted:
-            raise KeyboardInterrupt
         if run.failures:
             raise TraceError(f"a replay failed: {run.failures[0].error}")
         if not judge:

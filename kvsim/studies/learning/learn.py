@@ -167,7 +167,7 @@ def learn(
     name = f"learned:{file}"
     run = None
     if rest:
-        run = replay_all(rest, [name, *rivals], sizes, interval=interval, metrics=measured)
+        run = replay_all(rest, [name, *rivals], sizes, interval=interval, metrics=measured).whole()
     return Learning(
         name=name,
         network=network,

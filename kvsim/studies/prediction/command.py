@@ -70,32 +70,24 @@ def fidelity(
     try:
         decoder, tokenizer = loading.loaded(recorded)
         with show.bar("cells run") as report:
-            live = _whole(
-                run_live(
-                    *(decoder, recorded, policies, budget),
-                    tokenizer=tokenizer,
-                    max_new_tokens=max_new_tokens,
-                    out=out,
-                    resume=resume,
-                    progress=report,
-                    **schedule,
-                )
-            )
+            live = run_live(
+                *(decoder, recorded, policies, budget),
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+                out=out,
+                resume=resume,
+                progress=report,
+                **schedule,
+            ).whole()
         with show.bar("cells replayed") as report:
             options = {"metrics": available(OFFLINE, recorded), "regret": True, **schedule}
-            replayed = _whole(replay_all(recorded, policies, budget, progress=report, **options))
+            replayed = replay_all(recorded, policies, budget, progress=report, **options).whole()
     except KeyboardInterrupt:
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
     if live.records and replayed.records:
         _report(replayed, live, out, as_json=as_json)
     finish(replayed, None)
     finish(live, out)
-
-
-def _whole(run: Run) -> Run:
-    if run.interrupted:
-        raise KeyboardInterrupt
-    return run
 
 
 def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> None:

@@ -55,7 +55,7 @@ def at_equal_size(
         for name, params in policies.items():
             value = threshold_of_size(name, params, searched, float(np.mean(sizes)), **terms)
             built.append(policy(name, threshold=value, **params).fitted())
-        run = replay_all(rest or traces, built, budget, interval=interval, judge=judge)
+        run = replay_all(rest or traces, built, budget, interval=interval, judge=judge).whole()
         if run.failures:
             raise PolicyError(f"{run.failures[0].trace}: {run.failures[0].error}")
         tables.append(run.table)

@@ -260,9 +260,7 @@ class _Objective:
             built = policy(self._name, **{**self._fixed, **setting})
             metrics = [self._metric, *(cost for cost in self._costs if cost != self._metric)]
             terms = {**self._terms, "metrics": metrics, "accounts": False}
-            run = replay_all(traces, [built], [self._budget], **terms)
-            if run.interrupted:
-                raise KeyboardInterrupt
+            run = replay_all(traces, [built], [self._budget], **terms).whole()
             if run.failures:
                 raise PolicyError(f"{run.failures[0].trace}: {run.failures[0].error}")
             rows = per_prompt(main_variants(run.table, [self._metric])).drop_nulls("value")
