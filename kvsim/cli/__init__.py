@@ -182,12 +182,13 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
 
 def _interrupt_later() -> None:
     """Interrupt the main thread as soon as it imports nothing; end the process after a second."""
-    end = time.monotonic() + 1
+    main_thread, end = threading.main_thread().ident or 0, time.monotonic() + 1
     while time.monotonic() < end:
         time.sleep(0.02)
-        if not _imports(sys._current_frames().get(threading.main_thread().ident or 0)):  # noqa: SLF001  its only home
-            _thread.interrupt_main()
-            return
+        if not _imports(sys._current_frames().get(main_thread)):  # noqa: SLF001  its only home
+            if sys.platform == "win32":
+                return _thread.interrupt_main()
+            return signal.pthread_kill(main_thread, signal.SIGINT)  # also where it waits
     os._exit(_end(_INTERRUPTED, 130))
 
 

@@ -10,17 +10,21 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from command_line import one_line
 
+import kvsim
 from kvsim.cli import main
 from kvsim.cli.shared import OptionError, parse_memory, parse_set
 from kvsim.errors import KvsimError
 from kvsim.studies.language.tasks import prompts
+from kvsim.sweeps import replay_all
 from kvsim.sweeps.grid import Dumper, Loader
+from traces import random_trace
 
 
 def test_bugs_show_their_traceback(monkeypatch, trace):
@@ -145,6 +149,150 @@ def test_reader_that_stops(trace):
     process.wait()
 
     assert err == ""
+
+
+LOST = """
+import os, signal, time
+
+def lose(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+    except BaseException:
+        pass
+
+def wait():
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.001)
+
+class Gone:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "lose()\nwait()",
+        "lose()\ndef make():\n    wait()",
+        "lose()\ndef make():\n    time.sleep(60)",
+        "def make():\n    Gone()\n    wait()",
+        "import weakref\ndef make():\n    weakref.ref(lose, print)\n    Gone()\n    time.sleep(60)",
+    ],
+)
+def test_an_interrupt_is_not_lost(code, tmp_path, warm_kvsim):
+    """In an import that catches it, and in what Python calls as it frees an object: one line."""
+    (tmp_path / "mine.py").write_text(LOST + code)
+    begun = time.monotonic()
+    process = kvsim_process(warm_kvsim / "kvsim", "policies", "mine:make", cwd=tmp_path)
+    out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (130, "")
+    assert one_line(err) == "interrupted, nothing was written"
+    assert time.monotonic() - begun < 50
+
+
+def test_an_interrupt_while_the_commands_are_imported_is_one_line(tmp_path):
+    """`python -m kvsim` and the command `kvsim` end at once, without a traceback."""
+    (tmp_path / "begin.py").write_text(
+        "import os, signal, sys\n"
+        "from kvsim.__main__ import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'kvsim.cli.plotting':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+        "main()\n"
+    )
+    program = [sys.executable, tmp_path / "begin.py", "metrics"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (130, "")
+    assert one_line(done.stderr) == "interrupted, nothing was written"
+
+
+@pytest.mark.parametrize("command", ["learn", "match"])
+def test_an_interrupt_of_replays_ends_their_command(run, trace, tmp_path, monkeypatch, command):
+    """What was replayed until then is no result."""
+    part = replace(replay_all([kvsim.open_trace(trace)], "tova", 16), interrupted=True)
+    monkeypatch.setattr("kvsim.studies.price.sizes.replay_all", lambda *_, **__: part)
+    monkeypatch.setattr("kvsim.studies.learning.learn.replay_all", lambda *_, **__: part)
+    options = {
+        "match": ["--policy", "dms+h2o", "--set", "dms.window=8"],
+        "learn": ["--out", tmp_path / "x.safetensors", "--test", trace],
+    }
+
+    status, out, err = run(command, trace, "--budget", "16", *options[command])
+
+    assert (status, out) == (130, "")
+    assert one_line(err).startswith("interrupted")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "latin-1"])
+def test_a_terminal_of_eight_bits_shows_escapes(encoding, tmp_path, trace):
+    """Names, texts and authors are printed as far as the encoding has their characters."""
+    random_trace(name="漢字 → é").save(tmp_path / "é漢.zarr")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for command in (
+        ["info", str(tmp_path / "é漢.zarr")],
+        ["policies", "dms"],
+        ["traces", str(tmp_path)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvsim", *command],
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"\\u" in done.stdout
+        assert done.stdout.decode(encoding)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["capture", "--model", "tiny", "--prompt", "caf\udce9", "--out", "x"],
+        ["capture", "--model", "tiny", "--prompt", "a", "--stop", "\udce9", "--out", "x"],
+        ["capture", "--model", "tiny", "--prompt", "a", "--system", "\udce9", "--out", "x"],
+        ["info", "caf\udce9"],
+        ["caf\udce9"],
+        ["replay", "sample", "--policy", "h2o", "--budget", "9", "--set", "\udce9=3"],
+    ],
+)
+def test_an_argument_that_is_no_text_is_refused(run, command):
+    """Bytes of another encoding, wherever they stand: one line and status 2."""
+    status, out, err = run(*command)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(
+        r"error: an argument is '.*\\udce9.*', expected text in UTF-8; .*", one_line(err)
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["info", "{0}"],
+        ["{0}"],
+        ["info", "--{0}"],
+        ["replay", "sample", "--policy", "{0}", "--budget", "9"],
+        ["replay", "sample", "--policy", "duo:{0}", "--budget", "9"],
+        ["replay", "sample", "--policy", "h2o", "--budget", "{0}"],
+        ["replay", "sample", "--policy", "h2o", "--budget", "9", "--metric", "{0}"],
+        ["replay", "{0}", "--policy", "h2o", "--budget", "9"],
+        ["compare", "{0}"],
+        ["plot", "{0}", "sample", "--out", "x.png"],
+        ["cost", "--policy", "h2o", "--budget", "9", "--context", "9", "--model-config", "{0}"],
+        ["capture", "--model", "{0}", "--prompt", "a", "--out", "x"],
+    ],
+)
+def test_a_long_argument_is_cut_short_in_its_error(run, command):
+    """An error quotes both ends of it, in one line with status 2."""
+    status, out, err = run(*(part.format("x" * 100_000) for part in command))
+    assert (status, out) == (2, "")
+    assert len(one_line(err)) < 2100
 
 
 def committed(folder):
