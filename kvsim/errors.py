@@ -11,10 +11,7 @@ from kvsim.schema import is_url
 
 
 class KvsimError(Exception):
-    """Base of every error that kvsim raises on purpose; what a message quotes is cut short."""
-
-    def __str__(self) -> str:
-        return shortened(super().__str__())
+    """Base of every error that kvsim raises on purpose."""
 
 
 class TraceError(KvsimError, ValueError):
@@ -135,11 +132,6 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     longer = [x for x in names if plain and (x.startswith(plain) or plain in x.split("_"))]
     close = longer if 0 < len(longer) < 5 else difflib.get_close_matches(plain, names, n=1)
     return f"; did you mean {' or '.join(repr(names[x]) for x in close)}?" if close else ""
-
-
-def shortened(text: str, most: int = 2000) -> str:
-    """Return a text without its middle if it has more than `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 400]} ... {text[-400:]}"
 
 
 def error_line(error: BaseException) -> str:

@@ -11,15 +11,12 @@ unexpected error, some cells of a sweep failed, or sets that `conform` compares 
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import errno
-import io
 import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -77,7 +74,6 @@ COMMANDS: Registry[Command] = Registry(
 )
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
-_INTERRUPTED = "interrupted, nothing was written"
 # click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -141,9 +137,8 @@ def app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names and texts may not fit its encoding
-            with contextlib.suppress(OSError):  # it was redirected meanwhile
-                stream.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(AttributeError, OSError):  # no stream, or one that was redirected
+            getattr(stream, "reconfigure")(errors="backslashreplace")  # names may not fit  # noqa: B009
     with _interruptible(), _plain_warnings():
         status = _status(list(sys.argv[1:] if argv is None else argv))
     sys.exit(status)
@@ -151,52 +146,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM act as Ctrl-C, and let neither be lost in an import or a callback of Python."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {x: usual for x, usual in defaults.items() if signal.getsignal(x) is usual}
-    unraisable = sys.unraisablehook
-    sys.unraisablehook = lambda lost: (
-        _thread.start_new_thread(_interrupt_later, ())
-        if issubclass(lost.exc_type, KeyboardInterrupt)
-        else unraisable(lost)
-    )
-    for number in before:
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that what is done is kept."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    alone = threading.current_thread() is threading.main_thread()
+    replaced = [x for x in usual if alone and signal.getsignal(x) is usual[x]]
+    for number in replaced:
         signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        sys.unraisablehook = unraisable
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in replaced:
+            signal.signal(number, usual[number])
 
 
-def _interrupt(_: int, frame: FrameType | None) -> None:
-    if not _imports(frame):
-        raise KeyboardInterrupt
-    # libraries catch it where they import others, and go on or abort; `threading` may be locked
-    _thread.start_new_thread(_interrupt_later, ())
-
-
-def _interrupt_later() -> None:
-    """Interrupt the main thread as soon as it imports nothing; end the process after a second."""
-    main_thread, end = threading.main_thread().ident or 0, time.monotonic() + 1
-    while time.monotonic() < end:
-        time.sleep(0.02)
-        if not _imports(sys._current_frames().get(main_thread)):  # noqa: SLF001  its only home
-            if sys.platform == "win32":
-                return _thread.interrupt_main()
-            return signal.pthread_kill(main_thread, signal.SIGINT)  # also where it waits
-    os._exit(_end(_INTERRUPTED, 130))
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Whether a frame or one that it is called from is Python's own of an import."""
-    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt; end the process in an import, where libraries catch it and go on."""
+    while frame is not None:
+        if "importlib._bootstrap" in frame.f_code.co_filename:
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+            os._exit(130)
         frame = frame.f_back
-    return frame is not None
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -213,7 +183,8 @@ def _plain_warnings() -> Iterator[None]:
 def _status(argv: list[str]) -> int:
     """Run one command and return its status; an expected error is one line on standard error."""
     try:
-        _check_texts(argv)
+        if halves := [x for x in argv if x.encode(errors="ignore").decode() != x]:
+            raise OptionError(f"an argument is {halves[0]!a}, expected text in UTF-8; convert it")
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
         alone = argv[:1] if argv and argv[0] in COMMANDS else None
@@ -235,20 +206,8 @@ def _status(argv: list[str]) -> int:
             raise
         return _end(f"error: {extra}", 2)
     if done == 130:  # typer returns the status that shells use for an interrupt
-        return _end(_INTERRUPTED, 130)
+        return _end("interrupted, nothing was written", 130)
     return done if isinstance(done, int) else 0
-
-
-def _check_texts(argv: Iterable[str]) -> None:
-    """Raise OptionError for an argument with bytes that are no text in UTF-8."""
-    for each in argv:
-        try:
-            each.encode()
-        except UnicodeEncodeError:
-            raise OptionError(
-                f"an argument is {each!a}, expected text in UTF-8; convert it, rename the file or "
-                "set the locale of the terminal"
-            ) from None
 
 
 def _end(line: str, status: int) -> int:

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.errors import shortened
 from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
 
 if TYPE_CHECKING:
@@ -53,6 +52,9 @@ _COLUMNS = {
     "exact": ("exact", ".0%"),
 }
 
+#: Most characters of a message: a longer one quotes a long name or value.
+_LINE = 2000
+
 
 def one_line(text: str) -> str:
     """Escape line ends too: a name cannot look like a line of output."""
@@ -66,7 +68,8 @@ def echo_text(text: str = "") -> None:
 
 def echo_error(text: str) -> None:
     """Print prose on standard error, cut short; names in it may be untrusted input."""
-    typer.echo(visible(shortened(text)), err=True)
+    cut = text if len(text) <= _LINE else f"{text[: _LINE // 2]} ... {text[-_LINE // 4 :]}"
+    typer.echo(visible(cut), err=True)
 
 
 def echo_notes(remarks: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,6 @@ _PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
     "headkv": (HeadKV, SnapKV, {}, Schedule(interval=None)),
     "lukv": (LUKV, None, {}, Schedule(interval=None)),
 }
-
-#: Files whose lines are between a command and a user's code.
-_CALLING = (__file__, importlib.__file__)
 
 
 def entry_of(name: str) -> Entry | None:
@@ -166,10 +164,9 @@ def _target(name: str) -> Any:
 
 def _reason(error: Exception) -> str:
     """Say what a user's code raised, and in which line of its file, if that is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = [x for x in frames if x.filename not in _CALLING and not x.filename.startswith("<")]
-    lines = [x.lineno for x in others if x.filename == others[0].filename]
-    where = f" ({others[0].filename}, line {lines[-1]})" if lines else ""
+    frames = ((x.filename, x.lineno) for x in traceback.extract_tb(error.__traceback__))
+    user = (x for x in frames if x[0] not in (__file__, importlib.__file__) and x[0][0] != "<")
+    where = "".join(f" ({file}, line {line})" for file, line in islice(user, 1))
     return f"{type(error).__name__}: {error_line(error)}{where}"
 
 

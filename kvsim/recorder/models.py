@@ -304,8 +304,7 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
     weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
-                pass
+            safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
             raise CaptureError(
                 f"{path} is no whole safetensors file ({error_line(error)}); download it again, "

@@ -44,10 +44,9 @@ def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_size(archive, data)
-            contents = {member.filename: _read(archive, member) for member in archive.infolist()}
+            return {x.filename.removesuffix(".npy"): _array(archive, x) for x in archive.infolist()}
     except (*_UNREADABLE, NotImplementedError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-    return {name.removesuffix(".npy"): decode_array(x, name) for name, x in contents.items()}
 
 
 def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
@@ -56,22 +55,18 @@ def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
         raise ValueError(f"it has {size} bytes of arrays in {len(data)} bytes, at most {limit} fit")
 
 
-def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{member.filename} is compressed by another method than deflate")
     with archive.open(member) as file:
-        return bytearray(file.read(member.file_size + 1))
+        return decode_array(bytearray(file.read(member.file_size + 1)), member.filename)
 
 
 def decode_array(content: bytes | bytearray, name: str) -> NDArray[Any]:
-    """Return the array of a `.npy` file over its bytes, which have to be all of it.
-
-    Raises ValueError for anything else, pickles among it, and names it.
-    """
+    """Return the array of a `.npy` file over its bytes; ValueError, with `name`, for others."""
     stream = io.BytesIO(content)
     try:
-        header = _HEADERS[np.lib.format.read_magic(stream)]
-        shape, fortran, dtype = header(stream)
+        shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
         begin = stream.tell()
         if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - begin:
             raise ValueError(f"it is {dtype} {list(shape)} in {len(content)} bytes")  # noqa: TRY301  as NumPy's

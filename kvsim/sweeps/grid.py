@@ -20,14 +20,7 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import (
-    ConfigError,
-    KvsimError,
-    TraceNotFoundError,
-    error_line,
-    local_path,
-    suggest,
-)
+from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
 from kvsim.experiment import Keys, Options
 from kvsim.files import read_input
 from kvsim.policies import policy as build
@@ -240,7 +233,8 @@ def read_yaml(path: Path) -> object:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML: {error_line(error)}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path} is no YAML: {reason}") from error
 
 
 def grid_of(document: object, folder: Path, *, where: str) -> Grid:
