@@ -47,16 +47,17 @@ def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
     return chain(_under(_CHANGES, case), _policies(case, _presets))
 
 
-def guess(case: DumpCase, apart: int) -> Iterator[Deviation]:
+def guess(case: DumpCase) -> Iterator[Deviation]:
     """Yield other parameters, and bugs that any implementation may have, which explain a case.
 
-    apart: sets that differ; at most half as many may be near-ties, of which other scores have more.
+    Ties may leave half of the entries that differ now: other scores can have more ties.
     """
-    random = _as_random(case)
-    bugs = _BUGS | (_TIED if random else {})
-    for deviation, changed in chain(_policies(case, _parameters), _under(bugs, case)):
-        if explains(changed, math.inf if random else apart / 2):
+    wrong, random = _wrong(case), _wrong(_random(case))
+    for deviation, changed in chain(_policies(case, _parameters), _under(_BUGS, case)):
+        if explains(changed, wrong / 2):
             yield deviation
+    if wrong > 0.9 * random and case.policy.scorer.rows > 1:  # as far from it as random sets
+        yield from (deviation for deviation, changed in _under(_TIED, case) if explains(changed))
 
 
 def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
@@ -67,27 +68,26 @@ def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpC
                 yield Deviation(name, description), changed
 
 
-def explains(case: DumpCase, near: float = math.inf) -> bool:
-    """Whether the sets of a case agree with its definition, except for ties.
-
-    near: most sets that may differ in ties which are not exact.
-    """
+def explains(case: DumpCase, most: float = math.inf) -> bool:
+    """Whether the sets of a case agree with its definition but for ties, of `most` entries."""
     try:
         for each in case.differences():
-            near -= each.gap != 0
-            if each.kind != "tie" or near < 0:
+            most -= len(each.extra + each.missing)
+            if each.kind != "tie" or most < 0:
                 return False
     except KvsimError:  # the changed definition has no rule for this trace
         return False
     return True
 
 
-def _as_random(case: DumpCase) -> bool:
-    """Whether sets are no closer to the definition than to random sets."""
+def _wrong(case: DumpCase) -> int:
+    """Entries in which the sets differ from the definition."""
+    return sum(len(each.extra + each.missing) for each in case.differences())
+
+
+def _random(case: DumpCase) -> DumpCase:
     protect = case.policy.protect | case.policy.scorer.protection(case.budget)
-    cases = (case, _changed(case, scorer=Random(), protect=protect))
-    wrong, chance = (sum(len(y.extra + y.missing) for y in x.differences()) for x in cases)
-    return wrong > 0.9 * chance
+    return _changed(case, scorer=Random(), protect=protect)
 
 
 def _late(case: DumpCase) -> DumpCase | None:

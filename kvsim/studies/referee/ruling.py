@@ -168,7 +168,7 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     # a part of a combination is enough
     deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
     if not deviations and kinds <= {"tie", "choice"}:
-        deviations = [*islice(guess(case, len([x for x in differences if x.kind != "tie"])), 1)]
+        deviations = [*islice(guess(case), 1)]
     if "return" in kinds:
         deviations.append(_RETURN)
     elif kinds - {"tie"} == {"no eviction"} and not deviations:
