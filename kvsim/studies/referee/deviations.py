@@ -52,12 +52,15 @@ def guess(case: DumpCase) -> Iterator[Deviation]:
 
     Ties may leave half of the entries that differ now: other scores can have more ties.
     """
-    wrong, random = _wrong(case), _wrong(_random(case))
+    wrong = _wrong(case)
     for deviation, changed in chain(_policies(case, _parameters), _under(_BUGS, case)):
         if explains(changed, wrong / 2):
             yield deviation
-    if wrong > 0.9 * random and case.policy.scorer.rows > 1:  # as far from it as random sets
-        yield from (deviation for deviation, changed in _under(_TIED, case) if explains(changed))
+    with suppress(KvsimError):  # random sets may have no rule, either
+        if case.policy.scorer.rows > 1 and wrong > 0.9 * _wrong(_random(case)):
+            yield from (
+                deviation for deviation, changed in _under(_TIED, case) if explains(changed)
+            )
 
 
 def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
