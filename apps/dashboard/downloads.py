@@ -9,6 +9,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim.analysis.results import csv_text
+from kvsim.schema import plural
 
 
 def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
@@ -19,7 +20,7 @@ def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> N
     what: its title, which must hold no text of a trace or a run. Columns without a value are in the
     files but not shown.
     """
-    with st.expander(f"{what}, {frame.height} rows"):
+    with st.expander(f"{what}, {plural(frame.height, 'row')}"):
         shown = [name for name in frame.columns if frame[name].null_count() < frame.height]
         plain = frame.select(shown).with_columns(pl.selectors.enum().cast(pl.String))
         st.dataframe(plain, hide_index=True, key=f"{key}-table")

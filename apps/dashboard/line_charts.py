@@ -229,13 +229,13 @@ def _hover(row: Mapping[str, Any]) -> str:
 def against_entries(
     panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], cost: str
 ) -> go.Figure:
-    """Return a panel per metric: its mean against a cost; filled: on the front.
+    """Return a panel per metric, one below another: its mean against a cost; filled: on the front.
 
     panels: by label, of `fronts.against_entries`. cost: its label.
     """
-    figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.06)
     for place, (label, points) in enumerate(panels.items()):
-        at = {"row": 1, "col": place + 1}
+        at = {"row": place + 1, "col": 1}
         for policy in points["policy"].unique(maintain_order=True):
             part, look = points.filter(policy=policy).sort("seen"), of[policy]
             line = _line(part, part["seen"].to_list(), policy, look, legend=place == 0)
@@ -246,7 +246,7 @@ def against_entries(
             line.marker.color = look["color"]
             figure.add_trace(line, **at)
         figure.update_yaxes(title=label, type="log" if is_wide(points) else None, **at)
-        figure.update_xaxes(title=cost, **at)
+    figure.update_xaxes(title=cost, row=len(panels))
     return figure
 
 

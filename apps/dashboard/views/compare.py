@@ -172,7 +172,7 @@ def _front(comparison: Comparison) -> None:
         st.info(f"This needs `entries_seen`, and `{first}` or `wipeout`, which were not measured.")
         return
     figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost])
-    line_charts.draw(figure, "pareto")
+    line_charts.draw(figure, "pareto", 100 + 270 * len(panels))
     elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
     elements.fidelity(both["fidelity"])
