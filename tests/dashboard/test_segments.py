@@ -133,6 +133,14 @@ def test_the_first_event_has_none_before(page):
     assert (moved.value, moved.delta) == ("-", "first event")
 
 
+def test_f1_of_an_event_without_boundaries_is_not_a_number(page):
+    """One segment has none, so that 0 would say that they were not found again."""
+    app = page(event="353", segment_mass="1.0", max_segment="418")
+
+    (moved,) = [one for one in app.metric if one.label == "Boundaries moved, positions"]
+    assert (moved.value, moved.delta) == ("-", "F1 n/a: no boundaries")
+
+
 #: Values of controls, several at a time: without any one of them the figure is another.
 CONTROLS = [
     {"layer": ("selectbox", 0), "head": ("selectbox", 3), "event": ("select_slider", 289)},
