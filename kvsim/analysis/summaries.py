@@ -317,11 +317,8 @@ def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> 
     values = table.select(*by, "fidelity", "value").drop_nulls("value")
     counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
     total = pl.col("values").sum()
-    return (
-        counted.with_columns(of=total.over(*by) if by else total)
-        .with_columns(share=pl.col("values") / pl.col("of"))
-        .select(*by, "fidelity", "values", "of", "share")
-    )
+    counted = counted.with_columns(of=total.over(*by) if by else total)
+    return counted.with_columns(share=pl.col("values") / pl.col("of"))
 
 
 #: What two values of one number at two levels share; entries, not what was requested.
