@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from types import FrameType, FunctionType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -147,7 +147,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that what is done is kept."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
     alone = threading.current_thread() is threading.main_thread()
     replaced = [x for x in usual if alone and signal.getsignal(x) is usual[x]]
     for number in replaced:

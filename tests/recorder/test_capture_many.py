@@ -121,6 +121,7 @@ def test_labels_of_a_prompt_go_into_its_trace(tmp_path):
         ({"length": -(2**63)}, "length is -9223372036854775808, expected a whole number"),
         ({"depth": 1.5}, "depth is 1.5, expected a number from 0 to 1"),
         ({"depth": float("nan")}, "depth is nan, expected a number from 0 to 1"),
+        ({"depth": 10**400}, "depth is 1000.*, expected a number from 0 to 1"),
     ],
 )
 def test_bad_labels(labels, message, tmp_path):
