@@ -20,6 +20,7 @@ from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError, KvsimError, error_line
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.choice import Choice
+from kvsim.recorder.head import APART, Head, Predictions, check_logits
 from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
 from kvsim.schema import CHUNK
 
@@ -32,9 +33,6 @@ PAIRS = 1 << 23
 
 #: More rows than any prompt has.
 WHOLE = 1 << 31
-
-# Rows whose log-softmax is computed at once.
-_ROWS = 128
 
 # Rows that show whether a model goes on where its last forward ended.
 _FEW = 16
@@ -130,23 +128,26 @@ def score(
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
     chunk: int,
+    head: Head,
     begun: tuple[Cache, int] | None = None,
 ) -> tuple[list[tuple[float, float]], list[bool]]:
     """Run all tokens; return `log_likelihoods` of each from `start` on, and if none is likelier.
 
     Both are given all tokens before it. before_last, progress, chunk, begun: as for `generate`.
+    head: the model's.
     """
     n, scores, likeliest = len(ids), list[tuple[float, float]](), list[bool]()
     cache, ran = begun or (full_cache(model), 0)
     with torch.no_grad(), evaluating(model):
         before_last(n)
-        for end, logits in run_chunks(model, cache, ids[ran:], ran, n - start + 1, chunk):
-            progress(end, n)
-            targets = torch.tensor(ids[end - len(logits) + 1 : end + 1], device=logits.device)
-            pairs = logits[: len(targets)].split(_ROWS), targets.unsqueeze(-1).split(_ROWS)
-            for part, token in zip(*pairs, strict=True):
-                scores += log_likelihoods(part, token)
-                likeliest += (part.gather(-1, token).squeeze(-1) == part.amax(-1)).tolist()
+        with head.apart() as outputs:
+            for end, _ in run_chunks(model, cache, ids[ran:], ran, n - start + 1, chunk):
+                progress(end, n)
+        rows = torch.cat(outputs)[start - n - 1 : -1]
+        targets = torch.tensor(ids[n - len(rows) :], device=rows.device).unsqueeze(-1)
+        for at, logits in Predictions(rows, n - 1 - len(rows), head).parts():
+            scores += log_likelihoods(logits, targets[at])
+            likeliest += (logits.gather(-1, targets[at])[:, 0] == logits.amax(-1)).tolist()
         return scores, likeliest
 
 
@@ -159,21 +160,6 @@ def log_likelihoods(logits: Tensor, tokens: Tensor) -> list[tuple[float, float]]
     scores = logits.double().log_softmax(-1)
     pairs = scores.gather(-1, tokens)[:, 0], scores.clamp(min=-1000).mean(-1)
     return [*zip(*(x.tolist() for x in pairs), strict=True)]
-
-
-def check_logits(logits: Tensor, start: int) -> Tensor:
-    """Return the logits [n, V] of rows from `start` on; CaptureError unless all are finite."""
-    for at, part in enumerate(logits.split(_ROWS)):
-        bad = (~part.isfinite()).sum(-1)
-        if bad.any():
-            row = int(bad.nonzero()[0])
-            raise CaptureError(
-                f"row {start + at * _ROWS + row} has NaN or infinity in its logits "
-                f"({int(bad[row])} of {logits.shape[-1]}), expected finite numbers; check the "
-                "model's weights, or load it in another precision than "
-                f"{str(logits.dtype).removeprefix('torch.')}"
-            )
-    return logits
 
 
 def run_chunks(
@@ -201,7 +187,8 @@ def run_chunks(
                 f"{type(model).__name__} returns no logits, expected a model for causal language "
                 "modelling, as AutoModelForCausalLM loads it"
             )
-        yield end, check_logits(logits[0, -rows:], end - rows)[rows - wanted :]
+        logits = logits[0, -rows:]
+        yield end, check_logits(logits, end - len(logits))[rows - wanted :]
 
 
 def chunk_rows(
@@ -296,6 +283,7 @@ def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
 def last_logits(model: PreTrainedModel, count: int) -> dict[str, int | Tensor]:
     """Return the option of a forward that computes the last logits alone, where there is one."""
     # a long prompt times the vocabulary would be large
+    count = 1 if model in APART else count
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return {}
     shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)

@@ -21,15 +21,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, run_model
+from kvsim.recorder.head import Head
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 
-#: The list of decoder layers of a model, by name ("" without one), its attention modules, and what
-#: `kernel_sizes` returns.
-_Measured = tuple[str, dict[int, str], set[tuple[int, ...]]]
+#: The list of decoder layers of a model, by name ("" without one), its attention modules, what
+#: `kernel_sizes` returns, and the kind of its head.
+_Measured = tuple[str, dict[int, str], set[tuple[int, ...]], type | None]
 
 _MEASURED: WeakKeyDictionary[PreTrainedModel, _Measured] = WeakKeyDictionary()
 
@@ -89,7 +90,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
     Raises CaptureError as `attention_modules`, or where attention is outside a list of layers.
     """
-    name, modules, _ = _measured(model)
+    name, modules, *_ = _measured(model)
     if not name:
         raise CaptureError(
             f"the attention of layer {min(modules)} is outside a list of decoder layers, expected "
@@ -103,7 +104,7 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
 
     Kinds are those of the configuration, such as ``linear_attention``, or classes of the layers.
     """
-    name, modules, _ = _measured(model)
+    name, modules, *_ = _measured(model)
     layers = decoder_layers(model) if name else []
     stated = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     kinds: dict[str, list[int]] = {}
@@ -119,20 +120,29 @@ def kernel_sizes(model: PreTrainedModel) -> set[tuple[int, ...]]:
     return _measured(model)[2]
 
 
+def head_of(model: PreTrainedModel) -> Head:
+    """Return the head of a model."""
+    return Head(model, _measured(model)[3])
+
+
 def _measured(model: PreTrainedModel) -> _Measured:
     with _TABLE_LOCK:
         if model not in _MEASURED:
-            called, holding, sizes = _called(model)
-            _MEASURED[model] = *_placed(model, called, holding), sizes
+            called, holding, *more = _called(model)
+            _MEASURED[model] = *_placed(model, called, holding), *more
         return _MEASURED[model]
 
 
-def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int], set[tuple[int, ...]]]:
+def _called(
+    model: PreTrainedModel,
+) -> tuple[list[nn.Module], set[int], set[tuple[int, ...]], type | None]:
     """Return modules that call the kernel in a run of two tokens, and layers that hold keys then.
 
-    A module is there once for each call, in order. And what `kernel_sizes` returns.
+    A module is there once for each call, in order. And what `kernel_sizes` returns, and the kind of
+    the head.
     """
     called: list[nn.Module] = []
+    outputs: list[object] = []
     sizes: set[tuple[int, ...]] = set()
 
     def wrap(original: Kernel) -> Kernel:
@@ -144,11 +154,17 @@ def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int], set[tupl
         return kernel
 
     ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
-    with torch.no_grad(), evaluating(model), replacing_kernel(kernel_name(model), wrap):
-        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        replacing_kernel(kernel_name(model), wrap),
+        model.base_model.register_forward_hook(lambda *call: outputs.append(call[-1])),
+    ):
+        out = run_model(model, ids, use_cache=True, **cache_option(model, cache))
+        kind = Head.kind_of(model, outputs, getattr(out, "logits", None))
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     holding = {number for number, x in enumerate(keys) if x is not None and x.numel()}
-    return called, holding, sizes
+    return called, holding, sizes, kind
 
 
 def _placed(

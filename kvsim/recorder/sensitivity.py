@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, sees
 from kvsim.recorder.generation import (
-    check_logits,
     device_of,
     evaluating,
     last_logits,
     run_model,
 )
+from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import (
     KERNELS,
     Attention,
@@ -38,7 +38,7 @@ from kvsim.recorder.positions import scales_by_cache, steady_length
 ROWS, SEEN, SINK = 16, 0.25, 4
 
 #: Logits that are computed at once.
-_LOGITS = 1 << 26
+LOGITS = 1 << 26
 
 
 class LayerEntries(NamedTuple):
@@ -110,7 +110,7 @@ def layer_sensitivity(
         return None
     layers = sorted(entries)
     rows = tokens[prompt_len : prompt_len + count]
-    size = max(1, _LOGITS // (count * model.config.get_text_config().vocab_size) - 1)
+    size = max(1, LOGITS // (count * model.config.get_text_config().vocab_size) - 1)
     out: list[float] = []
     for some in (layers[i : i + size] for i in range(0, len(layers), size)):
         out += _Copies(model, some, prompt_len, entries, projections).sensitivity(rows)

@@ -41,7 +41,7 @@ from kvsim.recorder.generation import (
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, model_notes
-from kvsim.recorder.modules import attention_modules, kernel_name
+from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt, encode
@@ -219,6 +219,7 @@ class Session:
             ends["begun"] = self._context(progress)
             if self.written is not None:
                 tokens = [*self.encoded.ids, *self.written.tokens]
+                ends["head"] = head_of(self.model)
                 found = score(self.model, tokens, len(self.encoded.ids), **ends)
                 self.scores, self.likeliest = found
                 return tokens, [self.written.ended] * (1 + len(self.turns))

@@ -29,6 +29,7 @@ from kvsim.recorder.batching import Written
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.choice import APPLIED, Choice
 from kvsim.recorder.generation import WHOLE, evaluating, following, stop_tokens
+from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.resuming import GIVEN
@@ -196,11 +197,15 @@ class ClosedLoop:
         with decoding:
             with self._residual.following() if first < end else nullcontext():
                 logits = self._prompt(decoding, first)
-            with self._residual.following():
-                parts = [decoding.feed(response, logits=len(response))] if response else []
-        logits = torch.cat([logits, *parts])[:-1]
+            with self._residual.following(), self.running.head.apart() as outputs:
+                if response:
+                    decoding.feed(response, logits=len(response))
+        runs = [Predictions(logits, start)]
+        runs += [Predictions(torch.cat(outputs), end, self.running.head)] if response else []
+        runs[-1] = runs[-1][:-1]  # the last row predicts nothing
+        expected = full.predictions[start - full.predicts :]
         forced = Forced(
-            **compared(logits, full.logits[start - full.predicts :], self._ids[start + 1 :]),
+            **compared(runs, expected, self._ids[start + 1 :]),
             stream_error=_moved_streams(rows, full.rows),
             output=self._moved_outputs(rows, full.rows, decoding.layers),
         ).parted(end - first)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvsim.core.trace import Trace
 from kvsim.engine.source import TraceSource, of_layer
 from kvsim.errors import CaptureError
-from kvsim.recorder.generation import check_logits
+from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import decoder_layers, kernel_name
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvsim.analysis.output.partial import prompt_parts
 from kvsim.core.policy import Schedule
 from kvsim.core.trace import Trace
+from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating
+from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
@@ -22,8 +25,6 @@ from kvsim.runner.recorded import RecordedCheck
 
 #: Bytes that rows of a prompt may take which are compared with those of the full cache.
 _KEPT = 1 << 30
-#: Numbers of predictions that are compared at once, which a processor's cache holds.
-_COMPARED = 1 << 18
 
 
 @dataclass
@@ -56,11 +57,12 @@ class FullRows:
 class FullPass:
     """A pass of a model over the tokens of a trace, each row with all rows before it.
 
-    first: the first row that is compared; by default the one after the prompt. logits [R, V]
-    predict the tokens after row `predicts`: those of the response, and of the prompt after row
-    `first`. keys, values [H, T, d] of each layer. rows: outputs and inputs of the rows from `first`
-    on. behind: run from row `predicts` on, behind recorded keys and values. Raises CaptureError
-    unless the model computes what was recorded of these rows (`RecordedCheck`).
+    first: the first row that is compared; by default the one after the prompt. predictions: those
+    of the R tokens after row `predicts`: of the response, and of the prompt after row `first`;
+    their logits are kept if they take at most `keep` bytes. keys, values [H, T, d] of each layer.
+    rows: outputs and inputs of the rows from `first` on. behind: run from row `predicts` on, behind
+    recorded keys and values. Raises CaptureError unless the model computes what was recorded of
+    these rows (`RecordedCheck`).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class FullPass:
         first: int | None = None,
         *,
         behind: bool = False,
+        keep: int = DEFAULT_MEMORY // 8,
     ) -> None:
         self.first = trace.prompt_len if first is None else first
         self.predicts = min(self.first, trace.prompt_len - 1)
@@ -98,10 +101,15 @@ class FullPass:
             evaluating(running.model),
             intercepting(running.model, receive),
             residual.following(),
+            running.head.apart() as outputs,
         ):
             wanted = trace.n_pos - self.predicts
-            self.logits = running.run(tokens[begin:], cache, wanted, chunk, begin)[:-1]
-        comparison.check(self.logits[trace.prompt_len - 1 - self.predicts :])
+            running.run(tokens[begin:], cache, wanted, chunk, begin)
+        rows = torch.cat(outputs)[-wanted:-1].clone()
+        self.predictions = Predictions(rows, self.predicts, running.head)
+        if len(rows) * self.predictions.row * rows.itemsize <= keep:
+            self.predictions = Predictions(self.predictions.logits(), self.predicts, checked=True)
+        comparison.check(self.predictions[trace.prompt_len - 1 - self.predicts :])
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
 
 
@@ -138,19 +146,40 @@ def _most_rows(running: RunningModel, trace: Trace) -> int:
     return int(_KEPT // (numbers * max(4, running.model.dtype.itemsize)))
 
 
-def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str, Any]:
-    """Compare predictions with those of the full cache, as `Forced` has them.
+def compared(
+    runs: Sequence[Predictions], full: Predictions, response: Sequence[int]
+) -> dict[str, Any]:
+    """Compare predictions of R tokens with those of the full cache, as `Forced` has them.
 
-    logits: [R, V] or, of several runs, [B, R, V]. full: [R, V]. response: the R tokens.
+    runs: of consecutive rows; values are [R], or [B, R] of B runs together, of which rows before
+    may be those of one.
     """
-    at = torch.tensor(response, dtype=torch.long, device=logits.device)[:, None]
-    step = max(1, _COMPARED // max(1, logits[..., :1, :].numel()))
-    parts: dict[str, list[Tensor]] = {"nll": [], "full_nll": [], "kl": [], "agreement": []}
-    for rows in (slice(i, i + step) for i in range(0, max(1, len(response)), step)):
-        live, expected = (x[..., rows, :].double().log_softmax(-1) for x in (logits, full))
-        token = at[rows]
-        parts["nll"].append(-live.gather(-1, token.expand(*live.shape[:-1], 1))[..., 0])
-        parts["full_nll"].append(-expected.gather(-1, token)[:, 0])
-        parts["kl"].append((expected - live).mul_(expected.exp()).sum(-1).clamp(min=0))
-        parts["agreement"].append((live.argmax(-1) == expected.argmax(-1)).double())
-    return {name: torch.cat(each, dim=-1).cpu().numpy() for name, each in parts.items()}
+    parts, at = list[dict[str, Any]](), 0
+    for run in runs:
+        rows = slice(at, at := at + len(run))
+        parts.append(_compared(run, full[rows], response[rows]))
+    last = parts[-1]
+    return {
+        name: np.concatenate(
+            [np.broadcast_to(x[name], (*each.shape[:-1], x[name].shape[-1])) for x in parts], -1
+        )
+        for name, each in last.items()
+    }
+
+
+def _compared(run: Predictions, full: Predictions, response: Sequence[int]) -> dict[str, Any]:
+    tokens = torch.tensor(response, dtype=torch.long, device=full.outputs.device)[:, None]
+    shape, like = (*run.outputs.shape[:-2], len(tokens)), {"dtype": torch.float64}
+    # allocated first: small arrays between large ones would keep the memory of these
+    of_run = {name: tokens.new_empty(shape, **like) for name in ("nll", "kl", "agreement")}
+    full_nll = tokens.new_empty(len(tokens), **like)
+    for (rows, logits), (_, of_full) in zip(run.parts(), full.parts(run.row), strict=True):
+        live, expected = (x.double().log_softmax(-1) for x in (logits, of_full))
+        token = tokens[rows].expand(*live.shape[:-1], 1)
+        of_run["nll"][..., rows] = -live.gather(-1, token)[..., 0]
+        full_nll[rows] = -expected.gather(-1, tokens[rows])[:, 0]
+        of_run["agreement"][..., rows] = (live.argmax(-1) == expected.argmax(-1)).double()
+        kl = (expected - live).mul_(expected.exp()).sum(-1)
+        of_run["kl"][..., rows] = kl.clamp(min=0)
+    values = {**of_run, "full_nll": full_nll}
+    return {name: each.cpu().numpy() for name, each in values.items()}

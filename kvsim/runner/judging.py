@@ -42,7 +42,8 @@ from kvsim.policies.model import model_of
 from kvsim.policies.naming import codec_of
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
-from kvsim.recorder.generation import check_logits, evaluating
+from kvsim.recorder.generation import evaluating, last_logits
+from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.positions import scales_by_cache
@@ -88,7 +89,9 @@ class Judge:
         if self._pass is None or first < self._pass.first:
             held = holds_cache(trace, running.described, running.model.dtype)
             behind = held and not running.has_states
-            self._pass = FullPass(running, trace, self._residual, first, behind=behind)
+            self._pass = FullPass(
+                running, trace, self._residual, first, behind=behind, keep=self._memory // 8
+            )
         return self._pass
 
     @property
@@ -100,7 +103,8 @@ class Judge:
         """Bytes of the memory beside the full cache and a layer's own copy, a quarter at least."""
         pairs = zip(self._full.keys, self._full.values, strict=True)
         entries = [keys.nbytes + values.nbytes for keys, values in pairs]
-        return max(self._memory // 4, self._memory - sum(entries) - max(entries))
+        kept = self._full.predictions.outputs.nbytes
+        return max(self._memory // 4, self._memory - sum(entries) - max(entries) - kept)
 
     def outcomes(self, records: Sequence[Record]) -> list[Outcome]:
         """Judge replays of the trace; returns their outcomes in the same order.
@@ -109,14 +113,10 @@ class Judge:
         """
         out: dict[int, Outcome] = {}
         running, trace, end = self.running, self.trace, self.trace.prompt_len
-        for numbers, logits, moved in self._batches(records):
-            full, start, first = self._full.logits, self._full.predicts, self._full.first
-            same, tokens = len(full) - logits.shape[1], self._ids[start + 1 :]
-            parts = (
-                compared(full[:same].expand(len(numbers), -1, -1), full[:same], tokens[:same]),
-                compared(logits, full[same:], tokens[same:]),
-            )
-            of_each = {name: np.concatenate([x[name] for x in parts], -1) for name in parts[0]}
+        for numbers, predictions, moved in self._batches(records):
+            full, start, first = self._full.predictions, self._full.predicts, self._full.first
+            same, tokens = len(full) - len(predictions), self._ids[start + 1 :]
+            of_each = compared([full[:same], predictions], full, tokens)
             full_nll = of_each.pop("full_nll")
             for place, number in enumerate(numbers):
                 begin = first_compared(running, trace, [records[number].schedule])
@@ -133,16 +133,17 @@ class Judge:
         Raises as `outcomes`.
         """
         out: dict[int, Tensor] = {}
-        for numbers, logits, _ in self._batches(records):
-            same = self._full.logits[: len(self._full.logits) - logits.shape[1]]
-            together = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
+        for numbers, predictions, _ in self._batches(records):
+            full = self._full.predictions
+            same = full[: len(full) - len(predictions)].logits().expand(len(numbers), -1, -1)
+            together = torch.cat([same, predictions.logits()], dim=1)
             response = together[:, self.trace.prompt_len - 1 - self._full.predicts :]
             out.update(zip(numbers, response, strict=True))
         return torch.stack([out[number] for number in range(len(records))])
 
     def _batches(
         self, records: Sequence[Record]
-    ) -> Iterator[tuple[list[int], Tensor, NDArray[np.float64]]]:
+    ) -> Iterator[tuple[list[int], Predictions, NDArray[np.float64]]]:
         """Yield the numbers of records that are judged together, and what `_judge` returns."""
         for record in records:
             check_judged(record, self.trace)
@@ -172,8 +173,9 @@ class Judge:
             return 1
         model, trace = self.running.model, self.trace
         config = model.config.get_text_config()
-        # logits with their copies, and about twenty activations of the hidden size
-        of_row = 4 * config.vocab_size + 20 * config.hidden_size
+        # about twenty activations of the hidden size, and logits where all are computed at once
+        of_row = 20 * config.hidden_size
+        of_row += config.vocab_size if self.running.head.kind is None else 0
         # which rows see an entry, where it is, and what a codec makes of it
         of_entry = max(
             10 * qheads + rounded * 4 * heads * (dim + value_dim)
@@ -182,16 +184,18 @@ class Judge:
         numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
         return max(1, int(self._room // 2 // (numbers * max(4, model.dtype.itemsize))))
 
-    def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
+    def _judge(
+        self, records: Sequence[Record], start: int
+    ) -> tuple[Predictions, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns the last logits [B, w, V], those before being as with the full cache, and
+        Returns the last predictions, those before being as with the full cache, and
         |h' - h| / |h| of the input of each layer [B, L, w], of the rows of the pass with it.
         """
         trace, full, n = self.trace, self._full, self.trace.n_pos
         first = max(start, full.first)
         moved = np.zeros((len(records), trace.n_layers, n - full.first))
-        logits = full.logits[:0].expand(len(records), -1, -1)
+        outputs = full.predictions.outputs[:0].expand(len(records), -1, -1)
         if start < n:
             entries = JudgedRows(trace, full, records, start, self.running, self._room // 4)
 
@@ -210,37 +214,32 @@ class Judge:
                 intercepting(running.model, receive, attending=entries.attend),
                 self._residual.following(),
             ):
-                logits = self._forward(start, len(records), before)
-        return logits, moved
+                outputs = self._forward(start, len(records), before)
+        return Predictions(outputs, n - 1 - outputs.shape[1], self.running.head), moved
 
     def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
-        """Run the rows from `start` on of so many records; returns what predicts [B, w, V].
+        """Run the rows from `start` on of so many records; returns the decoder's outputs [B, w, D].
 
-        The last logits are of the row before the last token. before: a cache of the rows before
-        `start`, where layers have states.
+        Those that predict the tokens from the first that is compared on. before: a cache of the
+        rows before `start`, where layers have states.
         """
         running, n = self.running, self.trace.n_pos
         position = torch.arange(start, n, device=running.device)
         first = max(0, self._full.predicts - start)
-        wanted = torch.arange(count, device=running.device)[:, None] * len(position)
-        wanted = (wanted + torch.arange(first, len(position) - 1, device=running.device)).flatten()
         ids = torch.tensor(self._ids[start:], device=running.device)
         # a mask of four axes is taken as it is, so that none is made; `attend` makes its own
         any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=running.device)
         options: dict[str, Any] = {"use_cache": False, "attention_mask": any_mask}
         if before is not None:
             options = {"use_cache": True, **cache_option(running.model, before)}
-        out: Tensor = running.model(
-            ids.repeat(count)[None],
-            position_ids=position.repeat(count)[None],
-            **options,
-            **running.logits_of(wanted),
-        ).logits[0]
-        out = out if len(out) == len(wanted) else out[wanted]
-        logits = out.reshape(count, len(position) - 1 - first, out.shape[-1])
-        for of_record in logits:
-            check_logits(of_record, start + first)
-        return logits
+        with running.head.apart() as outputs:
+            running.model(
+                ids.repeat(count)[None],
+                position_ids=position.repeat(count)[None],
+                **options,
+                **last_logits(running.model, count * len(position)),
+            )
+        return outputs[0].unflatten(0, (count, -1))[:, first:-1]
 
 
 def check_judged(record: Record, trace: Trace) -> None:

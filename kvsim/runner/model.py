@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,16 +20,16 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import (
-    check_logits,
     chunk_rows,
     continues,
     device_of,
     evaluating,
     last_logits,
 )
+from kvsim.recorder.head import Head, check_logits
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped
-from kvsim.recorder.modules import kernel_name
+from kvsim.recorder.modules import head_of, kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.prompts import Prompt
@@ -71,9 +70,13 @@ class RunningModel:
         self.model = model
         self.device = device_of(model)
         self.added = kernel == "eager"  # masks are added to logits
-        self._last = "logits_to_keep" in inspect.signature(model.forward).parameters
         #: whether some layers keep a state, which depends on all rows before, instead of entries
         self.has_states = any(hasattr(part, "conv_states") for part in full_cache(model).layers)
+
+    @cached_property
+    def head(self) -> Head:
+        """What computes logits of the output of the decoder."""
+        return head_of(self.model)
 
     @cached_property
     def continues(self) -> bool:
@@ -191,15 +194,6 @@ class RunningModel:
         header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
         return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 
-    def logits_of(self, rows: int | Tensor) -> dict[str, Any]:
-        """Return the option of a forward that computes logits of the last rows, or of some, alone.
-
-        Empty where the model has none, and computes them of all rows.
-        """
-        if isinstance(rows, int):
-            return last_logits(self.model, rows)
-        return {"logits_to_keep": rows} if self._last else {}
-
     def forward(
         self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0
     ) -> Tensor:
@@ -215,9 +209,10 @@ class RunningModel:
             cache_position=at,
             use_cache=True,
             **cache_option(self.model, cache),
-            **self.logits_of(max(1, logits)),
+            **last_logits(self.model, max(1, logits)),
         ).logits[0]
-        return check_logits(out[len(out) - logits :], start + len(ids) - logits)
+        out = out[max(0, len(out) - logits) :]
+        return check_logits(out, start + len(ids) - len(out))
 
     def chunk(self, ids: Sequence[int]) -> int:
         """Return the most rows of a forward of these tokens over an empty cache, for `run`."""

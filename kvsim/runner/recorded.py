@@ -13,6 +13,7 @@ from kvsim.core.left_out import held_parts
 from kvsim.core.sources import dtype_of
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
+from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.provenance import config_differences
 from kvsim.recorder.tokenization import tokenizer_difference
@@ -140,23 +141,27 @@ class RecordedCheck:
             if place == last:
                 self._compare(what, relative(gap.norm(), size.norm())[None], _DEEP)
 
-    def check(self, logits: Tensor) -> None:
-        """Compare the logits [R, V] of the rows that predict the R tokens of the response."""
+    def check(self, predictions: Predictions) -> None:
+        """Compare the predictions of the R tokens of the response."""
         trace, start = self._trace, self._trace.prompt_len
-        if trace.tokens is None or not len(logits):
+        if trace.tokens is None or not len(predictions):
             return
-        tokens = trace.tokens[start:, None].to(logits.device)
-        logits = logits.float()
-        most, own = logits.amax(-1), logits.gather(1, tokens)[:, 0]
-        size = most.maximum(-logits.amin(-1))
+        tokens = trace.tokens[start:, None].to(predictions.outputs.device)
+        most, own, least, total, mean = torch.empty(5, len(tokens), device=tokens.device)
+        for rows, part in predictions.parts():
+            logits = part.float()
+            most[rows], least[rows] = logits.amax(-1), logits.amin(-1)
+            own[rows] = logits.gather(1, tokens[rows])[:, 0]
+            total[rows] = logits.logsumexp(-1)
+            mean[rows] = logits.log_softmax(-1).clamp(min=-1000).mean(-1)
+        size = most.maximum(-least)
         if trace.response_logprobs:
-            means = torch.tensor(trace.header.mean_logprobs, device=logits.device)
-            expected = torch.tensor(trace.response_logprobs, device=logits.device)
-            gap = (own - logits.logsumexp(-1) - expected).abs()
+            means = torch.tensor(trace.header.mean_logprobs, device=own.device)
+            expected = torch.tensor(trace.response_logprobs, device=own.device)
+            gap = (own - total - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)
             if len(means):  # also of a model that is certain of each token
-                found = logits.log_softmax(-1).clamp(min=-1000).mean(-1)
-                gap = relative((found - means).abs(), means.abs())
+                gap = relative((mean - means).abs(), means.abs())
                 self._compare("mean log-likelihood of tokens", gap, _DEEP, start)
         elif object_at(trace.meta, "generation").get("temperature") == 0:
             # a near-tie may go either way, and questions were not written by the model

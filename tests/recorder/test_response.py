@@ -110,15 +110,17 @@ def broken(row, value):
     """A model with a logit of this value in one row: 2 + 200 tokens have four blocks of rows."""
     model = copy.deepcopy(small())
 
-    def spoil(_, __, logits):
-        first = model.seen - logits.shape[1]  # the rows of a forward whose logits are computed
+    def mark(_, __, output):
+        rows = output.last_hidden_state
+        first = model.seen if rows.shape[1] == 1 else 0
+        model.seen = first + rows.shape[1]
         if first <= row < model.seen:
-            logits[0, row - first, 7] = value
+            rows[0, row - first] = 1e3
 
-    def count(_, args):
-        model.seen = (model.seen if args[0].shape[1] == 1 else 0) + args[0].shape[1]
+    def spoil(_, args, logits):
+        logits[0, (args[0][0] == 1e3).all(-1), 7] = value
 
-    model.get_input_embeddings().register_forward_pre_hook(count)
+    model.model.register_forward_hook(mark)
     model.lm_head.register_forward_hook(spoil)
     return model
 

@@ -82,7 +82,7 @@ def test_layers_in_several_batches_are_those_of_one(tmp_path, monkeypatch):
     """The batch, which bounds the logits that are computed at once, changes nothing."""
     model = FAMILIES["llama"].build("sdpa", torch.float64)
     whole = capture(model, None, ids(40), max_new_tokens=9, out=tmp_path / "a.zarr")
-    monkeypatch.setattr("kvsim.recorder.sensitivity._LOGITS", 1)
+    monkeypatch.setattr("kvsim.recorder.sensitivity.LOGITS", 1)
 
     parts = capture(model, None, ids(40), max_new_tokens=9, out=tmp_path / "b.zarr")
 

@@ -18,7 +18,8 @@ from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.recorder.cache import cache_option
-from kvsim.recorder.generation import check_logits, evaluating
+from kvsim.recorder.generation import evaluating
+from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import intercepting, kernel_mask
 from kvsim.recorder.modules import kernel_name
 

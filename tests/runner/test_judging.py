@@ -86,6 +86,36 @@ def lived(name, policy, budget=BUDGET, **options):
     return record, live.logits[PROMPT - 1 : -1]
 
 
+@pytest.mark.parametrize("numbers", [1, 300, 1 << 23])
+def test_logits_are_computed_some_rows_at_a_time(monkeypatch, numbers):
+    """In captures of a response, judged and live runs; values are those of all rows together."""
+    model, tokens, sizes = running("llama").model, TOKENS[: PROMPT + 20], []
+    of_row = model.config.vocab_size
+
+    def values():
+        given = {"response": tokens[PROMPT:], "sensitivity": False}
+        trace = kvsim.capture(model, None, tokens[:PROMPT], **given)
+        records = [kvsim.replay(trace, name, BUDGET) for name in ("tova", "snapkv", "knorm")]
+        outcomes = Judge(RunningModel(model), trace, 1 << 10).outcomes(records)
+        judged = [getattr(x.forced, name) for x in outcomes for name in ("nll", "kl")]
+        table = kvsim.live(model, trace, "tova", BUDGET).table
+        live = table.filter(metric="response_kl")["value"]
+        return [np.array(trace.response_logprobs), *judged, live.to_numpy()]
+
+    whole = values()
+    monkeypatch.setattr("kvsim.recorder.head.LOGITS", numbers)
+    monkeypatch.setitem(FullPass.__init__.__kwdefaults__, "keep", 0)
+    handle = model.lm_head.register_forward_hook(lambda *call: sizes.append(call[-1].numel()))
+    parts = values()
+    handle.remove()
+
+    largest = max(sizes)
+    assert largest <= max(numbers, 3 * of_row)  # a row of three records, at least
+    assert numbers < 1 << 20 or largest > 19 * of_row
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     """Rows from the last of the prompt on, with recorded keys and values before them."""
     run, trace = running("llama"), recorded("llama")
@@ -100,7 +130,8 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     assert rows == [trace.n_pos - trace.prompt_len + 1]
     assert not holds_cache(trace, {**run.described, "weights": "sha256:other"}, torch.float32)
     assert not holds_cache(trace, run.described, torch.float64)  # stored with rounding
-    assert gap(behind.logits, whole.logits) < 2 * CLOSE
+    logits = [each.predictions.logits() for each in (behind, whole)]
+    assert gap(*logits) < 2 * CLOSE
     of_rows = ((x.rows.output, x.rows.input) for x in (behind, whole))
     arrays = [
         [*x.keys, *x.values, *(read(at, PROMPT) for read in each for at in range(trace.n_layers))]

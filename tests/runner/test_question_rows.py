@@ -226,7 +226,7 @@ def test_a_run_says_which_rows_it_leaves_out(monkeypatch, tmp_path):
         assert live.table.height
         return [[x for x in run.remarks if "left out" in x] for run in (judged, live)]
 
-    monkeypatch.setattr("kvsim.sweeps.planning.check_judge", lambda *_: None)
+    monkeypatch.setattr("kvsim.sweeps.planning.check_run", lambda *_: None)
     assert remarks(**terms) == [[], []]
     monkeypatch.setattr("kvsim.runner.full._KEPT", 0)
     text = (

@@ -441,7 +441,7 @@ def test_logits_that_are_not_finite_fail(policy, new_tokens, model, trace):
     passes = itertools.count()
 
     def spoil(_, __, logits):  # once the model has been probed and compared with the trace
-        if next(passes) > 1:
+        if next(passes) > 2:
             logits[..., 5] = float("nan")
 
     hook = model.lm_head.register_forward_hook(spoil)

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsim.core.policy import Policy
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.batching import separate
-from kvsim.recorder.generation import check_logits
+from kvsim.recorder.head import check_logits
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.decoding import prefill as first_rows
