@@ -105,7 +105,8 @@ def ea_prefill_flops(model: Model, rows: int) -> float:
     n, width = rows, model.n_qheads * model.dim
     attention = 6 * n * model.hidden * width + 2 * n * width * model.hidden
     attention += 4 * n**2 * width + 3 * model.n_qheads * n**2
-    dense = 4 * n * model.hidden * model.intermediate
+    projections = model.hidden * (model.n_qheads + model.n_heads) * model.entry_size
+    dense = 4 * n * (model.layer_matrices - projections) / 3  # of the three matrices of the MLP
     return 4 * n * model.vocab * model.hidden + model.n_layers * (attention + dense)
 
 

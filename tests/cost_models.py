@@ -40,7 +40,16 @@ LLAMA_70B = {
 LLAMA_8B, QWEN_7B, BIG = (Model.from_config(c) for c in (LLAMA, QWEN, LLAMA_70B))
 
 #: The model of the small trace.
-SMALL = Model("small", 3, 4, 2, 8, hidden=24, intermediate=48, vocab=50, number_bytes=4)
+_LAYER = 24 * (4 + 2) * 2 * 8 + 3 * 24 * 48  # attention, and an MLP of three matrices
+SMALL = Model(
+    "small",
+    *(3, 4, 2, 8),
+    hidden=24,
+    vocab=50,
+    parameters=3 * _LAYER + 2 * 50 * 24 + 24,
+    matrices=3 * _LAYER,
+    number_bytes=4,
+)
 PROMPT, TOKENS, BUDGET, EVERY = 48, 96, 24, 16
 
 

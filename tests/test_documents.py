@@ -18,6 +18,7 @@ from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
+from kvsim.recorder.head import Predictions
 from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
@@ -124,6 +125,7 @@ def files(trace, path):
     curves["training"] = {**made_on, "scorer": SCORER, "params": PARAMS, "sink": SINK}
     sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
+    sizes |= {"model_type": "llama"}
     return {
         "learned": of_network(network(trace)),
         "projections": of_network(network(trace, ("position", "projections"))),
@@ -131,7 +133,12 @@ def files(trace, path):
         "curves": (curves, partial(plan, kind="lukv")),
         "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
         "config": (
-            {**sizes, "dtype": "float16", "sliding_window": 9, "layer_types": ["full"]},
+            {
+                **sizes,
+                "dtype": "float16",
+                "sliding_window": 9,
+                "layer_types": ["full_attention"] * 2,
+            },
             config,
         ),
     }
@@ -193,7 +200,7 @@ META = {
         model_name,
         Model.from_trace,
         lambda trace: check_model(trace, META["model"]),
-        lambda trace: RecordedCheck(trace, torch.float32).check(torch.ones(12, 4)),
+        lambda trace: RecordedCheck(trace, torch.float32).check(Predictions(torch.ones(12, 4), 0)),
     ],
     ids=["model", "name", "cost", "check", "comparison"],
 )

@@ -179,7 +179,7 @@ def load_outline(
             stated = getattr(config, "dtype", None) or torch.float32
             options = {"dtype": stated if dtype == "auto" else getattr(torch, dtype)}
             with torch.device("meta"):
-                model = _auto_class(config).from_config(
+                model = auto_class(config).from_config(
                     config, trust_remote_code=trust_remote_code, **options
                 )
         except _UNUSABLE as error:
@@ -324,7 +324,7 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         layers = config.get_text_config().num_hidden_layers
         if layers <= size * _LAYERS_PER_BYTE:
             with torch.device("meta"):
-                model = _auto_class(config).from_config(config, **trust)
+                model = auto_class(config).from_config(config, **trust)
             if sum(each.numel() for each in model.parameters()) <= size * _PER_BYTE:
                 return
     except _UNUSABLE:
@@ -336,14 +336,14 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def _class_of(place: str, options: dict[str, Any]) -> Any:
-    """Return `_auto_class` of a path or hub id."""
+    """Return `auto_class` of a path or hub id."""
     try:
-        return _auto_class(AutoConfig.from_pretrained(place, **options))
+        return auto_class(AutoConfig.from_pretrained(place, **options))
     except _UNUSABLE:
         return AutoModelForCausalLM  # an adapter alone; or loading says what is wrong
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
+def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
     """Return the class that loads a model: of causal language models, else of multimodal ones."""
     multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
     causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above

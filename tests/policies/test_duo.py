@@ -302,7 +302,7 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
 @pytest.mark.parametrize("interval", [None, 4])
 def test_the_cost_of_a_plan_is_what_a_replay_holds(folder, interval):
     """Streaming heads hold the budget, others everything; a plan of another model is refused."""
-    model = Model("two", 2, 4, 2, 8, hidden=24, intermediate=48, vocab=50)
+    model = Model("two", 2, 4, 2, 8, hidden=24, vocab=50, parameters=13_944, matrices=11_520)
     path = plan_of(folder, [[0.9, 0.1], [0.8, 0.7]])
     built = replace(kvsim.policy(f"duo:{path}", share=0.75), schedule=Schedule(interval))
     case = make_case("sharp", layers=2, heads=2, n=41, prompt_len=20, seed=1)

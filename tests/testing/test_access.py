@@ -389,7 +389,7 @@ def test_entries_leave_the_window_by_its_clock():
 def test_what_has_no_rule_for_reading_and_storing_refuses(name):
     """The cost model says so in one line."""
     with pytest.raises(PolicyError, match="bytes_held,bytes_read"):
-        estimate(Model("m", 2, 4, 2, 8, 24, 48, 50), kvsim.policy(name), 8, 24)
+        estimate(Model("m", 2, 4, 2, 8, 24, 50, 9999, 9000), kvsim.policy(name), 8, 24)
 
 
 def test_values_behind_a_reader_or_a_codec_are_open_loop():

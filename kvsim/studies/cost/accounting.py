@@ -214,7 +214,7 @@ def estimate(
 
 def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
     """Time per output token: (weights + passes of cache) / (weights + full cache), in bytes."""
-    return (model.weight_bytes + passes * kv) / (model.weight_bytes + passes * full)
+    return (model.read_bytes + passes * kv) / (model.read_bytes + passes * full)
 
 
 def _rank_bytes(

@@ -9,7 +9,7 @@ embedding are left out; they are linear in the hidden size where the rest is qua
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,20 +26,11 @@ GIB = 1 << 30
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 _Size = Annotated[int, Between(1, 1e6)]
 
-# The MLP of most decoders is gated and has three matrices; these types have two.
-_TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
-
-# Keys of architectures whose layers this arithmetic does not describe.
+#: Keys of architectures whose layers this arithmetic does not describe.
 _FOREIGN = {
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
     "num_kv_shared_layers": "layers that read the keys and values of others",
     "kv_lora_rank": "latent attention, which caches no keys and values of heads",
 }
-
-#: Kinds of layers that cache no keys and values.
-_STATES = ("linear_attention", "conv", "mamba", "recurrent", "mlp", "moe")
 
 _SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen2, Qwen3 or Gemma"
 
@@ -52,11 +43,11 @@ class ModelError(KvsimError, ValueError):
 class Model:
     """A decoder model's shape. Query head `i` shares KV head `i // (n_qheads / n_heads)`.
 
-    hidden, intermediate: width of the residual stream and of the MLP. tied: the output matrix is
-    the embedding. mlp_matrices: 3 with a gate, else 2. extra: parameters of a layer beside its
-    matrices (norms, biases). number_bytes: of a weight and of a number in the KV cache.
-    remarks: parts of this model that the arithmetic leaves out. value_dim: dimensions of a value,
-    those of a key by default.
+    n_layers: that hold keys and values. hidden: width of the residual stream. parameters: all.
+    matrices: numbers in the matrices of all layers that a token is multiplied by. read: parameters
+    that a token reads, by default all; of a mixture of experts those of the chosen ones.
+    number_bytes: of a weight and of a number in the KV cache. remarks: parts of this model that the
+    arithmetic leaves out. value_dim: dimensions of a value, those of a key by default.
     """
 
     name: str
@@ -65,14 +56,13 @@ class Model:
     n_heads: _Size
     dim: _Size
     hidden: _Size
-    intermediate: _Size
     vocab: _Size
-    tied: bool = False
-    mlp_matrices: int = 3
-    extra: int = 0
+    parameters: Annotated[int, Between(1, 1e16)]
+    matrices: Annotated[float, Between(1, 1e16)]
     number_bytes: Annotated[float, Between(1, max(_BYTES.values()))] = 2
     remarks: tuple[str, ...] = ()
     value_dim: _Size | None = None
+    read: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self.name, ModelError)
@@ -90,21 +80,19 @@ class Model:
         return self.n_qheads // self.n_heads
 
     @property
-    def layer_matrices(self) -> int:
-        """Numbers in the matrices of a layer: q, k, v and output projections, MLP."""
-        attention = self.hidden * (self.n_qheads + self.n_heads) * self.entry_size
-        return attention + self.mlp_matrices * self.hidden * self.intermediate
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return embeddings + self.n_layers * (self.layer_matrices + self.extra) + self.hidden
+    def layer_matrices(self) -> float:
+        """Numbers in the matrices of a layer, on average over those that hold keys and values."""
+        return self.matrices / self.n_layers
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of the parameters."""
         return self.parameters * self.number_bytes
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of the parameters that a token reads."""
+        return (self.read or self.parameters) * self.number_bytes
 
     @property
     def entry_size(self) -> int:
@@ -126,7 +114,7 @@ class Model:
 
     def as_dict(self) -> dict[str, Any]:
         """The shape and its parameters, bytes and FLOPs, ready for JSON."""
-        derived = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
+        derived = {"weight_bytes": self.weight_bytes}
         return {**vars(self), "remarks": list(self.remarks), **derived}
 
     def attention_flops(self, pairs: float) -> float:
@@ -174,7 +162,11 @@ class Model:
 
     @classmethod
     def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
-        """The model that a trace was recorded from, as its provenance has the configuration."""
+        """The model of a trace: its cache as it was recorded, its weights as by `from_config`.
+
+        Without transformers, and where it does not know the model, weights are those of a decoder
+        with gated MLPs of the sizes in the provenance, and a remark says so.
+        """
         model: Mapping[str, Any] = object_at(trace.meta, "model")
         config = model.get("config")
         if not isinstance(config, Mapping):
@@ -183,62 +175,59 @@ class Model:
                 "no model.config; give the model's configuration instead"
             )
         typed = {"dtype": model.get("dtype")} if model.get("dtype") else {}
-        return _model({**config, **typed}, str(model.get("name") or "model"), number_bytes)
+        name, config = str(model.get("name") or "model"), {**config, **typed}
+        layers = model.get("layers")
+        depth = trace.n_layers if type(layers) is not int else max(layers, trace.n_layers)
+        if trace.header.sizes or trace.header.latent is not None:
+            raise ModelError(
+                f"{name}: its layers differ in heads or dimensions, or hold latents; {_SAY}"
+            )
+        shape = depth, trace.n_qheads, trace.n_heads, trace.dim
+        try:
+            counted = _model(config, name, number_bytes)
+        except (ImportError, ModelError) as error:
+            hidden, width, vocab = (
+                _size(config, name, key)
+                for key in ("hidden_size", "intermediate_size", "vocab_size")
+            )
+            attention = (trace.n_qheads + trace.n_heads) * (trace.dim + trace.value_dim)
+            matrices = depth * hidden * (attention + 3 * width)
+            ends = (1 if config.get("tie_word_embeddings") else 2) * vocab * hidden
+            reason = str(error).partition(";")[0]
+            remark = f"weights are counted as those of a decoder with gated MLPs: {reason}"
+            size = _number_bytes(config, name) if number_bytes is None else number_bytes
+            found = (*shape, hidden, vocab, matrices + ends, matrices, size, (remark,))
+            return cls(name, *found, value_dim=trace.value_dim)
+        parts = dict(zip(("n_layers", "n_qheads", "n_heads", "dim"), shape, strict=True))
+        return replace(counted, **parts, value_dim=trace.value_dim)
 
 
 def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> Model:
     """The configuration as a Model; that of the text where the model sees more than text."""
-    if isinstance(config.get("text_config"), Mapping):
-        dtype = _dtype(config)
-        config = {**({"dtype": dtype} if dtype else {}), **config["text_config"]}
+    from kvsim.recorder.counting import count_model  # noqa: PLC0415  transformers
+
+    text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     for key, what in _FOREIGN.items():
-        if config.get(key):
-            raise ModelError(f"{name}: {key} is {config[key]!r}, {what}; {_SAY}")
-    kind = str(config.get("model_type", ""))
-
-    def size(key: str) -> int:
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            state = "is missing" if value is None else f"is {value!r}"
-            raise ModelError(f"{name}: {key} {state}; {_SAY}")
-        return value
-
-    qheads, hidden = size("num_attention_heads"), size("hidden_size")
-    heads = qheads if config.get("num_key_value_heads") is None else size("num_key_value_heads")
-    dim = hidden // max(1, qheads) if config.get("head_dim") is None else size("head_dim")
-    matrices = 2 if kind in _TWO_MATRICES else 3
-    return Model(
-        name=name,
-        n_layers=size("num_hidden_layers") - len(_without_entries(config)),
-        n_qheads=qheads,
-        n_heads=heads,
-        dim=dim,
-        hidden=hidden,
-        intermediate=size("intermediate_size"),
-        vocab=size("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
-        mlp_matrices=matrices,
-        extra=_extra(config, kind, qheads, heads, dim, matrices),
-        number_bytes=_number_bytes(config, name) if number_bytes is None else number_bytes,
-        remarks=_remarks(config),
-        value_dim=None if config.get("v_head_dim") is None else size("v_head_dim"),
-    )
+        if text.get(key):
+            raise ModelError(f"{name}: {key} is {text[key]!r}, {what}; {_SAY}")
+    dtype = {"dtype": _dtype(config) or _dtype(text)}
+    size = _number_bytes(dtype, name) if number_bytes is None else number_bytes
+    try:
+        counts = {**count_model(config if "model_type" in config else text)}
+    except KvsimError as error:
+        raise ModelError(f"{name}: {error}; {_SAY}") from error
+    others, config = counts.pop("others"), counts.pop("config")
+    shared = counts["read"] < counts["parameters"]
+    remarks = _remarks(config, others, shared=shared)
+    return Model(name=name, **counts, number_bytes=size, remarks=remarks)
 
 
-def _extra(
-    config: Mapping[str, Any], kind: str, qheads: int, heads: int, dim: int, matrices: int
-) -> int:
-    """Norms and biases of a layer, as llama, mistral, qwen2, qwen3 and gemma have them."""
-    hidden = config["hidden_size"]
-    four = kind.startswith(("gemma2", "gemma3"))  # norms behind attention and MLP as well
-    extra = (4 if four else 2) * hidden
-    if kind.startswith(("qwen3", "gemma3")):
-        extra += 2 * dim  # of queries and of keys
-    if config.get("attention_bias") or kind == "qwen2":
-        extra += (qheads + 2 * heads) * dim + (0 if kind == "qwen2" else hidden)
-    if config.get("mlp_bias"):
-        extra += (matrices - 1) * config["intermediate_size"] + hidden
-    return int(extra)
+def _size(config: Mapping[str, Any], name: str, key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        state = "is missing" if value is None else f"is {value!r}"
+        raise ModelError(f"{name}: {key} {state}; {_SAY}")
+    return value
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
@@ -257,14 +246,11 @@ def _number_bytes(config: Mapping[str, Any], name: str) -> float:
     )
 
 
-def _without_entries(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of the layers that hold a state, a convolution or nothing."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return [kind for kind in (kinds if isinstance(kinds, list) else ()) if kind in _STATES]
+def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) -> tuple[str, ...]:
+    """Return the parts of a model that the arithmetic leaves out.
 
-
-def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parts of a model that the arithmetic leaves out."""
+    others: kinds of layers without keys and values. shared: whether a token reads some experts.
+    """
     remarks = []
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
@@ -276,12 +262,14 @@ def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
                 f"layers with a {name} ({size} tokens) are counted as full attention over the "
                 "whole context"
             )
-    if others := _without_entries(config):
+    if others:
         kinds = ", ".join(dict.fromkeys(others))
         remarks.append(
-            f"{len(others)} layers without keys and values ({kinds}) are left out, with their "
-            "weights, FLOPs and states"
+            f"{len(others)} layers without keys and values ({kinds}) are counted with their "
+            "weights, and without their states and the FLOPs of these"
         )
+    if shared:
+        remarks.append("of experts those that a token passes are counted in FLOPs and bytes read")
     if config.get("quantization_config"):
         remarks.append(
             "quantised weights are counted at the size of the data type; use --dtype-bytes"

@@ -1,0 +1,171 @@
+"""Sizes of a model, counted on what transformers builds of its configuration, without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from kvsim.errors import CaptureError, error_line
+from kvsim.recorder.cache import cache_of, cache_option, full_cache
+from kvsim.recorder.generation import run_model
+from kvsim.recorder.models import auto_class
+from kvsim.recorder.modules import attention_modules
+
+#: Most layers, experts and the like of a configuration, each of which may be a module.
+_MODULES = 4096
+
+#: Kinds of layers that hold no keys and values, for models that do not run without weights.
+_STATES = [["linear_attention"], ["conv"], ["mamba"], ["recurrent"], ["mlp"], ["moe"]]
+
+#: Numbers of experts in configurations: all, and those that a token passes.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+
+
+class ModelWork:
+    """Parameters of a model, and the work of its forward.
+
+    Of parameters, tied ones once: all, those that a token `read`s and those of `matrices` in layers
+    that it multiplies (of experts the ones that it passes), and bytes (`weights`). FLOPs of a row,
+    and of its logits; `widest`: the most rows or columns of a matrix; `layers` with attention.
+    text_alone: without the parts of a multimodal model that text does not reach.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, text_alone: bool = False) -> None:
+        parts = (model.get_input_embeddings(), model.get_output_embeddings())
+        weights = [getattr(part, "weight", None) for part in parts]
+        ends = {id(each): each.numel() for each in weights if isinstance(each, Tensor)}
+        config, self._model = model.config.get_text_config(), model
+        experts, chosen = (
+            next((n for name in names if isinstance(n := getattr(config, name, None), int)), 0)
+            for names in (_EXPERTS, _CHOSEN)
+        )
+        named = {id(x): (name, x) for name, x in model.named_parameters()}
+        if text_alone:
+            inside = {*ends, *map(id, model.get_decoder().parameters())}
+            named = {key: pair for key, pair in named.items() if key in inside}
+        numbers = {
+            key: x.numel() * (chosen / experts if _is_expert(name, x, experts) and chosen else 1)
+            for key, (name, x) in named.items()
+        }
+        inner = [key for key, (_, x) in named.items() if x.dim() > 1 and key not in ends]
+        self.parameters = sum(x.numel() for _, x in named.values())
+        self.weights = sum(x.nbytes for _, x in named.values())
+        self.read = sum(numbers.values())
+        self.matrices = sum(numbers[key] for key in inner)
+        self.row, self.logits = 2 * self.matrices, 2 * max(ends.values(), default=0)
+        self.widest = max((max(named[key][1].shape) for key in inner), default=1)
+        self.vocabulary = int(config.vocab_size)
+
+    @cached_property
+    def layers(self) -> int:
+        """Layers with attention."""
+        return len(attention_modules(self._model))
+
+
+def _is_expert(name: str, x: Tensor, experts: int) -> bool:
+    return experts > 0 and (".experts." in name or (x.dim() == 3 and len(x) == experts))
+
+
+def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the model that a configuration describes: of its text, if it sees more.
+
+    Returns:
+        n_layers that hold keys and values, n_qheads, n_heads, dim, value_dim, hidden, vocab; of
+        `ModelWork` parameters, matrices and read; `others`, the kinds of layers that hold none; and
+        the `config` of the text with all defaults.
+
+    Raises:
+        CaptureError: transformers builds no decoder of it, or one whose layers hold no keys and
+            values, or of several sizes.
+    """
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        for key, value in _integers(config):
+            if value > _MODULES and any(word in key for word in ("layer", "expert", "block")):
+                raise ValueError(f"{key} is {value:.4g}, expected at most {_MODULES}")  # noqa: TRY301
+        counts, sizes = _counted(json.dumps(config))
+    except Exception as error:  # whatever a configuration makes transformers raise
+        raise CaptureError(error_line(error)) from error
+    finally:
+        logging.set_verbosity(level)
+    if len(sizes) != 1:
+        listed = ", ".join(map(str, sorted(sizes))) or "none"
+        raise CaptureError(
+            f"its layers hold keys and values of (heads, dimensions) {listed}, expected one size"
+        )
+    return counts
+
+
+@lru_cache
+def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int]]]:
+    """Return the sizes of a model, and those of what its layers hold, each once."""
+    # numbers that JSON has not, as transformers writes them
+    keys = json.loads(config, object_hook=lambda x: float(y) if (y := x.get("__float__")) else x)
+    whole = AutoConfig.for_model(**keys)
+    text = whole.get_text_config(decoder=True)
+    alone = type(text) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  its only home
+    chosen = text if alone else whole
+    chosen._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
+    with torch.device("meta"):
+        model = cast("PreTrainedModel", auto_class(chosen).from_config(chosen).eval())
+    held, depth = _held(model), int(text.num_hidden_layers)
+    heads = int(getattr(text, "num_attention_heads", 1))
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or ()
+    if held is None or (kinds and not held):
+        of_heads = getattr(text, "num_key_value_heads", None) or heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        size = of_heads, dim, getattr(text, "v_head_dim", None) or dim
+        held = {n: size for n in range(depth) if [*kinds[n : n + 1]] not in _STATES}
+    work, size = ModelWork(model, text_alone=not alone), next(iter(held.values()), (1, 1, 1))
+    counts = {
+        **dict(zip(("n_heads", "dim", "value_dim"), size, strict=True)),
+        "n_layers": len(held),
+        "n_qheads": heads,
+        "hidden": int(text.hidden_size),
+        **{name: getattr(work, name) for name in ("parameters", "matrices", "read")},
+        "vocab": work.vocabulary,
+        "others": [str([*kinds, *["other"] * depth][n]) for n in range(depth) if n not in held],
+        "config": text.to_dict(),
+    }
+    return counts, frozenset(held.values())
+
+
+def _held(model: PreTrainedModel) -> dict[int, tuple[int, int, int]] | None:
+    """Return KV heads and dimensions of keys and values of the layers that hold some after a run.
+
+    None for a model that does not run without weights.
+    """
+    try:
+        options: Mapping[str, Any] = cache_option(model, full_cache(model))
+    except CaptureError:
+        options = {}  # it builds a cache of its own
+    try:
+        with torch.no_grad():
+            out = run_model(model, torch.tensor([[1, 2]]), use_cache=True, **options)
+    except CaptureError:
+        return None
+    cache = next(iter(options.values()), None) or cache_of(out)
+    held = {}
+    for number, layer in enumerate(getattr(cache, "layers", ())):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, Tensor) and keys.numel():
+            held[number] = (keys.shape[1], keys.shape[-1], cast("Tensor", values).shape[-1])
+    return held
+
+
+def _integers(config: object, key: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the integers of a configuration, and their keys."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            yield from _integers(value, str(name))
+    elif isinstance(config, int) and not isinstance(config, bool):
+        yield key, config
