@@ -53,7 +53,7 @@ def echo_forecast(
         fields["disk"] = f"{_files(facts)}{most}, {size(free)} free"
     fields["memory"] = size(facts["memory"])
     if facts["device_memory"]:
-        fields["memory"] += f", of the device {size(facts['device_memory'])}"
+        fields["memory"] += f" of the CPU, {size(facts['device_memory'])} of the GPU"
     show.echo_fields(fields)
 
 

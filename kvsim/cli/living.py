@@ -94,7 +94,8 @@ def live(
         decoder, tokenizer = loading.loaded(recorded, weights=False)
         options |= {"tokenizer": tokenizer, "events": folder.events}
         planned, _ = plan_live(decoder, recorded, policies, budget, **options)
-        echo_plan(planned, out, 1, as_json=printed.as_json)
+        there = {**planned.parameters, "device": loading.device}
+        echo_plan(planned._replace(parameters=there), out, 1, as_json=printed.as_json)
         return
     try:
         with ExitStack() as stack, show.bar("cells") as report:

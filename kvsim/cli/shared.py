@@ -84,14 +84,14 @@ def several(metavar: str, text: str) -> Any:
     return typer.Option(callback=split, metavar=metavar, help=text)
 
 
-def parse_device(name: str | None) -> str | None:
-    """Return the name of a device of this machine. Raises OptionError for another one."""
+def parse_device(context: typer.Context, name: str | None) -> str | None:
+    """Return the name of a device of this machine, or of any for a plan; OptionError for others."""
     if name in (None, "cpu"):  # without torch, which takes a second to import
         return name
     from kvsim.core.checks import resolve_device
 
     try:
-        return resolve_device(name)
+        return resolve_device(name, here=not context.params.get("plan"))
     except PolicyError as error:
         raise OptionError(f"--{error}") from error
 
@@ -207,7 +207,11 @@ TracePaths = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Plan = Annotated[
     bool,
-    typer.Option("--plan", help="Say what it takes (cells, disk, memory), and do nothing else."),
+    typer.Option(
+        "--plan",
+        is_eager=True,  # the device of a plan may be another machine's
+        help="Say what it takes (cells, disk, memory), and do nothing else; needs no weights.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -159,15 +159,17 @@ def check_progress(progress: Any) -> Any:
     return progress or None
 
 
-def resolve_device(device: Any) -> str:
+def resolve_device(device: Any, *, here: bool = True) -> str:
     """Return the name of a device; `auto` is cuda where PyTorch finds a GPU, else cpu.
 
-    `auto` is never mps, which has no float64. Raises PolicyError for a device that is not here.
+    here: whether it has to be on this machine. `auto` is never mps, which has no float64. Raises
+    PolicyError for a device that is not here.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.empty(0, device=torch.device(device)).device.type
+        named = torch.device(device)
+        kind = torch.empty(0, device=named).device.type if here else named.type
     except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
         kind = ""
     if kind not in ("cpu", "cuda"):

@@ -29,19 +29,19 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 
-class ModelWork:
-    """Parameters of a model, and the work of its forward.
+class ModelSize:
+    """Parameters of a model, and other sizes.
 
     Of parameters, tied ones once: all, those that a token `read`s and those of `matrices` in layers
-    that it multiplies (of experts the ones that it passes), and bytes (`weights`). FLOPs of a row,
-    and of its logits; `widest`: the most rows or columns of a matrix; `layers` with attention.
+    that it multiplies (of experts the ones that it passes), and bytes (`weights`). `widest`: the
+    most rows or columns of a matrix; `layers` with attention.
     text_alone: without the parts of a multimodal model that text does not reach.
     """
 
     def __init__(self, model: PreTrainedModel, *, text_alone: bool = False) -> None:
         parts = (model.get_input_embeddings(), model.get_output_embeddings())
         weights = [getattr(part, "weight", None) for part in parts]
-        ends = {id(each): each.numel() for each in weights if isinstance(each, Tensor)}
+        ends = {id(each) for each in weights if isinstance(each, Tensor)}
         config, self._model = model.config.get_text_config(), model
         experts, chosen = (
             next((n for name in names if isinstance(n := getattr(config, name, None), int)), 0)
@@ -60,7 +60,6 @@ class ModelWork:
         self.weights = sum(x.nbytes for _, x in named.values())
         self.read = sum(numbers.values())
         self.matrices = sum(numbers[key] for key in inner)
-        self.row, self.logits = 2 * self.matrices, 2 * max(ends.values(), default=0)
         self.widest = max((max(named[key][1].shape) for key in inner), default=1)
         self.vocabulary = int(config.vocab_size)
 
@@ -79,7 +78,7 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         n_layers that hold keys and values, n_qheads, n_heads, dim, value_dim, hidden, vocab; of
-        `ModelWork` parameters, matrices and read; `others`, the kinds of layers that hold none; and
+        `ModelSize` parameters, matrices and read; `others`, the kinds of layers that hold none; and
         the `config` of the text with all defaults.
 
     Raises:
@@ -125,14 +124,14 @@ def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int
         dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         size = of_heads, dim, getattr(text, "v_head_dim", None) or dim
         held = {n: size for n in range(depth) if [*kinds[n : n + 1]] not in _STATES}
-    work, size = ModelWork(model, text_alone=not alone), next(iter(held.values()), (1, 1, 1))
+    sizes, size = ModelSize(model, text_alone=not alone), next(iter(held.values()), (1, 1, 1))
     counts = {
         **dict(zip(("n_heads", "dim", "value_dim"), size, strict=True)),
         "n_layers": len(held),
         "n_qheads": heads,
         "hidden": int(text.hidden_size),
-        **{name: getattr(work, name) for name in ("parameters", "matrices", "read")},
-        "vocab": work.vocabulary,
+        **{name: getattr(sizes, name) for name in ("parameters", "matrices", "read")},
+        "vocab": sizes.vocabulary,
         "others": [str([*kinds, *["other"] * depth][n]) for n in range(depth) if n not in held],
         "config": text.to_dict(),
     }

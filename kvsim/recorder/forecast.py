@@ -14,11 +14,14 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import compute_dtype
 from kvsim.recorder.contexts import share_contexts
+from kvsim.recorder.counting import ModelSize
+from kvsim.recorder.head import LOGITS
 from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
-from kvsim.recorder.modules import attention_modules, kernel_name
+from kvsim.recorder.modules import kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt, naming
+from kvsim.recorder.sensitivity import LOGITS as SENSITIVITY
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
@@ -28,19 +31,6 @@ from kvsim.store.layout import DENSE, StoredArray, cut_shape, stored_arrays
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
 _LOADED = 96 << 20
-
-
-class ModelSize:
-    """Sizes of a model: its layers, bytes of weights, vocabulary and widest matrix of a layer."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        parts = (model.get_input_embeddings(), model.get_output_embeddings())
-        ends = {id(getattr(part, "weight", None)) for part in parts}
-        matrices = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
-        self.layers = len(attention_modules(model))
-        self.weights = sum(each.nbytes for each in model.parameters())
-        self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.widest = max((max(each.shape) for each in matrices), default=1)
 
 
 def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
@@ -129,8 +119,9 @@ def _memory(
     held = (3 * rows * hidden + 2 * of_rows) * item  # the stream, queries, the output
     mlp = 3 * rows * (hidden + size.widest) * item
     again = n * kv_heads * entry * item + repeated + ROWS * heads * n * (2 + item)
-    logits = max(min(rows, 1 + given), copies)
-    logits = size.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
+    logits = size.vocabulary * max(min(rows, 1 + given), copies)
+    logits = 4 * min(logits, SENSITIVITY if copies else 2 * LOGITS)
+    logits += 16 * size.vocabulary * min(ROWS, copies)  # some as float64 too
     in_a_layer = max(held + max(kernel, recorder, projections), mlp, again * bool(copies))
     return _LOADED + cache + blocks + max(in_a_layer, logits)
 

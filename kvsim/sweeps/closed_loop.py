@@ -190,6 +190,7 @@ def plan_live(
             "command": "live",
             "traces": {trace.name: trace.fingerprint for trace in traces},
         },
+        model_bytes=sum(each.nbytes for each in running.model.parameters()),
         compute=executor.compute,
         check=executor.check,
     )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvsim.core.lazy import torch
+from kvsim.core.trace import Trace
 from kvsim.engine.layers import replay_bytes
+from kvsim.errors import KvsimError
+from kvsim.schema import object_at
 from kvsim.store.forecast import PROCESS, Forecast, memory_of
 from kvsim.sweeps.shards import Kept, Shards
 
@@ -21,20 +25,39 @@ def forecast(plan: Plan, kept: Kept) -> Forecast:
     """Return what the unfinished tasks of a plan take."""
     rest = plan.left(kept)
     written, files = _written(plan, rest) if isinstance(kept, Shards) else (0.0, 0)
-    memory = max((_memory(plan, task) for task in rest), default=0)
+    memory = plan.model_bytes + max((_memory(plan, task) for task in rest), default=0)
+    on_device = plan.parameters.get("device") not in (None, "cpu")
     return Forecast(
         written=written,
         files=files,
-        memory=max(memory_of("VmRSS") or 0, PROCESS) + memory,
+        memory=max(memory_of("VmRSS") or 0, PROCESS) + (0 if on_device else memory),
+        device_memory=memory if on_device else 0,
         read=sum(map(plan.bytes_of, rest)),
     )
 
 
 def _memory(plan: Plan, task: Task) -> int:
-    """Bytes of the arrays of a task, and of the block of layers that its cells replay."""
+    """Bytes of the arrays of a task, of the layers that its cells replay, and of its judge."""
     trace, limit = plan.trace_of(task), task.options.get("memory")
     cells = [replay_bytes(trace, cell.policy, len(task.layers), limit) for cell in task.cells]
-    return plan.bytes_of(task) + max(cells, default=0)
+    judge = _judge_bytes(trace) if "judge" in task.options else 0
+    return plan.bytes_of(task) + max(cells, default=0) + judge
+
+
+def _judge_bytes(trace: Trace) -> int:
+    """Bytes of the model that judges a trace: weights, the full cache, and some rows of logits."""
+    from kvsim.recorder.counting import count_model  # noqa: PLC0415  transformers
+    from kvsim.recorder.head import LOGITS  # noqa: PLC0415  as above
+
+    model = object_at(trace.meta, "model")
+    try:
+        counts = count_model(object_at(model, "config"))
+    except KvsimError:  # the judge says what is wrong
+        return 0
+    item = getattr(torch, str(model.get("dtype")), torch.float32).itemsize
+    entries = trace.n_pos * sum(heads * (dim + value) for _, heads, dim, value in trace.sizes)
+    logits = min(LOGITS, (trace.n_pos - trace.prompt_len) * counts["vocab"])
+    return int(item * (counts["parameters"] + 2 * entries + 3 * logits))
 
 
 def _written(plan: Plan, tasks: list[Task]) -> tuple[float, int]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsim.analysis.results import by_model, models_of
+from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
@@ -46,8 +47,8 @@ class Plan(NamedTuple):
 
     policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
     notes: remarks on all results. document: the configuration, which a folder keeps. records:
-    whether they are kept. compute: of one task, in this process or another one. check: raises where
-    no task can be computed, before the first of them.
+    whether they are kept. model_bytes: weights of the model that runs. compute: of one task, in this
+    process or another one. check: raises where no task can be computed, before the first of them.
     """
 
     traces: Sequence[Trace]
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
     compute: Compute
     notes: Sequence[str] = ()
     records: bool = True
+    model_bytes: int = 0
     check: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -87,7 +89,7 @@ class Plan(NamedTuple):
             document=_document(grid, policies, traces, len(cells)),
             compute=replayed,
             records=grid.records,
-            check=partial(check_judge, judge, traces, device),
+            check=partial(check_run, judge, traces, device),
         )
 
     def share(self, shard: tuple[int, int] | None) -> Sequence[Task]:
@@ -186,8 +188,9 @@ class Plan(NamedTuple):
         )
 
 
-def check_judge(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
-    """Raise NeedsError or CaptureError for a trace that the judging model did not record."""
+def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
+    """Raise PolicyError for a device that is not here, and as `judge_of` for a model."""
+    resolve_device(device)
     if judge:
         from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
 

@@ -6,11 +6,13 @@ import shutil
 import zipfile
 
 import pytest
+import torch
 import zarr
 from command_line import one_line
 
 import kvsim
 from damage import edit_header, flip
+from kvsim import tiny
 from kvsim.studies.language.tasks import prompts
 from mutations import reseal_folder
 
@@ -255,3 +257,28 @@ def test_a_plan_is_that_of_the_capture_and_records_nothing(run, tmp_path, prompt
     files, plan = [x for x in out.parent.rglob("*") if x.is_file()], json.loads(planned[1])
     assert plan["files"] == len(files)
     assert plan["bytes"] == pytest.approx(sum(x.stat().st_size for x in files), rel=0.3)
+
+
+def test_a_plan_needs_neither_weights_nor_the_device(run, tmp_path):
+    """A configuration and token ids are enough, and memory is said of the CPU and of the GPU."""
+    (tmp_path / "model").mkdir()
+    config = (tiny.MODELS["tiny"] / "config.json").read_text("utf-8")
+    (tmp_path / "model" / "config.json").write_text(config, "utf-8")
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n', "utf-8")
+    prompts = ["--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out"]
+    commands = [
+        ["capture", "--model", tmp_path / "model", *prompts],
+        ["replay", "sample", "--policy", "tova", "--budget", 64],
+        ["replay", "sample", "--policy", "tova", "--budget", 64, "--judge"],
+        ["live", "sample", "--model", "tiny", "--policy", "tova", "--budget", 64],
+    ]
+    for command in commands:
+        of_cpu = json.loads(run(*command, "--plan", "--json")[1])
+        status, shown, _ = run(*command, "--device", "cuda", "--plan")
+        of_gpu = json.loads(run(*command, "--device", "cuda", "--plan", "--json")[1])
+
+        assert status == 0
+        assert re.search(r"memory +[\d.]+ \wB of the CPU, [\d.]+ \wB of the GPU\n", shown)
+        assert of_cpu["device_memory"] == 0 < of_gpu["device_memory"]
+        if not torch.cuda.is_available():
+            assert run(*command, "--device", "cuda")[0] == 2

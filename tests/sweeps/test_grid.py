@@ -3,6 +3,7 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_every_entry_takes_the_device_auto(monkeypatch, paths):
     assert tables[0].equals(tables[1])
     assert plans[0].keys == plans[1].keys
     assert run.parameters["device"] == Analysis(trace, device="auto").device == "cpu"
-    assert shared.parse_device("auto") == "cpu"
+    assert shared.parse_device(SimpleNamespace(params={}), "auto") == "cpu"
 
 
 @pytest.mark.parametrize(
