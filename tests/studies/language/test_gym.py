@@ -198,9 +198,8 @@ def test_an_unknown_scorer_is_refused(scorer, monkeypatch):
 
 def test_a_file_is_recorded_and_run_live(tmp_path, capsys, monkeypatch):
     """Lines of the command become traces with their scorer, which decides in the live run, too."""
-    short = "{% for m in messages %}{{ m['content'][-90:] }}{% endfor %}"
-    tokenizer, folder, source = bytes_tokenizer(template=short), tmp_path / "m", tmp_path / "p"
-    model = small(300)
+    tokenizer, folder, source = bytes_tokenizer(template=TEMPLATE), tmp_path / "m", tmp_path / "p"
+    model = small(300, max_position_embeddings=4000)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     task = ["--task", "gym:chain_sum,gym:leg_counting", "--level", "1,2", "--n", "4"]
