@@ -128,8 +128,8 @@ def head_of(model: PreTrainedModel) -> Head:
 def _measured(model: PreTrainedModel) -> _Measured:
     with _TABLE_LOCK:
         if model not in _MEASURED:
-            called, holding, *more = _called(model)
-            _MEASURED[model] = *_placed(model, called, holding), *more
+            called, holding, sizes, kind = _called(model)
+            _MEASURED[model] = *_placed(model, called, holding), sizes, kind
         return _MEASURED[model]
 
 

@@ -105,9 +105,9 @@ class FullPass:
         ):
             wanted = trace.n_pos - self.predicts
             running.run(tokens[begin:], cache, wanted, chunk, begin)
-        rows = torch.cat(outputs)[-wanted:-1].clone()
-        self.predictions = Predictions(rows, self.predicts, running.head)
-        if len(rows) * self.predictions.row * rows.itemsize <= keep:
+        last = torch.cat(outputs)[-wanted:-1].clone()
+        self.predictions = Predictions(last, self.predicts, running.head)
+        if len(last) * self.predictions.row * last.itemsize <= keep:
             self.predictions = Predictions(self.predictions.logits(), self.predicts, checked=True)
         comparison.check(self.predictions[trace.prompt_len - 1 - self.predicts :])
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
@@ -169,10 +169,12 @@ def compared(
 
 def _compared(run: Predictions, full: Predictions, response: Sequence[int]) -> dict[str, Any]:
     tokens = torch.tensor(response, dtype=torch.long, device=full.outputs.device)[:, None]
-    shape, like = (*run.outputs.shape[:-2], len(tokens)), {"dtype": torch.float64}
+    shape = (*run.outputs.shape[:-2], len(tokens))
     # allocated first: small arrays between large ones would keep the memory of these
-    of_run = {name: tokens.new_empty(shape, **like) for name in ("nll", "kl", "agreement")}
-    full_nll = tokens.new_empty(len(tokens), **like)
+    of_run = {
+        name: tokens.new_empty(shape, dtype=torch.float64) for name in ("nll", "kl", "agreement")
+    }
+    full_nll = tokens.new_empty(len(tokens), dtype=torch.float64)
     for (rows, logits), (_, of_full) in zip(run.parts(), full.parts(run.row), strict=True):
         live, expected = (x.double().log_softmax(-1) for x in (logits, of_full))
         token = tokens[rows].expand(*live.shape[:-1], 1)

@@ -239,7 +239,8 @@ class Judge:
                 **options,
                 **last_logits(running.model, count * len(position)),
             )
-        return outputs[0].unflatten(0, (count, -1))[:, first:-1]
+        hidden: Tensor = outputs[0].unflatten(0, (count, -1))
+        return hidden[:, first:-1]
 
 
 def check_judged(record: Record, trace: Trace) -> None:

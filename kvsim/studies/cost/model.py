@@ -198,7 +198,7 @@ class Model:
             size = _number_bytes(config, name) if number_bytes is None else number_bytes
             found = (*shape, hidden, vocab, matrices + ends, matrices, size, (remark,))
             return cls(name, *found, value_dim=trace.value_dim)
-        parts = dict(zip(("n_layers", "n_qheads", "n_heads", "dim"), shape, strict=True))
+        parts: Any = dict(zip(("n_layers", "n_qheads", "n_heads", "dim"), shape, strict=True))
         return replace(counted, **parts, value_dim=trace.value_dim)
 
 
