@@ -191,7 +191,7 @@ class _Values:
         return super().resolve(kind, value, implicit)  # type: ignore[misc]  # of PyYAML
 
 
-class Loader(_Values, yaml.SafeLoader):
+class Loader(_Values, yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """Reads configurations; their values take no more memory or time than their text."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -203,7 +203,7 @@ class Loader(_Values, yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-class Dumper(_Values, yaml.SafeDumper):
+class Dumper(_Values, yaml.SafeDumper):  # type: ignore[misc]  # as above
     """Writes configurations so that `Loader` reads the same."""
 
     def ignore_aliases(self, data: object) -> bool:

@@ -47,8 +47,9 @@ class Plan(NamedTuple):
 
     policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
     notes: remarks on all results. document: the configuration, which a folder keeps. records:
-    whether they are kept. model_bytes: weights of the model that runs. compute: of one task, in this
-    process or another one. check: raises where no task can be computed, before the first of them.
+    whether they are kept. model_bytes: weights of the model that runs. compute: of one task, in
+    this process or another one. check: raises where no task can be computed, before the first of
+    them.
     """
 
     traces: Sequence[Trace]
