@@ -36,7 +36,6 @@ from kvsim.policies import describe, names, parameters
 from kvsim.recorder import load_model
 from kvsim.store.opening import as_traces
 from kvsim.studies.learning.learn import CAUSAL, learn
-from kvsim.studies.tuning.search import tune
 from optimum_page import BUDGETS, FULL, KINDS, PROJECTIONS, SEEDED, write
 
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/optimum-results.jsonl"
@@ -54,8 +53,15 @@ KNOWLEDGE: dict[str, dict[str, Any]] = {
 #: Scorers of the same features that are learned in other ways.
 SIMPLER: dict[str, dict[str, Any]] = {"linear": {"hidden": 0}, "random features": {"fixed": True}}
 SEEDS = (0, 1, 2)
-#: Hand-written policies whose parameters are searched.
-TUNED = ("h2o", "snapkv")
+#: Parameters of hand-written policies at each of BUDGETS, by model, policy and set of prompts: a
+#: search that kvsim no longer has chose them, those of 15 settings that retained most mass there.
+TUNED: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("tiny", "h2o", "learned"): ({"recent": 15}, {"recent": 30}),
+    ("tiny", "snapkv", "learned"): ({"window": 23, "pool": None}, {"window": 40, "pool": None}),
+    ("smollm2", "h2o", "learned"): ({"recent": 51}, {"recent": 93}),
+    ("smollm2", "snapkv", "learned"): ({"window": 12, "pool": None}, {"window": 29, "pool": None}),
+    ("smollm2", "snapkv", "needle"): ({"window": 21, "pool": None}, {"window": 23, "pool": None}),
+}
 #: What runs on the model beside the learned scorer, and the prompts with answers: how many tokens
 #: of a response they take.
 LIVE = ("h2o", "tova", "gkv@scaled", "snapkv@scaled")
@@ -200,14 +206,13 @@ def measure(results: Results, model: Model, other: Model) -> None:
     learned = {kind: lambda kind=kind: scorer(model, kind, **kinds[kind]) for kind in kinds}
     put(results, model, "policies", "unseen", policies)
     put(results, model, "beside", "unseen", {kind: learned[kind] for kind in KINDS})
-    for name in TUNED:
-        searched(results, model, name, "learned", "unseen")
+    put_tuned(results, model, "beside", "unseen", "learned")
     put(results, model, "knowledge", "unseen", {kind: learned[kind] for kind in KNOWLEDGE})
     if "chat" in model.sets:
         of_tasks = {on: lambda on=on: scorer(model, FULL, on) for on in ("needle", "other chats")}
         by_hand = {name: policies[name] for name in (*LIVE, *STRONG)}
         put(results, model, "tasks", "chat", of_tasks | {"text": learned[FULL]} | by_hand)
-        searched(results, model, "snapkv", "needle", "chat", part="tasks")
+        put_tuned(results, model, "tasks", "chat", "needle")
     for seed in SEEDS[1:]:
         again = {
             kind: lambda kind=kind, seed=seed: scorer(model, kind, seed=seed, **kinds[kind])
@@ -227,25 +232,17 @@ def measure(results: Results, model: Model, other: Model) -> None:
             results.add(live(model, metric, name))
 
 
-def searched(
-    results: Results, model: Model, name: str, on: str, test: str, part: str = "beside"
-) -> None:
-    """Measure a policy with the parameters that retain most on prompts that are learned from.
-
-    They are kept with the results.
-    """
-    label = f"{name}, tuned" if on == "learned" else f"{name}, tuned on {on} prompts"
-    key = {"model": model.name, "part": part, "test": test, "name": label}
-    for budget in BUDGETS:
-        if results.has({**key, "budget": budget}):
+def put_tuned(results: Results, model: Model, part: str, test: str, on: str) -> None:
+    """Measure policies with the parameters of `TUNED` for a set; they are kept with the results."""
+    for (of_model, name, searched), chosen in TUNED.items():
+        if (of_model, searched) != (model.name, on):
             continue
-        search = tune(
-            *(model.sets[on], name, budget, "retained_mass"),
-            trials=15, held_out=0, interval=INTERVAL,
-        )  # fmt: skip
-        policy = kvsim.policy(name, **search.parameters)
-        rows = measured(model.sets[test], {label: policy}, [budget])
-        results.add([{**key, **row, "parameters": json.dumps(search.parameters)} for row in rows])
+        label = f"{name}, tuned" if on == "learned" else f"{name}, tuned on {on} prompts"
+        key = {"model": model.name, "part": part, "test": test, "name": label}
+        for budget, values in zip(BUDGETS, chosen, strict=True):
+            if not results.has({**key, "budget": budget}):
+                rows = measured(model.sets[test], {label: kvsim.policy(name, **values)}, [budget])
+                results.add([{**key, **row, "parameters": json.dumps(values)} for row in rows])
 
 
 def live(model: Model, metric: str, name: str) -> list[dict[str, Any]]:

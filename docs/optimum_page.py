@@ -147,7 +147,7 @@ def seeds(rows: pl.DataFrame) -> str:
 
 
 def parameters(rows: pl.DataFrame) -> str:
-    """Return the parameters that `kvsim tune` chose."""
+    """Return the parameters of the tuned policies."""
     chosen = rows.filter(part="beside", metric="possible_share").filter(
         pl.col("parameters").is_not_null()
     )

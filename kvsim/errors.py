@@ -95,7 +95,6 @@ EXTRAS = {
     "dask": ("dask", "distributed"),
     "slurm": ("submitit",),
     "xarray": ("xarray",),
-    "tune": ("optuna",),
     "tasks": ("reasoning_gym",),
     "hub": ("datasets",),
     "kvpress": ("kvpress",),

@@ -42,8 +42,8 @@ class Interval(TypedDict, total=False):
     ]
 
 
-class Prefill(TypedDict, total=False):
-    """Whether an event follows the prompt."""
+class OfCells(TypedDict, total=False):
+    """What all cells have in common, replays and live runs."""
 
     prefill: Annotated[
         bool | None,
@@ -52,11 +52,6 @@ class Prefill(TypedDict, total=False):
             "schedule."
         ),
     ]
-
-
-class OfCells(Prefill, total=False):
-    """What all cells have in common, replays and live runs."""
-
     compress: Annotated[
         Compress | None,
         Help(

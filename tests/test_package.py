@@ -161,7 +161,7 @@ def test_imports_are_declared():
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
     names = ("capture", "dask", "gguf", "hub", "kvpress", "lm-eval", "remote", "slurm", "tasks")
-    names += ("tune", "xarray")
+    names = (*names, "xarray")
     optional = [line for name in names for line in extras[name]]
     declared = core | requirements(optional)
     imported = set()

@@ -15,9 +15,6 @@ from kvsim.experiment import Experiment, Keys, LiveOptions, ReplayOptions, Sweep
 from kvsim.studies.learning.command import learn as learn_command
 from kvsim.studies.learning.learn import learn
 from kvsim.studies.learning.options import LearnOptions
-from kvsim.studies.tuning.command import tune as tune_command
-from kvsim.studies.tuning.options import TuneOptions
-from kvsim.studies.tuning.search import tune
 from kvsim.sweeps import replay_all
 from kvsim.sweeps.grid import Grid
 
@@ -40,7 +37,7 @@ def test_no_function_of_a_command_has_more_than_twelve_parameters(file):
 PUBLIC = [each for name in kvsim.__all__ if inspect.isfunction(each := getattr(kvsim, name))]
 
 
-@pytest.mark.parametrize("function", [*PUBLIC, replay_all, tune, learn], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*PUBLIC, replay_all, learn], ids=lambda f: f.__name__)
 def test_no_public_function_has_more_than_twelve_parameters_of_its_own(function):
     """Options that a declaration has are its `**options`, and not its own."""
     code = inspect.unwrap(function, stop=lambda f: not hasattr(f, "__wrapped__")).__code__
@@ -54,7 +51,6 @@ def test_no_public_function_has_more_than_twelve_parameters_of_its_own(function)
         (kvsim.sweep, SweepOptions),
         (kvsim.live, LiveOptions),
         (replay_all, ReplayOptions),
-        (tune, TuneOptions),
         (learn, LearnOptions),
     ],
     ids=lambda x: x.__name__,
@@ -78,7 +74,6 @@ def test_python_has_the_declared_options(function, options):
         (replaying.replay, Experiment),
         (sweeping.sweep, Experiment),
         (living.live, Experiment),
-        (tune_command, TuneOptions),
         (learn_command, LearnOptions),
     ],
     ids=lambda x: x.__name__,

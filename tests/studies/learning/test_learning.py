@@ -18,6 +18,7 @@ from kvsim.policies.learned import Network
 from kvsim.studies.learning.learn import learn
 from kvsim.studies.learning.lessons import Lesson, Pairs, Teacher, worth
 from kvsim.studies.learning.training import Projecting, fit
+from kvsim.sweeps.held_out import split
 from kvsim.testing.strategies import make_case
 
 EVERY_4 = Schedule(interval=4)
@@ -203,6 +204,17 @@ def test_random_features_stay_as_they_were_drawn():
     assert torch.equal(few[0][0], many[0][0])
     assert not torch.equal(few[1][0], many[1][0])
     assert not torch.equal(fit(pairs, [5], steps=40)[2][0][0], many[0][0])
+
+
+def test_the_split_is_disjoint_and_whole():
+    """Half of the prompts are held out, all are in one part, and few prompts are not split."""
+    learned_from, back = split("01234", 0.5, 0)
+
+    assert len(back) == 2
+    assert sorted([*learned_from, *back]) == [*"01234"]
+    assert len({tuple(split("01234", 0.5, seed)[1]) for seed in range(6)}) > 1
+    assert split([*"012"], 0.5, 0) == ([*"012"], [])
+    assert len(split("01234", 0.99, 0)[0]) == 1
 
 
 def test_learning_beats_chance_on_prompts_held_out(paths, tmp_path):
