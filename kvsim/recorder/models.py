@@ -14,14 +14,10 @@ from typing import Any, cast
 import httpx
 import torch
 from huggingface_hub import constants, get_session
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -33,6 +29,7 @@ from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, described, find_gguf
 from kvsim.recorder.modules import kernel_name
+from kvsim.recorder.weights import UNUSABLE, auto_class, check_weights
 from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -51,15 +48,6 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
 #: Classes of a tokenizer whose tokenizer.json is complete.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-
-#: Most parameters, and layers, for a byte of weights, which have a bit at least.
-_PER_BYTE, _LAYERS_PER_BYTE = 8, 1 / 64
-
-#: Errors of a configuration that describes no model.
-_UNUSABLE = (
-    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(StrictDataclassError, TypeError, ValueError),
-)
 
 #: Files that a folder with a tokenizer has.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -114,7 +102,7 @@ def load_model(
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
         if local:
-            _check_weights(Path(place), trust_remote_code=trust_remote_code)
+            check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
             both: Any = _class_of(place, shared).from_pretrained(
                 place,
@@ -182,7 +170,7 @@ def load_outline(
                 model = auto_class(config).from_config(
                     config, trust_remote_code=trust_remote_code, **options
                 )
-        except _UNUSABLE as error:
+        except UNUSABLE as error:
             raise CaptureError(
                 f"model {str(name)!r} has no usable configuration ({error_line(error)}); expected "
                 f"a decoder model, or {_NAMED}{_close(str(name))}"
@@ -296,58 +284,12 @@ def _is_here(place: str | int) -> bool:
     return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
-def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise CaptureError for a folder without safetensors, or with far fewer than it describes.
-
-    transformers allocates what the configuration says before it compares shapes.
-    """
-    weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise CaptureError(
-                f"{path} is no whole safetensors file ({error_line(error)}); download it again, "
-                "with `git lfs pull` in a clone of a hub's repository"
-            ) from error
-    if not weights:
-        files = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
-        found = f"only {', '.join(files)}" if files else "no weights"
-        raise CaptureError(
-            f"{folder} has {found}, expected *.safetensors; pickled weights can run code and are "
-            "never loaded, convert them with save_pretrained first"
-        )
-    size = sum(weights)
-    trust = {"trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
-        layers = config.get_text_config().num_hidden_layers
-        if layers <= size * _LAYERS_PER_BYTE:
-            with torch.device("meta"):
-                model = auto_class(config).from_config(config, **trust)
-            if sum(each.numel() for each in model.parameters()) <= size * _PER_BYTE:
-                return
-    except _UNUSABLE:
-        return  # loading says what is wrong
-    raise CaptureError(
-        f"{folder} has {size:,} bytes of weights, expected those of the model in its config.json, "
-        "which is far larger; copy or convert it again, or correct its config.json"
-    )
-
-
 def _class_of(place: str, options: dict[str, Any]) -> Any:
     """Return `auto_class` of a path or hub id."""
     try:
         return auto_class(AutoConfig.from_pretrained(place, **options))
-    except _UNUSABLE:
+    except UNUSABLE:
         return AutoModelForCausalLM  # an adapter alone; or loading says what is wrong
-
-
-def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
-    """Return the class that loads a model: of causal language models, else of multimodal ones."""
-    multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
-    causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above
-    return AutoModelForMultimodalLM if multimodal and not causal else AutoModelForCausalLM
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
@@ -360,7 +302,7 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class de
         kind = PreTrainedTokenizerFast if stated in _PLAIN else AutoTokenizer
         return kind.from_pretrained(place, **options)
     except Exception as error:
-        if isinstance(error, _UNUSABLE) and not (folder / "tokenizer.json").is_file():
+        if isinstance(error, UNUSABLE) and not (folder / "tokenizer.json").is_file():
             return None  # weights alone: prompts are then token ids
         raise CaptureError(
             f"the tokenizer of {place} cannot be loaded ({error_line(error)}), expected whole "
