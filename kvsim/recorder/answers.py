@@ -75,7 +75,8 @@ def scoring(
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
         nonlocal logits
-        logits = output.logits[0, -1]
+        if getattr(output, "logits", None) is not None:
+            logits = output.logits[0, -1]
 
     def scored(ids: list[int], question: int | None) -> None:
         nonlocal several

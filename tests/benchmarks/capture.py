@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 import kvsim
 from harness import options, publish, random_model
 from kvsim.recorder import load_model
+from kvsim.recorder.choice import Choice
 from kvsim.recorder.generation import generate
 from kvsim.schema import CHUNK
 
@@ -159,8 +160,7 @@ def turn(model: PreTrainedModel, shape: Shape, out: Path | None) -> tuple[float,
             model,
             ids,
             new_tokens=shape.new,
-            temperature=0.0,
-            seed=0,
+            choice=Choice(model, ()),
             stop=frozenset(),
             completed=lambda _tokens, _start: False,
             added=lambda _ids, _question: None,

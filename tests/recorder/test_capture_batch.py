@@ -53,7 +53,10 @@ def test_traces_of_a_batch_are_those_of_one_by_one(tmp_path, temperature):
         for name in ("q", "k", "v", "attn_out", "lse", "residual_norm"):
             a, b = ours.read(name), theirs.read(name)
             assert float((a - b).abs().max() / b.abs().max()) < 1e-5
-        measured = dict.fromkeys(("agreement", "capture_check"))
+        likelihoods = "response_logprobs", "mean_logprobs"
+        for name in likelihoods:
+            assert ours.meta[name] == pytest.approx(theirs.meta[name], rel=1e-5)
+        measured = dict.fromkeys(("agreement", "capture_check", *likelihoods))
         assert {**ours.meta, **measured} == {**theirs.meta, **measured}
         ends.add(ours.meta["generation"]["stopped"])
     assert verify(together[0].path, deep=True).ok

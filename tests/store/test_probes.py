@@ -89,7 +89,7 @@ def test_a_request_is_what_the_tokenizer_knows():
             assert not add_special_tokens
             return {"input_ids": [ord(x) for x in text]}
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
             assert add_generation_prompt
             assert not tokenize
             return f"<user>{messages[0]['content']}<end><bot>"
