@@ -6,6 +6,7 @@ import json
 import math
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from functools import partial
@@ -98,7 +99,7 @@ def read_prompts(
         raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
     seen: set[str] = set()
     prompts: list[Prompt] = []
-    for where, row in islice(_rows(str(path)), limit):
+    for where, row in islice(_rows(str(path)), limit and min(limit, sys.maxsize)):
         prompts.append(_prompt(row, len(prompts), where))
         for key in row.keys() - seen - set(KEYS):
             close = suggest(key, KEYS)
