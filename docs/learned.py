@@ -53,8 +53,8 @@ KNOWLEDGE: dict[str, dict[str, Any]] = {
 #: Scorers of the same features that are learned in other ways.
 SIMPLER: dict[str, dict[str, Any]] = {"linear": {"hidden": 0}, "random features": {"fixed": True}}
 SEEDS = (0, 1, 2)
-#: Parameters of hand-written policies at each of BUDGETS, by model, policy and set of prompts: a
-#: search that kvsim no longer has chose them, those of 15 settings that retained most mass there.
+#: Parameters of hand-written policies at each of BUDGETS, by model, policy and set of prompts. They
+#: retained most mass there among 15 settings, which a search proposed (now removed).
 TUNED: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("tiny", "h2o", "learned"): ({"recent": 15}, {"recent": 30}),
     ("tiny", "snapkv", "learned"): ({"window": 23, "pool": None}, {"window": 40, "pool": None}),

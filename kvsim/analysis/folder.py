@@ -262,8 +262,8 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
                     "expected one name per trace: take the runs one by one, or record one trace "
                     "again under another id and replay it"
                 )
-    known = (run.parameters.get("models", {}) for run in runs)
-    table = by_model(in_order(run.table for run in runs), dict(chain(*(x.items() for x in known))))
+    of_runs = (run.parameters.get("models", {}).items() for run in runs)
+    table = by_model(in_order(run.table for run in runs), dict(chain(*of_runs)))
     table = table.unique(
         [name for name in table.columns if name != "model"], keep="first", maintain_order=True
     )

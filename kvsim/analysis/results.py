@@ -110,8 +110,8 @@ def model_labels(models: Mapping[str, str]) -> dict[str, str | None]:
     models: of `models_of`. Where several have one name, 8 hex digits of the weights follow it.
     """
     pairs = {trace: model.rpartition("@") for trace, model in models.items()}
-    known = {(name, weights) for name, _, weights in pairs.values() if weights}
-    several = Counter(name for name, _ in known)
+    distinct = {(name, weights) for name, _, weights in pairs.values() if weights}
+    several = Counter(name for name, _ in distinct)
     return {
         trace: f"{name} ({weights[7:15]})" if weights and several[name] > 1 else name or None
         for trace, (name, _, weights) in pairs.items()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -137,8 +138,9 @@ def app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # no stream, or one that was redirected
-            getattr(stream, "reconfigure")(errors="backslashreplace")  # names may not fit  # noqa: B009
+        if isinstance(stream, io.TextIOWrapper):  # names may not fit its encoding
+            with contextlib.suppress(OSError):  # its reader has gone
+                stream.reconfigure(errors="backslashreplace")
     with _interruptible(), _plain_warnings():
         status = _status(list(sys.argv[1:] if argv is None else argv))
     sys.exit(status)

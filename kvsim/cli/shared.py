@@ -134,8 +134,8 @@ def parse_layers(text: str | None) -> list[int] | None:
     return None if text is None else parse_ranges(text, "--layers", expected)
 
 
-def parse_json(text: str | None) -> dict[str, Any] | None:
-    """Parse a JSON object, if one is given."""
+def parse_template(text: str | None) -> dict[str, Any] | None:
+    """Parse the JSON object of --chat-template-kwargs, if one is given."""
     try:
         return None if text is None else {**json.loads(text)}
     except (TypeError, ValueError, RecursionError):
@@ -158,7 +158,7 @@ _FORMS: dict[Any, Form] = {
     Sequence[int] | None: Form(str | None, convert=parse_layers),
     int | Sequence[int] | None: Form(str | None, convert=parse_layers),
     int | str | None: Form(str | None, convert=parse_memory),
-    Mapping[str, Any] | None: Form(str | None, convert=parse_json),
+    Mapping[str, Any] | None: Form(str | None, convert=parse_template),
     bool | str: Form(str | None, convert=lambda text: text or False),
 }
 

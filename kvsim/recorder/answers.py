@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsim.recorder.generation import log_likelihoods
 from kvsim.recorder.prompts import Encoded, Prompt
+from kvsim.schema import LOGPROBS
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
 
@@ -56,10 +57,10 @@ def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
     return {"share": sum(likeliest) / len(likeliest), "first": first}
 
 
-def described(scores: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+def likelihoods(scores: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
     """Return what a trace says of the `log_likelihoods` of its response, ready for JSON."""
     of_each = ([*values] for values in zip(*scores, strict=True))
-    return dict(zip(("response_logprobs", "mean_logprobs"), of_each, strict=False))
+    return dict(zip(LOGPROBS, of_each, strict=False))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a prompt says besides its text, as far as it is checked before the model runs."""
+"""Checks of the labels, answer and writer of a prompt before the model runs."""
 
 from __future__ import annotations
 

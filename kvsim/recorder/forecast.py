@@ -26,7 +26,7 @@ from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
 from kvsim.schema import CHUNK
-from kvsim.store.forecast import PROCESS, Forecast, by_array, memory_of
+from kvsim.store.forecast import PROCESS, Forecast, by_array, resident_bytes
 from kvsim.store.layout import DENSE, StoredArray, cut_shape, stored_arrays
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
@@ -71,7 +71,7 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     files = chunks + (5 + 2 * texts) * len(sessions) + projected
     arrays = by_array(stored)
     written = sum(usual for usual, _ in arrays.values()) + small
-    resident, weights = memory_of("VmRSS") or PROCESS, 0 if on_device else size.weights
+    resident, weights = resident_bytes() or PROCESS, 0 if on_device else size.weights
     return Forecast(
         written=written,
         files=files,

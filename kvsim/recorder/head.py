@@ -34,7 +34,7 @@ def spans(n: int, step: int) -> list[slice]:
 
 
 class Head:
-    """What a model computes of the output of its decoder.
+    """The part of a model that computes logits of its decoder's output.
 
     kind: the class of that output; None for a model whose logits are no function of it, or of which
     that is not known: its forwards compute all logits that are asked for.

@@ -22,7 +22,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, answer_check, described, reasoning_notes, scoring
+from kvsim.recorder.answers import agreement, answer_check, likelihoods, reasoning_notes, scoring
 from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
@@ -170,9 +170,9 @@ class Session:
         """Compare a response whose writer is known with the right one, ready for JSON."""
         if response is None or (self.response and self.prompt.writer is None):
             return None
-        of, tiny = (self.prompt, self.encoded, response), is_tiny(self.model)
-        check = answer_check(*of, tiny=tiny, longest=self.own_length)
-        self.notes += [] if check is None else reasoning_notes(self.encoded.opened + response)
+        prompt, encoded, tiny = self.prompt, self.encoded, is_tiny(self.model)
+        check = answer_check(prompt, encoded, response, tiny=tiny, longest=self.own_length)
+        self.notes += [] if check is None else reasoning_notes(encoded.opened + response)
         return check
 
     def run(self) -> Trace:
@@ -410,7 +410,7 @@ class Session:
             },
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
-            **described(self.scores),
+            **likelihoods(self.scores),
             **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
             **({"probe": self.probe.document()} if self.probe else {}),
         }

@@ -75,7 +75,7 @@ class RunningModel:
 
     @cached_property
     def head(self) -> Head:
-        """What computes logits of the output of the decoder."""
+        """The part of the model that computes logits of its decoder's output."""
         return head_of(self.model)
 
     @cached_property

@@ -82,10 +82,10 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(each for each in places if each.exists())).free
 
 
-def memory_of(kind: str) -> int | None:
-    """Return the memory of this process in bytes: VmRSS now, VmHWM at its peak; None off Linux."""
+def resident_bytes() -> int | None:
+    """Return the memory of this process in bytes; None where it is not Linux."""
     try:
         lines = Path(f"/proc/{os.getpid()}/status").read_text("ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(kind)), None)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS")), None)

@@ -332,7 +332,8 @@ def failure(cell: Cell, lost: Lost, trace: str = "") -> Failure:
 
 def _unexpected(error: BaseException) -> str:
     """Return one line on an error of a policy's own code: what, and where it was raised."""
-    *_, frame = frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = frames[-1]
     returned = [_RETURNED[each.name] for each in frames if each.name in _RETURNED]
     return (
         f"the policy raised {type(error).__name__} ({error_line(error)}) in "

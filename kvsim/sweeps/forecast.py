@@ -9,7 +9,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.layers import replay_bytes
 from kvsim.errors import KvsimError
 from kvsim.schema import object_at
-from kvsim.store.forecast import PROCESS, Forecast, memory_of
+from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
 from kvsim.sweeps.shards import Kept, Shards
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def forecast(plan: Plan, kept: Kept) -> Forecast:
     return Forecast(
         written=written,
         files=files,
-        memory=max(memory_of("VmRSS") or 0, PROCESS) + (0 if on_device else memory),
+        memory=max(resident_bytes() or 0, PROCESS) + (0 if on_device else memory),
         device_memory=memory if on_device else 0,
         read=sum(map(plan.bytes_of, rest)),
     )

@@ -315,7 +315,7 @@ def test_plan_of_a_batch_has_the_cache_of_the_context(tmp_path, monkeypatch):
     plans = []
     prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
 
-    monkeypatch.setattr("kvsim.recorder.forecast.memory_of", lambda _: None)
+    monkeypatch.setattr("kvsim.recorder.forecast.resident_bytes", lambda: None)
     for folder, chosen in {"one": [*prompts[:1], Prompt("x", ids(603))], "two": prompts}.items():
         recorded(tmp_path / folder, chosen, batch=2, planned=plans.append)
 
