@@ -20,8 +20,8 @@ from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved, lacking
 from kvsim.analysis.overview import PREDICTIONS, SUMMARY, summarise
 from kvsim.analysis.results import REQUESTED, labelled
+from kvsim.analysis.sentences import lines
 from kvsim.analysis.table import OF_RECORD
-from kvsim.analysis.verdict import lines
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.storing import Spec
@@ -158,8 +158,8 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
 def _comparison(comparison: Comparison) -> Iterable[Markup]:
     yield _title("Comparison", comparison.metric)
     yield from _verdict(comparison)
-    rows = comparison.table.select("requested", "rank", "policy", "mean", "low", "high", "verdict")
-    yield _table(rows.rename({"requested": "budget"}))
+    shown = ("rank", "policy", "mean", "low", "high", "could_be_best", "worse_by")
+    yield _table(comparison.overall.select(pl.col("requested").alias("budget"), *shown))
 
 
 def _verdict(comparison: Comparison) -> Iterable[Markup]:
@@ -279,7 +279,7 @@ def _runs(mask: NDArray[np.bool_], edges: NDArray[np.float64], height: float) ->
 
 def _dots(comparison: Comparison) -> Markup:
     """Mean and interval of each policy, the first ones of each budget."""
-    rows = comparison.table.sort("entries", "mean", maintain_order=True).to_dicts()
+    rows = comparison.overall.sort("entries", "mean", maintain_order=True).to_dicts()
     rows = rows[:_LINES]
     ends = [x for row in rows for x in (row["mean"], row["low"], row["high"]) if x is not None]
     least, most = min([0.0, *ends]), max([*ends, 1e-9])

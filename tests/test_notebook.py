@@ -62,7 +62,7 @@ def test_objects_are_shown_with_shape_and_provenance(swept, tmp_path):
         ),
         (record, "h2o on small", "12 (50%) entries", "the prompt, every 4 rows", "24 positions"),
         (kvsim.policy("streaming_llm"), "StreamingLLM(sink=4)", "chosen of a budget of 128"),
-        (kvsim.compare(swept), "Budget 8: ", "undecided"),
+        (kvsim.compare(swept), "Budget 8: ", "worse_by"),
     ]
 
     for shown, *parts in expected:

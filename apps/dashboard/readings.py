@@ -10,7 +10,6 @@ import polars as pl
 from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
@@ -122,12 +121,12 @@ def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | 
 
 
 def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str:
-    """Say which policy is best at the smallest and the largest budget, or in each part of a split.
+    """Say which policy has the best mean, at the smallest and the largest budget or in each part.
 
     means: of `averages`. A metric without a better direction has its ends named.
     """
     better = METRICS[metric].better if metric in METRICS else None
-    what = {"higher": "Best, which is highest", "lower": "Best, which is lowest"}
+    what = {"higher": "Highest mean, which is better", "lower": "Lowest mean, which is better"}
     budgets = requested_order(means["requested"].to_list())
     if by is None:
         parts = [
@@ -160,17 +159,10 @@ def _first(part: pl.DataFrame, better: str | None) -> str:
 
 
 def differences(gaps: pl.DataFrame) -> str:
-    """Say how many differences exclude 0, and which is largest; gaps: of `compare`."""
+    """Say which difference is largest; gaps: of `compare`."""
     largest = gaps.sort(pl.col("mean").abs()).row(-1, named=True)
-    apart = gaps.filter((pl.col("low") > 0) | (pl.col("high") < 0)).height
-    tested = gaps["low"].count()
-    counted = (
-        f"{apart} of {plural(tested, 'difference')} have an interval that excludes 0"
-        if tested
-        else f"Fewer than {FEWEST} prompts, so no difference has an interval"
-    )
     return (
-        f"{counted}. The largest is that of {largest['policy']} from {largest['base']} at budget "
+        f"The largest difference is that of {largest['policy']} from {largest['base']} at budget "
         f"{largest['requested']}: {rounded(largest['mean'], '+.3g')}."
     )
 

@@ -18,6 +18,7 @@ from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled, mixed
+from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
     between_levels,
@@ -27,7 +28,6 @@ from kvsim.analysis.summaries import (
     strongest,
 )
 from kvsim.analysis.table import available, in_order
-from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.sweeps.driver import replay_all
@@ -163,12 +163,12 @@ def _means(
     return result.filter(pl.col("mean").is_not_null())
 
 
-@st.cache_data(max_entries=32, show_spinner="testing which differences are beyond chance")
+@st.cache_data(max_entries=32, show_spinner="testing which policies could be the best")
 def verdict(
     origin: Origin, policies: Sequence[str], metric: str
 ) -> tuple[Comparison | None, list[str]]:
-    """Compare policies by a metric; with sentences that say which is best at each budget."""
-    names = dict.fromkeys((metric, *EVIDENCE, "entries_seen", "wipeout"))  # that `answer` reads
+    """Compare policies by a metric; with sentences that say which could be the best."""
+    names = dict.fromkeys((metric, *EVIDENCE, "entries_seen"))  # that `answer` reads
     table = pl.concat(best(origin, name, METRICS[name].main) for name in names)
     others = load(origin).first.join(table, on="policy", how="anti")  # for the answer to name
     named = pl.col("policy").is_in(list(policies))

@@ -12,10 +12,11 @@ wide        tables of keys, dimensions and verdicts, for which a Table has no co
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences
 fronts      results that no other one beats at the cost of its cache
-significance  whether differences are beyond chance, and how many prompts tell
 evidence    the metric that ranks policies
-comparison  the best policy at a budget, how sure that is, and the gain of a larger budget
-verdict     the answer of a comparison in a sentence per budget
+significance  the statistics of values by prompt and policy
+verdict     what prompts say of policies at one budget
+comparison  the policies of a Table compared at each budget (`by_budget`)
+sentences   a comparison in English
 live        what a running model says, and a judge
 folder      run folders, and Tables in Parquet (`parquet`)
 """

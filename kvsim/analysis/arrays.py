@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Strings = NDArray[np.str_]
 #: Rows [H, T] after which the entries of a layer are gone, as `Record.gone_after` has them.
 EvictedAt = NDArray[np.int32]
 

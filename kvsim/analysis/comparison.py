@@ -1,20 +1,16 @@
-"""The best policy at a budget, how sure that is, and the gain of a larger budget.
+"""The policies of a Table compared by a metric, at each budget.
 
-Prompts are the unit, as in `summaries`: values are averaged within a prompt first. All means of a
-comparison are over the same prompts, those that every result has a value for.
-
-Differences are tested by flipping signs, and p-values corrected for the number of comparisons
-(`significance`). Where the best policy is that of the data, every pair of policies counts as
-compared, at every budget: the best of many equal ones looks better than each of the others by
-chance.
+Prompts are the unit, as in `summaries`: values are averaged within a prompt first. A budget is
+judged by itself, over the prompts that all its policies have a value for, so that another budget
+changes nothing (`verdict`). Where tasks are labelled, each counts the same in a mean.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,29 +18,13 @@ import polars as pl
 import scipy
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.by_budget import Budget, budget_of, means_of
 from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import Tabular, as_table
-from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import (
-    HELD,
-    REQUESTED,
-    extent,
-    is_live,
-    labelled,
-    mixed,
-    of_policies,
-)
-from kvsim.analysis.significance import (
-    ALPHA,
-    FEWEST,
-    holm,
-    prompts_needed,
-    sign_flip,
-    undecidable,
-)
+from kvsim.analysis.results import HELD, REQUESTED, extent, is_live, labelled, mixed, of_policies
+from kvsim.analysis.significance import ALPHA, FEWEST, excess, holm, sign_flip
 from kvsim.analysis.summaries import (
-    KEYS,
     ROUNDING,
     WEAKEST,
     Interval,
@@ -54,34 +34,40 @@ from kvsim.analysis.summaries import (
     sees_more,
     uneven,
 )
+from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
 from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, PREFILL, first_of, plural, schedule
+from kvsim.schema import FIDELITY, PREFILL, plural, rounded, schedule
 
-VERDICTS = ("better", "worse", "undecided", "equal")
+#: Of a policy beside another one: `equal` where no prompt shows a difference.
+VERDICTS = ("better", "worse", "equivalent", "undecided", "equal")
+#: A policy is as good as the best that is worse by at most this share.
+MARGIN = 0.1
 
-#: Columns of `Comparison.table`, one row per policy and budget.
+#: Columns of `Comparison.table`, one row per policy and budget, and task where there are several.
 COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("policy", "params", "requested"), pl.String),
+    **dict.fromkeys(("policy", "params", "requested", "task"), pl.String),
     "entries": pl.Float64,
     "per_query_head": pl.Boolean,
+    "access": pl.String,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
     **dict.fromkeys(("metric", "unit"), pl.String),
     "fidelity": pl.Enum(FIDELITY),
     "rank": pl.Int64,
     **dict.fromkeys(("mean", "low", "high"), pl.Float64),
-    **dict.fromkeys(("n", "leads"), pl.Int64),
+    **dict.fromkeys(("n", "leads", "rank_low", "rank_high"), pl.Int64),
+    "p_best": pl.Float64,
+    "could_be_best": pl.Boolean,
+    "worse_by": pl.Float64,
+    "as_good": pl.Boolean,
     "against": pl.String,
     **dict.fromkeys(("difference", "difference_low", "difference_high"), pl.Float64),
     **dict.fromkeys(("p", "p_holm"), pl.Float64),
     "verdict": pl.Enum(VERDICTS),
-    "needed": pl.Int64,
     "seen": pl.Float64,
-    **dict.fromkeys(("unfair", "front"), pl.Boolean),
-    "wipeout": pl.Float64,
-    "wipeout_front": pl.Boolean,
+    "unfair": pl.Boolean,
     "bound": pl.Float64,
     **dict.fromkeys(("meets", "smallest"), pl.Boolean),
 }
@@ -91,23 +77,31 @@ COLUMNS: dict[str, Any] = {
 class Comparison(Displayed):
     """The outcome of `compare`.
 
-    table: one row per policy and budget, by budget and rank; its columns are those of `compare`.
-    better: the direction in which `metric` is better. traces: the prompts behind every mean.
-    comparisons: the number that p-values are corrected for. remarks: limits of the comparison.
-    unranked: candidates without a value of `metric`. evidence: by other metrics of `EVIDENCE`, the
-    best of the ranked policies at each budget, over the same prompts.
+    table: rows by budget, task and rank; its columns are those of `compare`. verdicts: of each
+    budget with two policies. better: the direction in which `metric` is better. relative: whether
+    `worse_by` and `margin` are shares, or in the unit of the metric. traces: the prompts behind any
+    mean. remarks: limits of the comparison. unranked: candidates without a value of `metric`.
+    weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget where none
+    of them could be the best by `metric`.
     """
 
     table: pl.DataFrame
+    verdicts: tuple[Verdict, ...]
     metric: str
     better: str
     against: str | None
     target: float | None
+    margin: float | None
+    relative: bool
     traces: tuple[str, ...]
-    comparisons: int
     remarks: tuple[str, ...]
     unranked: tuple[str, ...]
-    evidence: Mapping[str, Mapping[str, tuple[str, ...]]]
+    weaker: Mapping[str, Mapping[str, tuple[str, ...]]]
+
+    @property
+    def overall(self) -> pl.DataFrame:
+        """The rows over all tasks."""
+        return self.table.filter(pl.col("task").is_null())
 
     def __repr__(self) -> str:
         return f"Comparison({self.metric!r}, {extent(self.table)}, prompts={len(self.traces)})"
@@ -119,8 +113,9 @@ def compare(
     *,
     against: str | None = None,
     target: float | None = None,
+    margin: float | None = None,
 ) -> Comparison:
-    """Compare the policies of a Table by a metric, at each budget, over the same prompts.
+    """Compare the policies of a Table by a metric, each budget by itself, over the same prompts.
 
     References, that is policies that no budget binds and those that look ahead, are listed without
     a rank and compared with nothing, unless `against` names one.
@@ -130,29 +125,31 @@ def compare(
             folder.
         metric: by name, one with a better direction; its main variant. By default the first of
             `ranking`.
-        against: the policy that others are compared with, as it is labelled (`tova`, or
-            `ams (window=8)` where the Table has several of one name); by default, at each budget,
-            the best one.
+        against: a policy that others are compared with one by one, as it is labelled (`tova`, or
+            `ams (window=8)` where the Table has several of one name).
         target: the value that the metric is to stay below, or above where higher is better.
+        margin: a policy is as good as the best that is worse by at most this share, 0.1 by default;
+            of a metric with values below 0, in its unit and without a default.
 
     Returns:
         A Comparison. Its table has for each policy (its label, `params`, schedule) and budget (as
-        `requested`, and its mean in `entries`; `per_query_head`, where each query head has as
-        many): `rank`; the `mean` over `n` prompts with its 95 %
-        bootstrap interval; `leads`, on how many prompts no other is better; the paired `difference`
-        to `against` with its interval, its p-value and that after correction, the `verdict`, and
-        where it is undecided how many prompts are `needed` if the difference stays as it is (at
-        most 10,000); `seen`, the mean entries that a row sees, and whether they are over 5 % more
-        than under another policy at this budget (`unfair`); whether no other result has both fewer
-        of them and a better mean (`front`), or less `wipeout` (`wipeout_front`). With a
-        target: `bound`, the worse end of the 95 % t interval of the mean, whether this budget and
-        all larger ones keep it on the right side (`meets`), and whether none is smaller
+        `requested`, and its mean in `entries`), over all prompts (`task` is null) and in each task:
+        `rank`; the `mean` over `n` prompts, or over tasks, with its 95 % bootstrap interval;
+        `leads`, on how many prompts no other is better; `rank_low` and `rank_high`, the first and
+        the last possible rank (from 12 prompts on); from 6 on `p_best`, of being a best policy,
+        whether it is in the set that holds one with 95 % (`could_be_best`), `worse_by`, the most by
+        which it is worse than the best with 95 %, and whether that is within the margin
+        (`as_good`); `seen`, the mean entries that a row sees, and whether they are over 5 % more
+        than under another policy at this budget (`unfair`). With `against`: the paired `difference`
+        to it with its interval, its p-value and that corrected for their number, the `verdict`.
+        With a target: `bound`, the worse end of the 95 % t interval of the mean, whether this
+        budget and all larger ones keep it on the right side (`meets`), and whether none is smaller
         (`smallest`).
 
     Raises:
         PolicyError: the metric has no better direction or the Table no values of it, no mean is
             over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
-            `against` is none of them, or `target` is no finite number.
+            `against` is none of them, or `target` or `margin` is no finite number.
     """
     table = as_table(table)
     if remark := mixed(table):
@@ -164,277 +161,233 @@ def compare(
             f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
             "`kvsim metrics`"
         )
-    if target is not None and not is_finite(target):
-        raise PolicyError(f"target is {target!r}; expected a value of {metric}, a finite number")
-    higher = entry.better == "higher"
+    for name, given in (("target", target), ("margin", margin)):
+        if given is not None and not is_finite(given):
+            raise PolicyError(f"{name} is {given!r}; expected a finite number")
     table = labelled(table)
-    facts = of_policies(table, "looks_ahead", "bounds", "per_query_head")
+    facts = of_policies(table, "looks_ahead", "bounds", "per_query_head", "access")
     outside = set(facts.filter(pl.col("looks_ahead") | ~HELD)["policy"])
-    rows, values, traces, remarks = _values(table, metric)
-    names = rows["policy"].unique(maintain_order=True).to_list()
-    measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
-    unranked = [x for x in measured if x not in names and x not in outside]
+    means = means_of(table, metric)
+    names = means["policy"].unique(maintain_order=True).to_list()
     if against is not None and against not in names:
         raise PolicyError(
             f"no policy {against!r}{suggest(against, names)} to compare with; there is "
             f"{', '.join(names)}"
         )
-    references = [name for name in names if name in outside]
-    ranked = ~rows["policy"].is_in(references).to_numpy()
-    rows = _ranked(rows, values, ranked, higher=higher)
-    rows, comparisons = _tested(rows, values, ranked, against, higher=higher)
-    rows = _on_fronts(rows, table, traces, ranked, higher=higher)
+    relative = not (entry.unit.startswith("signed") or bool((means["value"] < 0).any()))
+    margin = MARGIN if margin is None and relative else margin
+    scale, remarks = Scale(entry.better == "higher", relative, margin), list[str]()
+    parts = means.partition_by("requested", maintain_order=True)
+    budgets = [*filter(None, (budget_of(part, outside, remarks) for part in parts))]
+    if not budgets:
+        raise PolicyError(
+            f"no prompt has a value of {metric} for every policy of a budget; compare runs of the "
+            "same prompts, or fewer policies"
+        )
+    each = [(budget, _verdict(budget, scale)) for budget in budgets]
+    rows = pl.DataFrame(
+        [row for pair in each for row in _rows(*pair)],
+        schema={name: kind for name, kind in COLUMNS.items() if name not in _SIZES},
+    )
+    rows = rows.join(_sizes(table, metric, budgets), on=_AT, how="left", maintain_order="left")
+    rows = rows.with_columns(_seen=pl.when(pl.col("rank").is_not_null()).then("seen"))
+    rows = rows.with_columns(unfair=sees_more("_seen", ["requested", "task"]))
+    if against is not None:
+        rows = _joined(rows, _against(budgets, against, scale))
     if target is not None:
-        rows = _at_target(rows, values, ranked, target, higher=higher)
-    remarks += _remarks(rows, references, comparisons)
+        rows = _joined(rows, _at_target(rows, budgets, target, higher=scale.higher))
+    rows = rows.select(*COLUMNS).sort(
+        *("entries", "requested", "task", "rank"),
+        nulls_last=[True, True, False, True],
+        maintain_order=True,
+    )
+    unfair = {*rows.filter("unfair").select(_AT).iter_rows()}
+    verdicts = tuple(
+        replace(x, unfair=tuple(y for y in x.best or x.first if (y, x.requested) in unfair))
+        for _, x in each
+        if x is not None
+    )
+    remarks += _remarks(rows, [name for name in names if name in outside], higher=scale.higher)
     remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
-    typed = [
-        (pl.col(name) if name in rows else pl.lit(None)).cast(kind).alias(name)
-        for name, kind in COLUMNS.items()
-    ]
-    rows = rows.select(typed).sort(
-        "entries", "requested", "rank", nulls_last=True, maintain_order=True
-    )
-    candidates = rows.drop_nulls("rank")["policy"].to_list()
-    shared = table.filter(pl.col("trace").is_in(traces), pl.col("policy").is_in(candidates))
-    size = len(candidates), len(traces)
-    leaders = {x: _leaders(shared, x, size) for x in EVIDENCE if x != metric}
+    measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
     return Comparison(
-        *(rows, metric, entry.better, against, target, traces, comparisons, tuple(remarks)),
-        *(tuple(unranked), {x: each for x, each in leaders.items() if each}),
+        *(rows, verdicts, metric, entry.better, against, target, margin, relative),
+        tuple(sorted({trace for budget in budgets for trace in budget.traces})),
+        tuple(remarks),
+        tuple(name for name in measured if name not in names and name not in outside),
+        _weaker(table, metric, budgets, verdicts),
     )
 
 
-def _leaders(table: pl.DataFrame, metric: str, size: tuple[int, int]) -> dict[str, tuple[str, ...]]:
-    """The policies with the lowest mean at each budget; none unless all results [size] have one."""
-    try:
-        rows, values, _, _ = _values(table, metric)
-    except PolicyError:
-        return {}
-    if values.shape != size:
-        return {}
-    rank, _ = _ranks(rows, values, np.ones(rows.height, bool), higher=False)
-    first = rows.filter(pl.Series(rank == 1))
-    best = first.group_by("requested", maintain_order=True).agg("policy")
-    return {budget: tuple(names) for budget, names in best.iter_rows()}
+_AT = ("policy", "requested")
+_SIZES = ("entries", "per_query_head", "access", "fidelity", "seen", "unfair")
 
 
-def _values(
-    table: pl.DataFrame, metric: str
-) -> tuple[pl.DataFrame, Floats, tuple[str, ...], list[str]]:
-    """Results with their budgets, their values [result, prompt], the prompts, and remarks."""
-    of_metric = per_prompt(main_variants(table, [metric]))
-    means = of_metric.drop_nulls("value")
-    if not means.height:
-        measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)
-        if measured.is_empty():
-            raise PolicyError("the table has no results of policies, expected some; finish the run")
-        raise PolicyError(
-            f"the table has no value of {metric} for any policy; it has {', '.join(measured)}; "
-            f"replay with --metric {metric}, or compare by another metric"
-        )
-    rows = means.select(KEYS).unique(maintain_order=True)
-    names = means["trace"].unique(maintain_order=True)
-    cells = rows.select(KEYS).join(names.to_frame(), how="cross", maintain_order="left_right")
-    cells = cells.join(
-        means.with_columns(pl.col("value").fill_nan(None)),
-        on=[*KEYS, "trace"],
-        how="left",
-        nulls_equal=True,
-        maintain_order="left",
-    )
-    values = cells["value"].fill_null(np.nan).to_numpy().reshape(rows.height, -1)
-    shared = ~np.isnan(values).any(0)
-    if not shared.any():
-        raise PolicyError(
-            f"no prompt has a value of {metric} for every policy and budget; compare runs of the "
-            "same prompts, or fewer policies or budgets"
-        )
-    traces, left_out, remarks = names.filter(shared), names.filter(~shared).to_list(), []
-    among = pl.col("trace").is_in(traces.to_list())
-    sizes = (
-        table.filter(among)
-        .select("policy", "trace", "budget", "per_query_head", requested=REQUESTED)
-        .unique()
-        .group_by("policy", "requested")
-        .agg(pl.col("per_query_head").any(), entries=pl.col("budget").mean())
-    )
-    weakest = of_metric.filter(among).group_by(KEYS).agg(WEAKEST)
-    rows = rows.join(sizes, on=["policy", "requested"], how="left", maintain_order="left")
-    rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
-    if left_out:
-        cell = cells.filter(pl.col("value").is_null(), trace=left_out[0]).row(0, named=True)
-        remarks.append(
-            f"{plural(len(left_out), 'prompt')} left out, because not every policy has a value: "
-            f"{first_of(left_out)} ({cell['policy']} at budget {cell['requested']} has none)"
-        )
-    return rows, values[:, shared], tuple(traces), remarks
+def _verdict(budget: Budget, scale: Scale) -> Verdict | None:
+    """The verdict on the ranked policies of a budget; None for fewer than two."""
+    if budget.ranked < 2:
+        return None
+    names = budget.results["policy"][: budget.ranked].to_list()
+    return judged(budget.requested, names, budget.values[: budget.ranked], budget.tasks, scale)
 
 
-def _ranked(
-    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
-) -> pl.DataFrame:
-    """The results with their ranks, means, intervals and number of prompts that they lead on."""
-    rank, leads = _ranks(rows, values, ranked, higher=higher)
-    numbers = pl.DataFrame([vars(interval) for interval in Interval.of_each(list(values))])
-    numbers = numbers.with_columns(rank=rank, leads=leads)
-    return rows.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None)))
-
-
-def _ranks(
-    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
-) -> tuple[Floats, Floats]:
-    """Rank of each result at its budget, and on how many prompts it leads; NaN for references."""
-    better = _even(-values if higher else values)  # lower is better from here on
-    means = _even(better.mean(1, keepdims=True))[:, 0]
-    rank, leads = np.full((2, len(values)), np.nan)
-    for places in _by_budget(rows, ranked):
-        rank[places] = 1 + np.searchsorted(np.sort(means[places]), means[places])
-        leads[places] = (better[places] == better[places].min(0)).sum(1)
-    return rank, leads
-
-
-def _even(values: Floats) -> Floats:
-    """Values of results in prompts, equal where they differ by no more than rounding."""
-    order = values.argsort(0, kind="stable")
-    rising = np.take_along_axis(values, order, 0)
-    for lower, upper in pairwise(rising):
-        upper[...] = np.where(upper - lower <= ROUNDING * np.abs(upper), lower, upper)
-    even = np.empty_like(values)
-    np.put_along_axis(even, order, rising, 0)
-    return even
-
-
-def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
-    """Places of the chosen results, by budget as requested."""
-    sizes = rows["requested"].to_numpy()
-    return [
-        places
-        for size in dict.fromkeys(sizes.tolist())
-        if len(places := np.flatnonzero((sizes == size) & chosen))
+def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
+    """Rows over all tasks, then of each: ranked policies by rank, then the others."""
+    facts = {row["policy"]: row for row in budget.results.iter_rows(named=True)}
+    rows = [
+        facts[standing.policy] | standing._asdict() | {"task": each.task, "n": each.prompts}
+        for each in ([verdict, *verdict.tasks] if verdict else [])
+        for standing in each.standings
     ]
+    alone = 0 if verdict else budget.ranked
+    others = budget.values[budget.ranked - alone :]
+    intervals = Interval.of_each([*np.where(np.isfinite(others), others, np.nan)])
+    names = budget.results["policy"][budget.ranked - alone :]
+    for place, (name, end) in enumerate(zip(names, intervals, strict=True)):
+        ends = {x: none_of(y) for x, y in vars(end).items()}
+        first = {"rank": 1, "leads": end.n} if place < alone else {}
+        rows.append(facts[name] | ends | first)
+    return rows
 
 
-def _tested(
-    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, against: str | None, *, higher: bool
-) -> tuple[pl.DataFrame, int]:
-    """The results with their differences to the base of their budget; the number of comparisons."""
-    values, policies = _even(values), rows["policy"].to_numpy()
-    pairs: list[tuple[int, int]] = []
-    bases: dict[int, int] = {}
-    for places in _by_budget(rows, ranked | (policies == against)):
-        if against is None:
-            pairs += combinations(places.tolist(), 2)
-            base = places[rows["rank"].to_numpy()[places].argmin()]
-        else:
-            named = places[policies[places] == against]
-            if not len(named):  # not replayed at this budget
+def _sizes(table: pl.DataFrame, metric: str, budgets: Sequence[Budget]) -> pl.DataFrame:
+    """By policy and budget: entries, fidelity and entries seen, over the prompts of the budget."""
+    pairs = [(x.requested, trace) for x in budgets for trace in x.traces]
+    kept = pl.DataFrame(pairs, {"requested": pl.String, "trace": pl.String}, orient="row")
+    table = table.with_columns(requested=REQUESTED).join(kept, on=["requested", "trace"])
+    counted = table.drop_nulls("policy").unique([*_AT, "trace"]).group_by(_AT)
+    sizes = counted.agg(
+        pl.col("per_query_head").any(),
+        pl.col("access").first(),
+        pl.col("budget").mean().alias("entries"),
+        pl.len().alias("n"),
+    )
+    levels = main_variants(table, [metric]).drop_nulls("value").group_by(_AT).agg(WEAKEST)
+    seen = per_prompt(main_variants(table, ["entries_seen"])).drop_nulls("value")
+    whole = pl.when(pl.col("n") == pl.col("seen").list.len()).then(pl.col("seen").list.mean())
+    sizes = sizes.join(levels, on=_AT, how="left")
+    sizes = sizes.join(seen.group_by(_AT).agg(seen="value"), on=_AT, how="left")
+    return sizes.select(*_AT, "per_query_head", "access", "entries", "fidelity", seen=whole)
+
+
+def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame:
+    """The differences of ranked policies to another one, corrected for their number."""
+    found, gaps = list[dict[str, Any]](), list[Floats]()
+    for budget in budgets:
+        names = budget.results["policy"].to_list()
+        values = dict(zip(names, even(budget.values), strict=True))
+        other = values.get(base, np.array([np.nan]))
+        for name in names[: budget.ranked] if np.isfinite(other).all() else []:
+            if name == base:
                 continue
-            base = named[0]
-            pairs += [(place, int(base)) for place in places.tolist() if place != base]
-        bases |= {place: int(base) for place in places.tolist() if place != base}
-    gaps = np.array([values[a] - values[b] for a, b in pairs]).reshape(-1, values.shape[1])
-    p = sign_flip(gaps)
-    corrected = dict(zip(pairs, zip(p.tolist(), holm(p).tolist(), strict=True), strict=True))
-    tested: list[dict[str, object]] = [{} for _ in range(rows.height)]
-    compared = [values[place] - values[base] for place, base in bases.items()]
-    ends = Interval.of_each(compared)
-    for (place, base), gap, end in zip(bases.items(), compared, ends, strict=True):
-        p_values = corrected.get((place, base)) or corrected[base, place]
-        verdict = _verdict(gap, p_values[1], higher=higher)
-        undecided = verdict == "undecided" and len(gap) > 1
-        needed = prompts_needed(gap, ALPHA / len(pairs)) if undecided else None
-        cells = (policies[base], end.mean, end.low, end.high, *p_values, verdict, needed)
-        tested[place] = dict(zip(_OF_PAIR, cells, strict=True))
-    columns = pl.DataFrame(tested, schema={name: COLUMNS[name] for name in _OF_PAIR})
-    return rows.with_columns(columns.with_columns(pl.selectors.float().fill_nan(None))), len(pairs)
+            two, alike = np.stack([values[name], other], axis=1), False
+            if scale.relative and scale.margin is not None and len(two) >= FEWEST:
+                alike = bool((excess(two, higher=scale.higher) <= scale.margin).all())
+            verdict = "equivalent" if alike else "undecided"
+            found.append({"policy": name, "requested": budget.requested, "verdict": verdict})
+            gaps.append(two[:, 0] - two[:, 1])
+    p = np.array([sign_flip(gap[None])[0] for gap in gaps])
+    for row, gap, end, of_one, corrected in zip(
+        found, gaps, Interval.of_each(gaps), p.tolist(), holm(p).tolist(), strict=True
+    ):
+        row |= {"against": base, "p": of_one, "p_holm": corrected, "difference": end.mean}
+        row |= {f"difference_{x}": none_of(y) for x, y in (("low", end.low), ("high", end.high))}
+        if not gap.any():
+            row["verdict"] = "equal"
+        elif corrected <= ALPHA:
+            row["verdict"] = "better" if (end.mean > 0) == scale.higher else "worse"
+    return pl.DataFrame(found, {name: COLUMNS[name] for name in (*_AT, *_OF_PAIR)})
 
 
 _OF_PAIR = (
     *("against", "difference", "difference_low", "difference_high"),
-    *("p", "p_holm", "verdict", "needed"),
+    *("p", "p_holm", "verdict"),
 )
 
 
-def _verdict(gap: Floats, p: float, *, higher: bool) -> str:
-    if not gap.any():
-        return "equal"
-    if p > ALPHA:
-        return "undecided"
-    return "better" if (gap.mean() > 0) == higher else "worse"
-
-
-def _on_fronts(
-    rows: pl.DataFrame,
-    table: pl.DataFrame,
-    traces: Sequence[str],
-    ranked: np.ndarray,
-    *,
-    higher: bool,
-) -> pl.DataFrame:
-    """The results with entries seen and wipe-out, means over the same prompts, and the fronts."""
-    keys, names = KEYS[:5], {"seen": "entries_seen", "wipeout": "wipeout"}
-    values = per_prompt(
-        main_variants(table, names.values()).filter(pl.col("trace").is_in(traces))
-    ).drop_nulls("value")
-    of = {column: pl.col("value").filter(pl.col("metric") == x) for column, x in names.items()}
-    # null unless every prompt has a value
-    whole = {x: pl.when(each.len() == len(traces)).then(each.mean()) for x, each in of.items()}
-    means = values.group_by(keys).agg(**whole)
-    rows = rows.join(means, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    rows = rows.with_columns(pl.when(pl.Series(ranked)).then("seen").alias("_seen"))
-    rows = rows.with_columns(unfair=sees_more("_seen", ["requested"]))
-    size = "seen" if rows.filter(ranked)["seen"].null_count() == 0 else "entries"
-    for column, name, most in (("mean", "front", higher), ("wipeout", "wipeout_front", False)):
-        best = np.full(rows.height, None, object)
-        places = np.flatnonzero(ranked & rows[column].is_not_null().to_numpy())
-        points = rows[places].select(seen=size, mean=column)
-        best[places] = front(points, higher=most).to_list()
-        rows = rows.with_columns(pl.Series(name, best.tolist(), pl.Boolean))
-    return rows
-
-
 def _at_target(
-    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, target: float, *, higher: bool
+    rows: pl.DataFrame, budgets: Sequence[Budget], target: float, *, higher: bool
 ) -> pl.DataFrame:
-    """The results with the bound of their mean, and which budgets keep it on the target's side.
+    """The bounds of the means of ranked policies, and which budgets keep it on the target's side.
 
     Budgets are tested from the largest one down until one fails, so that no correction for their
-    number is due (Maurer, Hothorn and Lehmacher 1995). Null for fewer than `FEWEST` prompts.
+    number is due (Maurer, Hothorn and Lehmacher 1995). Nothing for fewer than `FEWEST` prompts.
     """
-    n = values.shape[1]
-    bound = np.full(len(values), np.nan)
-    if n >= FEWEST:
-        reach = -scipy.special.stdtrit(n - 1, 0.025) * values.std(1, ddof=1) / np.sqrt(n)
-        bound = values.mean(1) + (-reach if higher else reach)
-    inside = bound > target if higher else bound < target
-    meets, smallest = (np.full(len(values), None, object) for _ in range(2))
-    policies, entries = rows["policy"].to_numpy(), rows["entries"].to_numpy()
-    decided = policies[ranked].tolist() if n >= FEWEST else []
-    for name in dict.fromkeys(decided):
-        places = np.flatnonzero((policies == name) & ranked)
-        places = places[np.argsort(-entries[places], kind="stable")]
-        kept = np.logical_and.accumulate(inside[places])
-        meets[places] = kept
-        smallest[places] = kept & ~np.append(kept[1:], False)
-    return rows.with_columns(
-        pl.Series("bound", bound, nan_to_null=True),
-        pl.Series("meets", meets.tolist(), pl.Boolean),
-        pl.Series("smallest", smallest.tolist(), pl.Boolean),
-    )
+    bounds = dict[tuple[str, str], float]()
+    for budget in budgets:
+        n = len(budget.traces)
+        if n >= FEWEST:
+            ranked = budget.values[: budget.ranked]
+            reach = scipy.special.stdtrit(n - 1, 0.975) * ranked.std(1, ddof=1) / np.sqrt(n)
+            ends = ranked.mean(1) + (-reach if higher else reach)
+            policies = budget.results["policy"][: budget.ranked]
+            bounds |= {(x, budget.requested): y for x, y in zip(policies, ends, strict=True)}
+    falling = rows.filter(pl.col("task").is_null()).sort("entries", descending=True)
+    found = list[dict[str, Any]]()
+    for part in falling.select(_AT).partition_by("policy", maintain_order=True):
+        at = [pair for pair in part.iter_rows() if pair in bounds]
+        bound = np.array([bounds[pair] for pair in at])
+        meets = np.logical_and.accumulate(bound > target if higher else bound < target)
+        smallest = meets & ~np.append(meets[1:], [False])
+        numbers = zip(at, bound.tolist(), meets.tolist(), smallest.tolist(), strict=True)
+        found += [
+            dict(zip((*_AT, *_OF_TARGET), (*pair, *of), strict=True)) for pair, *of in numbers
+        ]
+    return pl.DataFrame(found, {name: COLUMNS[name] for name in (*_AT, *_OF_TARGET)})
 
 
-def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
+_OF_TARGET = ("bound", "meets", "smallest")
+
+
+def _joined(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
+    """The rows, those over all tasks with what belongs to their policy and budget."""
+    more = more.with_columns(task=pl.lit(None, pl.String))
+    rows = rows.drop(more.columns[2:-1])
+    return rows.join(more, on=[*_AT, "task"], how="left", nulls_equal=True, maintain_order="left")
+
+
+def _weaker(
+    table: pl.DataFrame, metric: str, budgets: Sequence[Budget], verdicts: Sequence[Verdict]
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By weaker metrics than this, the policies of the lowest mean that could not be the best."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    prompts = {budget.requested: budget.traces for budget in budgets}
+    for name in EVIDENCE[EVIDENCE.index(metric) + 1 :] if metric in EVIDENCE else ():
+        values = per_prompt(main_variants(table, [name])).drop_nulls("value")
+        for verdict in verdicts:
+            of, traces = verdict.policies, prompts[verdict.requested]
+            chosen = pl.col("trace").is_in(traces) & pl.col("policy").is_in(of)
+            part = values.filter(chosen, requested=verdict.requested)
+            if part.height == len(of) * len(traces):
+                means = part.group_by("policy", maintain_order=True).agg(pl.col("value").mean())
+                lowest = pl.col("value") <= pl.col("value").min() * (1 + ROUNDING)
+                first = tuple(means.filter(lowest)["policy"])
+                if not {*first} & {*(verdict.best or verdict.first)}:
+                    found.setdefault(name, {})[verdict.requested] = first
+    return found
+
+
+def _remarks(rows: pl.DataFrame, references: Sequence[str], *, higher: bool) -> list[str]:
     """Limits of a comparison, a sentence each without its full stop."""
-    remarks = list(filter(None, [undecidable(rows["n"][0], comparisons)]))
+    remarks = list[str]()
     if references:
         remarks.append(
             f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
             "or it looks ahead"
         )
+    rows = rows.filter(pl.col("task").is_null()).drop_nulls("rank")
+    for part in rows.partition_by("policy", maintain_order=True):  # by entries
+        for less, more in pairwise(part.iter_rows(named=True)):
+            worse = (more["mean"] - less["mean"]) * (-1 if higher else 1)
+            if worse > ROUNDING * abs(less["mean"]):
+                means = " and ".join(rounded(x["mean"], ".3g") for x in (less, more))
+                remarks.append(
+                    f"{less['policy']} has a worse mean with more entries: {means} at budgets "
+                    f"{less['requested']} and {more['requested']} ({plural(more['n'], 'prompt')})"
+                )
     schedules: dict[str, dict[str, None]] = {}
     columns = ("policy", "params", "interval", "prefill")
-    for name, params, interval, prefill in rows.drop_nulls("rank").select(columns).iter_rows():
+    for name, params, interval, prefill in rows.select(columns).iter_rows():
         given = {x: value for x, value in json.loads(params).items() if x in PREFILL}
         after = schedule(interval, prefill=bool(prefill), **given)
         schedules.setdefault(after, {})[name] = None

@@ -14,13 +14,11 @@ prompts is all that the result depends on beside the values: sort them by what i
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import Any
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Bools, Floats, Ints
+from kvsim.analysis.arrays import Bools, Floats, Ints, Strings
 from kvsim.schema import plural
 
 #: Chance of a false exclusion from a set, a false bound or a false sentence.
@@ -29,13 +27,13 @@ ALPHA = 0.05
 SCREEN = 0.01
 #: Chance that `needed` prompts show a difference as large as the measured one.
 POWER = 0.8
+#: Fewest prompts of rank intervals, advised for every verdict.
+ENOUGH = 12
 #: Numbers of prompts above this are not said.
 MOST = 10_000
 
 # Sign flips of a set, differences of no size, and of no order.
 _SETS, _SAME, _TIE = 4096, 1e-12, 1e-9
-Strings = NDArray[Any]
-
 # Sign flips of more prompts are drawn.
 _FLIPS = 1 << 16
 # Pairs and flips that are multiplied at once.

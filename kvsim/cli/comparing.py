@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Form = Literal["table", "json", "csv", "markdown", "latex"]
 
 #: Columns of the ranking in LaTeX, by how they begin; the other forms have all.
-_IN_PAPERS = ("budget", "policy", "mean", "minus ", "p (Holm)")
+_IN_PAPERS = ("budget", "policy", "mean", "could be best", "worse by", "minus ", "p (Holm)")
 
 
 def compare(
@@ -38,7 +38,16 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The policy that the others are compared with; default: the best at each budget.",
+            help="A policy that each other one is compared with, by p-values corrected for their "
+            "number.",
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="A policy is as good as the best that is worse by at most this share (default: "
+            "0.1), or number where values may be below 0.",
         ),
     ] = None,
     target: Annotated[
@@ -60,10 +69,10 @@ def compare(
     ] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Rank policies over the prompts of finished runs, and say which differ beyond chance.
+    """Say over the prompts of finished runs which policies could be the best at each budget.
 
-    Differences are paired by prompt and corrected for the number of comparisons. With one prompt
-    nothing is decided.
+    And how much worse each may be, by task where the order depends on it. Fewer than 6 prompts say
+    nothing about other prompts.
     """
     if as_json and form not in ("table", "json"):
         raise OptionError(f"--json and --format {form} were both given; expected one of them")
@@ -75,12 +84,12 @@ def compare(
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
-    comparison = compared(data.table, metric, against=against, target=target)
+    comparison = compared(data.table, metric, against=against, target=target, margin=margin)
     remarks = list(dict.fromkeys([*comparison.remarks, *data.remarks]))
     if figure is not None:
         from kvsim import plots
 
-        plots.save(plots.ranking(data.table, metric, against=against), figure)
+        plots.save(plots.ranking(data.table, metric), figure)
     if as_json or form == "json":
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
     elif form == "csv":
@@ -98,16 +107,16 @@ def compare(
 def _document(
     comparison: Comparison, remarks: Sequence[str], fidelity: Mapping[str, float]
 ) -> dict[str, Any]:
-    from kvsim.analysis.verdict import lines, verdicts
+    from kvsim.analysis.sentences import lines
 
     return {
         "metric": comparison.metric,
         "better": comparison.better,
         "against": comparison.against,
         "target": comparison.target,
+        "margin": comparison.margin,
         "prompts": comparison.traces,
-        "comparisons": comparison.comparisons,
-        "verdict": [vars(verdict) for verdict in verdicts(comparison)],
+        "verdict": [verdict.describe() for verdict in comparison.verdicts],
         "verdict_text": [*lines(comparison)],
         "cells": show.cells(comparison.table),
         "fidelity": fidelity,
@@ -117,14 +126,13 @@ def _document(
 
 def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
     """Print verdicts, the comparison, and with a target which budgets are enough, with notes."""
-    from kvsim.analysis.verdict import basis, verdicts
+    from kvsim.analysis.sentences import lines
 
     tables = [_ranking(comparison)]
     if comparison.target is not None:
         tables.append(_targets(comparison))
     lead = _lead(comparison)
-    verdict = [each.text for each in verdicts(comparison)]
-    verdict += [basis(comparison)] * bool(verdict)
+    verdict = [*lines(comparison)]
     if form == "latex":
         show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
         (headers, rows), *more = tables
@@ -161,44 +169,34 @@ def _lead(comparison: Comparison) -> str:
 
 
 def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the ranking, without columns that say nothing."""
+    """Headers and rows of the ranking over all tasks, without columns that say nothing."""
+    from kvsim.analysis.sentences import bound
     from kvsim.core.arguments import share_of
 
     form = show.metric_format(comparison.metric)
     signed = "+" + form.lstrip("+")
-    base = "the best" if comparison.against is None else comparison.against
     rows = []
-    for row in comparison.table.iter_rows(named=True):
-        fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
+    for row in comparison.overall.iter_rows(named=True):
         share = share_of(row["requested"])
+        ranks = dict.fromkeys(x for x in (row["rank_low"], row["rank_high"]) if x is not None)
+        gap = (row[f"difference{end}"] for end in ("", "_low", "_high"))
         cells = {
             "budget": show.budget_text(round(row["entries"]), share, row["per_query_head"]),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
+            "ranks": " to ".join(map(str, ranks)) or "-",
             "mean": show.interval(form, row["mean"], row["low"], row["high"]),
             "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
-            f"minus {base}": show.interval(
-                signed, *(row[f"difference{end}"] for end in ("", "_low", "_high"))
-            ),
-            "p (Holm)": "≤ " * _least_possible(comparison, row) + show.number(row["p_holm"], ".2g"),
-            "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),
-            "prompts needed": show.number(row["needed"], ",d"),
+            "could be best": {True: "yes", False: "no", None: "-"}[row["could_be_best"]],
+            "worse by at most": bound(row["worse_by"], comparison) or "-",
+            f"minus {comparison.against}": show.interval(signed, *gap),
+            "p (Holm)": show.number(row["p_holm"], ".2g"),
+            "verdict": row["verdict"] or "-",
             "entries seen": show.number(row["seen"], ".0f") + "!" * row["unfair"],
-            "wiped out": show.number(row["wipeout"], ".0%"),
-            "front": ", ".join(name for name, best in fronts.items() if best) or "-",
         }
-        if comparison.against is not None and row["against"] is None:
-            cells["verdict"] = "-"
         rows.append(cells)
     shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     return shown, [[row[name] for name in shown] for row in rows]
-
-
-def _least_possible(comparison: Comparison, row: Mapping[str, Any]) -> bool:
-    from kvsim.analysis.significance import least_p
-
-    p = row["p"]
-    return p is not None and p < 1 and p <= least_p(row["n"], comparison.comparisons) * (1 + 1e-9)
 
 
 def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -208,7 +206,7 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     headers = ["policy", f"budget for {comparison.metric} {side} {comparison.target:g}"]
     headers += ["mean", "bound"]
     rows = []
-    ranked = comparison.table.drop_nulls("rank")
+    ranked = comparison.overall.drop_nulls("rank")
     for of_policy in ranked.partition_by("policy", maintain_order=True):
         # the smallest that is enough, else the largest
         row = of_policy.sort("smallest", "entries", maintain_order=True).row(-1, named=True)
@@ -220,23 +218,22 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _meaning(comparison: Comparison) -> list[str]:
-    from kvsim.analysis.significance import ALPHA, FEWEST, POWER
+    from kvsim.analysis.significance import FEWEST
 
     out = ["leads on: prompts on which no other policy is better."]
-    if comparison.comparisons:
+    if comparison.table["could_be_best"].count():
         out[0] += (
-            " Differences are paired by prompt; p: from flips of their signs, corrected for "
-            f"{plural(comparison.comparisons, 'comparison')} (Holm), beyond chance up to {ALPHA:g}."
+            " could be best: the policies marked yes hold the best one with 95 %, at this budget. "
+            "worse by at most: than the best one, each with 95 % on its own."
         )
-    if any(_least_possible(comparison, row) for row in comparison.table.iter_rows(named=True)):
-        out[0] += " ≤: as small as p can be with so many prompts."
-    if comparison.table["needed"].count():
+    if comparison.table["rank_low"].count():
+        out[0] += " ranks: the first and the last possible one, all of them right with 95 %."
+    if comparison.table["p"].count():
         out[0] += (
-            " Prompts needed: to decide an undecided difference, if it stays as large and as "
-            f"variable, with a chance of {POWER:.0%}."
+            f" Differences to {comparison.against} are paired by prompt; p: from flips of their "
+            f"signs, corrected for {plural(comparison.table['p'].count(), 'comparison')} (Holm); "
+            "equivalent: neither is worse by more than the margin."
         )
-    size = "entries seen" if comparison.table["seen"].count() else "entries of budget"
-    out.append(f"front: no other result has fewer {size} and is better in what is named.")
     if comparison.table["unfair"].any():
         out.append(show.UNFAIR_NOTE)
     if comparison.target is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.shared import Overwrite, path_option, paths_of, sources
+from kvsim.cli.shared import Overwrite, path_option, paths_of, several, sources
 from kvsim.cli.show import bar
 
 
@@ -23,10 +23,11 @@ def report(
         ),
     ],
     out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The policy that the others are compared with; default: the first."
+    metric: Annotated[
+        list[str] | None,
+        several(
+            "NAME[,NAME...]",
+            "Metrics beside the one that ranks; default: entries_seen,wipeout.",
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -36,7 +37,7 @@ def report(
     Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
     evicts. Traces next to runs have to be those that the runs replayed.
     """
-    from kvsim.report import write_report
+    from kvsim.report import METRICS, write_report
     from kvsim.store import open_trace
 
     paths = paths_of(given)
@@ -44,7 +45,14 @@ def report(
     traces = [open_trace(path) for path in compress(paths, is_trace)]
     runs = list(compress(paths, (not each for each in is_trace)))
     with bar("steps") as progress:
-        page = write_report(runs, out, base, traces=traces, overwrite=overwrite, progress=progress)
+        page = write_report(
+            runs,
+            out,
+            metrics=metric or METRICS,
+            traces=traces,
+            overwrite=overwrite,
+            progress=progress,
+        )
     typer.echo(f"Written to {page}.")
 
 

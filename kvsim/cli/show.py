@@ -144,12 +144,12 @@ def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return for JSON which policy is best at each budget, and how sure that is."""
-    from kvsim.analysis.verdict import answer, verdicts
+    """Return for JSON which policies could be the best at each budget, and how sure that is."""
+    from kvsim.analysis.sentences import answer
 
     comparison, lines = answer(table, metrics)
-    each = [] if comparison is None else verdicts(comparison)
-    return {"verdict": [vars(verdict) for verdict in each], "verdict_text": lines}
+    each = [] if comparison is None else comparison.verdicts
+    return {"verdict": [verdict.describe() for verdict in each], "verdict_text": lines}
 
 
 def echo_verdict(document: Mapping[str, Any]) -> None:

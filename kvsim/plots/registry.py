@@ -103,7 +103,7 @@ _FIGURES: Final[Mapping[str, Figure]] = {
         ("table",), ("metrics",),
         metrics=(*_ERRORS, "wipeout", "entries_seen", "bytes_held", "bytes_read")),
     "ranking": _summary(
-        "Policies in the order of a metric at each budget, and which differ beyond chance.",
+        "Policies in the order of a metric at each budget, and which could be the best.",
         ("table",), ("metrics",), metrics=_ERRORS),
     "retention_map": _records(
         "Positions that each row sees, and the evicted ones that it would attend to.",

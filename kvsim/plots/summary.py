@@ -161,25 +161,22 @@ def _costs(table: pl.DataFrame) -> list[str]:
     return ["entries_seen"]
 
 
-def ranking(
-    table: Tabular, metrics: str | Sequence[str] | None = None, *, against: str | None = None
-) -> Figure:
+def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
-    A mean over three times the median is a triangle at the edge. Filled where the paired
-    difference to the best policy, or to `against`, is beyond chance after correction for the number
-    of comparisons (`kvsim.analysis.comparison`); the dotted line is the mean of that policy.
-    References that have no rank are grey squares at the bottom; where there are more policies than
-    colours, all have one.
+    A mean over three times the median is a triangle at the edge. Filled are the policies that could
+    be the best (`kvsim.analysis.comparison`); the dotted line is the best mean. References that
+    have no rank are grey squares at the bottom; where there are more policies than colours, all
+    have one.
 
-    metrics: one, with a better direction. Both as in `kvsim.compare`.
+    metrics: one, with a better direction, as in `kvsim.compare`.
     """
     table = as_table(table)
     names: list[str] = [] if metrics is None else listed(metrics)
     if len(names) > 1:
         raise PolicyError(f"metrics are {', '.join(names)}; expected one of them to rank by")
-    comparison = compare(table, *names, against=against)
-    name, rows = comparison.metric, comparison.table
+    comparison = compare(table, *names)
+    name, rows = comparison.metric, comparison.overall
     budgets = rows["requested"].unique(maintain_order=True).to_list()
     names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
     shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
@@ -192,8 +189,7 @@ def ranking(
         for place, row in enumerate(part.iter_rows(named=True)):
             ranked = row["rank"] is not None
             colour = colours[row["policy"]] if ranked else NEUTRAL
-            decided = row["against"] is None or row["verdict"] in ("better", "worse")
-            face = colour if decided or not ranked else "white"
+            face = colour if row["could_be_best"] or not ranked else "white"
             if 0 < most < row["mean"]:
                 edge: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "clip_on": False}
                 axis.plot(1, place, ">", ms=6, color=colour, mfc=face, zorder=3, **edge)
@@ -203,15 +199,12 @@ def ranking(
             if row["low"] is not None:
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
             axis.plot(row["mean"], place, "o" if ranked else "s", ms=5, color=colour, mfc=face)
-        for mean in part.filter(pl.col("policy").is_in(part["against"].drop_nulls()))["mean"]:
-            if not 0 < most < mean:
-                axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
+        axis.axvline(part["mean"][0], color="black", lw=0.9, ls=":", zorder=0)
         labels = [short_text(policy, 30) for policy in part["policy"]]
         axis.set_yticks(range(part.height), labels, parse_math=False)
         axis.set_ylim(part.height - 0.5, -0.5)
         plain(axis, metric_label(name), title=f"budget {budget}")
-    base = against or "the best"
-    note = f"Mean over {counted(rows['n'])}\nhollow: not beyond chance from {base}; dotted: {base}"
+    note = f"Mean over {counted(rows['n'])}\nfilled: could be the best; dotted: the best mean"
     if rows["rank"].null_count():
         note += "; grey squares: references, not tested"
     caption(figure, note, rows["fidelity"])

@@ -1,7 +1,7 @@
 """`report`: runs and traces to one HTML page that needs nothing else, no network and no scripts.
 
-A page on runs has means over prompts with intervals, every policy compared with the first on
-the same prompts, figures, the split by domain, level and stage where there is one. Of traces: what
+A page on runs opens with the verdict, its table and figure; every metric and the split by task,
+domain and level follow. Of traces: what
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).
 
@@ -27,12 +27,15 @@ from kvsim.report.study import Progress, check_traces, study
 from kvsim.report.traces import SECTIONS
 from kvsim.schema import visible
 
+#: Shown beside the metric that ranks.
+METRICS = ("entries_seen", "wipeout")
+
 
 def write_report(
     runs: Sequence[str | Path],
     out: str | Path,
-    base: str | None = None,
     *,
+    metrics: Sequence[str] = METRICS,
     traces: Sequence[Trace] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -42,7 +45,7 @@ def write_report(
     Args:
         runs: folders of runs.
         out: the file to write.
-        base: the policy that all others are compared with, by default the first that evicts.
+        metrics: those beside the one that ranks; their main variants.
         traces: what to analyse; where there are runs, traces that they replayed.
         overwrite: replace a file at `out`.
         progress: called with (steps done, steps, current step).
@@ -52,8 +55,7 @@ def write_report(
             written; a run cannot be read, or a trace is none of the runs'.
         TraceError: two traces have one name.
         PolicyError: there is neither run nor trace; two runs have different values for the same
-            policy, parameters, schedule and trace; the runs have no values, or not the policy
-            `base`.
+            policy, parameters, schedule and trace; the runs have no values; a metric is unknown.
     """
     target = local_path(out, OutputError)
     check_output(target, overwrite=overwrite)
@@ -63,21 +65,19 @@ def write_report(
             "RUN --format csv`, latex or markdown for numbers"
         )
     saved = [read_run(run) for run in runs]
-    write_file(target, page(saved, base, traces, progress), overwrite=overwrite)
+    write_file(target, page(saved, metrics, traces, progress), overwrite=overwrite)
     return target
 
 
 def page(
     runs: Sequence[Saved],
-    base: str | None = None,
+    metrics: Sequence[str] = METRICS,
     traces: Sequence[Trace] = (),
     progress: Progress | None = None,
 ) -> str:
     """The HTML page of runs and traces; see `write_report`."""
     if not runs and not traces:
         raise PolicyError("there is nothing to report; give a run or a trace")
-    if base is not None and not runs:
-        raise PolicyError(f"traces have no policies to compare with {base!r}; give a run too")
     table = joined(runs)
     if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
@@ -87,4 +87,4 @@ def page(
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
     # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls
-    return visible(PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces))))
+    return visible(PAGE.format(title=title, body=lines(sections(table, runs, metrics, of_traces))))

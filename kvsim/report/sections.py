@@ -15,10 +15,11 @@ from kvsim.analysis.folder import Saved
 from kvsim.analysis.overview import fidelity_shares
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
+from kvsim.analysis.sentences import answer, tabulated
 from kvsim.analysis.significance import few
-from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
-from kvsim.analysis.verdict import HEADERS, answer, tabulated
+from kvsim.analysis.summaries import averages, layers_of, main_variants, uneven
 from kvsim.plots.summary import over_budgets, pareto
+from kvsim.plots.summary import ranking as ranked
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
@@ -27,19 +28,17 @@ from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
 
 
 def sections(
-    table: pl.DataFrame, runs: Sequence[Saved], base: str | None, traces: Study | None
+    table: pl.DataFrame, runs: Sequence[Saved], metrics: Sequence[str], traces: Study | None
 ) -> Iterator[str]:
     """The sections of runs and traces; a section without content is empty.
 
-    table: of all runs, with the metrics of the traces. Results of one policy are called by what
-    tells them apart (`kvsim.analysis.results.labels`).
+    table: of all runs, with the metrics of the traces. metrics: beside the one that ranks. Results
+    of one policy are called by what tells them apart (`kvsim.analysis.results.labels`).
     """
     shown = labelled(table)
     if runs:
-        yield _verdict(shown)
-        yield _summary(shown, runs)
-        yield _figures(shown)
-        yield _paired(shown, base)
+        yield _verdict(shown, runs, metrics)
+        yield _results(shown)
         yield from _splits(shown)
         yield _of_traces(shown)
     if traces is not None:
@@ -63,26 +62,44 @@ _SHOWN = (
 )
 
 
-def _verdict(table: pl.DataFrame) -> str:
+def _verdict(table: pl.DataFrame, runs: Sequence[Saved], metrics: Sequence[str]) -> str:
+    """The sentences, one table, one figure, and what limits them."""
     comparison, said = answer(table, _SHOWN)
+    remarks = [remark for run in runs for remark in run.remarks]
+    remarks = [*remarks, *filter(None, [uneven(layers_of(table)), few(_prompts(table))])]
     if comparison is None:
-        return section("Verdict", said[0], "") if said else ""
-    note, rows = tabulated(comparison)
-    return section("Verdict", note, table_of(HEADERS, rows, right=3))
+        note = html.broken(said) + html.broken(merged(remarks), "Note: ")
+        return section("Verdict", note, "") if note else ""
+    head, rows = tabulated(comparison)
+    means = averages(main_variants(table, metrics))
+    for name in (name for name in metrics if name in set(means["metric"])):
+        head.append(html.metric_name(name))
+        for row in rows:
+            part = means.filter(metric=name, requested=row[0], policy=row[1])
+            row.append(html.cell(part))
+    one = comparison.table["requested"].n_unique() == 1
+    draw = ranked if one else over_budgets
+    figure = html.image("The metric that ranks", partial(draw, table, comparison.metric))
+    note = html.broken([each.removesuffix(".") for each in said])
+    note += html.broken(merged([*comparison.remarks, *remarks]), "Note: ")
+    return section("Verdict", note, lines([table_of(head, rows, right=2), figure]))
 
 
-def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
+def _results(table: pl.DataFrame) -> str:
     note = Markup(
         "Means over {}, of layers, heads and events within a prompt first (layers of <i>layer "
         "error</i> are added up); in brackets the 95 % bootstrap interval over at least 6 prompts. "
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(_prompts(table), "prompt"))
-    remarks = [remark for run in runs for remark in run.remarks]
-    remarks = merged([*remarks, uneven(layers_of(table)), few(_prompts(table))])
     means = averages(main_variants(table, _SHOWN))
-    note += html.broken(remarks, "Note: ")
-    return section("Results", note, _wide(means, "policy", with_chance=True))
+    drawn = {
+        "Metrics against the budget": over_budgets,
+        "Metrics against the entries that rows really saw": pareto,
+    }
+    images = (html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
+    every = lines([_wide(means, "policy", with_chance=True), *images])
+    return section("Results", note, details(every, "every metric"))
 
 
 def _prompts(table: pl.DataFrame) -> int:
@@ -106,32 +123,6 @@ def _wide(means: pl.DataFrame, column: str, *, with_chance: bool = False) -> str
                     name += html.small(f"after: {after}")
                 rows.append([name, budget, *cells])
     return table_of(head, rows, right=2)
-
-
-def _figures(table: pl.DataFrame) -> str:
-    drawn = {
-        "Metrics against the budget": over_budgets,
-        "Metrics against the entries that rows really saw": pareto,
-    }
-    images = lines(html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
-    return section("Figures", "", images) if images else ""
-
-
-def _paired(table: pl.DataFrame, base: str | None) -> str:
-    shown = main_variants(table, _SHOWN)
-    policies = shown["policy"].unique(maintain_order=True).to_list()
-    if len(policies) < 2 and base is None:
-        return ""
-    # only results with evictions have the metrics of kept sets
-    evicting = [name for name in policies if "wipeout" in set(shown.filter(policy=name)["metric"])]
-    base = base or (evicting or policies)[0]
-    note = Markup(
-        "Each policy minus <code>{}</code> on the same prompts at the same budget. Schedules may "
-        "differ, and with them the entries that rows saw."
-    ).format(base)
-    if _prompts(table) > 1 and not few(_prompts(table)):
-        note += " An interval without 0 is a difference that other prompts would likely show too."
-    return section(f"Compared with {base}", note, _wide(compare(shown, base), "policy"))
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:

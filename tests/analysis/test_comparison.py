@@ -14,16 +14,7 @@ from scipy import stats
 import kvsim
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.significance import (
-    ALPHA,
-    MOST,
-    few,
-    fewest,
-    holm,
-    least_p,
-    prompts_needed,
-    sign_flip,
-)
+from kvsim.analysis.significance import ALPHA, FEWEST, few, holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.analysis.table import COLUMNS as OF_TABLE
 from kvsim.errors import PolicyError
@@ -46,12 +37,12 @@ def table(values, metric="output_error", budget=64, traces=None, **more):
 
 def test_the_range_of_few_prompts_misses_as_often_as_said():
     """Counted over all sides of the median that prompts can lie on; silent for one and for many."""
-    for prompts in range(2, fewest(0.05)):
+    for prompts in range(2, FEWEST):
         sides = [*itertools.product((False, True), repeat=prompts)]
         missed = sum(all(each) or not any(each) for each in sides) / len(sides)
         assert f"{prompts} prompts" in few(prompts)
         assert f"in {missed:.0%} of cases" in few(prompts)
-    assert few(1) == few(fewest(0.05)) == few(100) == ""
+    assert few(1) == few(FEWEST) == few(100) == ""
 
 
 def test_results_whose_rows_see_more_entries_are_flagged():
@@ -110,7 +101,7 @@ def test_p_values_are_those_of_scipy():
     assert sign_flip(few) == pytest.approx(expected, abs=1e-12)
     assert sign_flip(many) == pytest.approx(stats.ttest_1samp(many, 0, axis=1).pvalue, abs=0.01)
     # no drawn flip is as far as the measured signs, which count as one
-    assert sign_flip(np.ones((1, 60))).tolist() == [1 / 65_537] == [least_p(60, 1)]
+    assert sign_flip(np.ones((1, 60))).tolist() == [1 / 65_537]
 
 
 def test_many_comparisons_of_many_prompts_can_still_be_decided():
@@ -134,28 +125,6 @@ def test_holm_rejects_step_by_step(p):
         assert set(np.flatnonzero(corrected <= level)) == rejected
 
 
-def test_the_fewest_prompts_are_those_whose_flips_reach_the_level():
-    """One prompt less has no p-value of the level, even if all differences agree."""
-    for comparisons in (1, 12, 66, 330):
-        level = ALPHA / comparisons
-        least = fewest(level)
-        assert sign_flip(np.ones((1, least))) <= level
-        assert sign_flip(np.ones((1, least - 1))) > level
-
-
-def test_needed_prompts_decide_about_as_often_as_they_say():
-    """With as many prompts of the measured effect, four of five simulations are decided."""
-    gap = np.array([0.5, -0.6, 1.4, 0.9, -0.2, 0.8])
-    level = ALPHA / 3
-    needed = prompts_needed(gap, level)
-    rng = np.random.default_rng(2)
-    drawn = rng.normal(gap.mean(), gap.std(ddof=1), (500, needed))
-
-    assert np.mean(sign_flip(drawn) <= level) == pytest.approx(0.8, abs=0.05)
-    assert prompts_needed(np.ones(4), level) == fewest(level)
-    assert prompts_needed(np.array([1, -1, 1, -1.0001]), level) == MOST
-
-
 NAMES, BUDGETS = ("tova", "streaming_llm", "h2o"), ("24", "40%")
 
 
@@ -174,14 +143,14 @@ def means_of(table, metric, traces):
 
 
 def test_means_and_differences_equal_a_plain_loop(real):
-    """Ranks, means, intervals, leads, paired differences and corrected p-values."""
-    comparison = compare(real, "output_error")
+    """Ranks, means, intervals, leads, paired differences to a policy and corrected p-values."""
+    comparison = compare(real, "output_error", against="tova")
     rows = {(row["policy"], row["requested"]): row for row in comparison.table.to_dicts()}
     values = means_of(real, "output_error", comparison.traces)
     gaps = {
-        (a, b, asked): np.subtract(values[a, asked], values[b, asked])
+        (name, asked): np.subtract(values[name, asked], values["tova", asked])
         for asked in BUDGETS
-        for a, b in itertools.combinations(NAMES, 2)
+        for name in NAMES[1:]
     }
     p = {
         key: sum(
@@ -193,13 +162,11 @@ def test_means_and_differences_equal_a_plain_loop(real):
     }
     corrected, worst = {}, 0.0
     for step, key in enumerate(sorted(p, key=p.get)):
-        worst = corrected[key] = max(worst, min(1, p[key] * (6 - step)))
+        worst = corrected[key] = max(worst, min(1, p[key] * (4 - step)))
 
-    assert comparison.comparisons == 6
     assert set(rows) == {(name, asked) for name in (*NAMES, "oracle", "full") for asked in BUDGETS}
     for asked in BUDGETS:
         order = sorted(NAMES, key=lambda name: sum(values[name, asked]))
-        best = order[0]
         for rank, name in enumerate(order, start=1):
             row, of_policy = rows[name, asked], values[name, asked]
             interval = Interval.of(np.array(of_policy))
@@ -209,45 +176,30 @@ def test_means_and_differences_equal_a_plain_loop(real):
             assert row["leads"] == sum(
                 of_policy[at] == min(values[other, asked][at] for other in NAMES) for at in range(8)
             )
-            if name == best:
+            if name == "tova":
                 assert row["against"] is None
                 continue
-            key = (name, best, asked) if (name, best, asked) in gaps else (best, name, asked)
-            assert row["against"] == best
-            assert row["difference"] == pytest.approx(abs(sum(gaps[key])) / 8)
-            assert row["p"] == pytest.approx(p[key])
-            assert row["p_holm"] == pytest.approx(corrected[key])
-            assert row["verdict"] == ("worse" if corrected[key] <= 0.05 else "undecided")
+            gap = sum(gaps[name, asked]) / 8
+            assert row["against"] == "tova"
+            assert row["difference"] == pytest.approx(gap)
+            assert row["p"] == pytest.approx(p[name, asked])
+            assert row["p_holm"] == pytest.approx(corrected[name, asked])
+            decided = "worse" if gap > 0 else "better"
+            assert (row["verdict"] == decided) == (corrected[name, asked] <= 0.05)
 
 
-def test_fronts_and_targets_equal_a_plain_loop(real):
-    """Entries seen, both fronts, bounds of means, and the smallest budget that keeps the target."""
+def test_sizes_and_targets_equal_a_plain_loop(real):
+    """Entries seen, bounds of means, and the smallest budget that keeps the target."""
     comparison = compare(real, "output_error", target=0.2)
     rows = {(row["policy"], row["requested"]): row for row in comparison.table.to_dicts()}
-    names = {"mean": "output_error", "seen": "entries_seen", "wipeout": "wipeout"}
-    values = {name: means_of(real, metric, comparison.traces) for name, metric in names.items()}
-    means = {
-        name: {cell: sum(each) / 8 for cell, each in of_metric.items()}
-        for name, of_metric in values.items()
-    }
-    seen = means["seen"]
+    values = means_of(real, "output_error", comparison.traces)
+    seen = means_of(real, "entries_seen", comparison.traces)
 
-    for column, front in (("mean", "front"), ("wipeout", "wipeout_front")):
-        loss = means[column]
-        for cell in loss:
-            beaten = any(
-                seen[other] <= seen[cell]
-                and loss[other] <= loss[cell]
-                and (seen[other] < seen[cell] or loss[other] < loss[cell])
-                for other in loss
-            )
-            assert rows[cell][column] == pytest.approx(loss[cell])
-            assert rows[cell][front] is not beaten
-    for cell, each in values["mean"].items():
-        deviation = math.sqrt(sum((x - means["mean"][cell]) ** 2 for x in each) / 7)
-        bound = means["mean"][cell] + 2.3646 * deviation / math.sqrt(8)
-        assert rows[cell]["seen"] == pytest.approx(seen[cell])
-        assert rows[cell]["bound"] == pytest.approx(bound, abs=1e-5)
+    for cell, each in values.items():
+        mean = sum(each) / 8
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in each) / 7)
+        assert rows[cell]["seen"] == pytest.approx(sum(seen[cell]) / 8)
+        assert rows[cell]["bound"] == pytest.approx(mean + 2.3646 * deviation / 8**0.5, abs=1e-5)
     for name in NAMES:
         of_policy = [rows[name, asked] for asked in BUDGETS]
         little, large = sorted(of_policy, key=lambda row: row["entries"])
@@ -264,59 +216,52 @@ def test_references_have_no_rank(real):
     assert references["mean"].null_count() == 0
     assert references["rank"].null_count() == references.height
     assert references["against"].null_count() == references.height
-    assert references["front"].null_count() == references.height
+    assert references["could_be_best"].null_count() == references.height
     assert any(remark.startswith("oracle, full: listed without") for remark in comparison.remarks)
     named = compare(real, "output_error", against="oracle").table
     assert named.filter(policy="tova")["against"].unique().to_list() == ["oracle"]
 
 
 def test_higher_is_better_where_the_metric_says_so():
-    """The ranking, the verdict, the leads, the front and the bound are those of the other side."""
+    """The ranking, the set of the best, the shortfall, the leads and the bound."""
     rng = np.random.default_rng(6)
     values = {"tova": 0.6 + 0.02 * rng.normal(size=12), "h2o": 0.8 + 0.02 * rng.normal(size=12)}
-    rows = compare(table(values, "retained_mass"), "retained_mass", target=0.7).table
+    named = compare(table(values, "retained_mass"), "retained_mass", target=0.7, against="h2o")
+    rows = named.table
 
     assert rows["policy"].to_list() == ["h2o", "tova"]
+    assert rows["could_be_best"].to_list() == [True, False]
     assert rows["verdict"].to_list() == [None, "worse"]
     assert rows["leads"].to_list() == [12, 0]
-    assert rows["front"].to_list() == [True, False]
+    assert rows["worse_by"][0] == 0
+    assert 0.25 < rows["worse_by"][1] < 0.3
     assert (rows["bound"] < rows["mean"]).all()
     assert rows["smallest"].to_list() == [True, False]
 
 
-def test_one_prompt_decides_nothing(real):
-    """There is a ranking and no interval, verdict, bound or needed prompts; a remark says so."""
-    one = real.filter(trace=real["trace"][0])
-    comparison = compare(one, target=10.0)
+def test_few_prompts_decide_nothing(real):
+    """There is a ranking and no interval, set, bound or needed number."""
+    for count in (1, 5):
+        some = real.filter(pl.col("trace").is_in([f"t{place}" for place in range(count)]))
+        comparison = compare(some, target=10.0, against="tova")
 
-    assert comparison.table["low"].count() == 0
-    assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
-    assert comparison.table["needed"].count() == 0
-    assert comparison.table["smallest"].count() == 0
-    assert comparison.remarks[0].startswith("one prompt decides nothing; at least 8 can.")
-    assert "(kvsim capture --model MODEL" in comparison.remarks[0]
-
-
-def test_too_few_prompts_for_the_comparisons_are_named():
-    """However large the differences, a remark says how many prompts it takes to decide any."""
-    values = {name: [at + 0.01 * x for x in range(4)] for at, name in enumerate(("tova", "h2o"))}
-    comparison = compare(table(values))
-
-    assert comparison.table["verdict"].to_list() == [None, "undecided"]
-    assert comparison.table["needed"].to_list() == [None, 6]
-    assert any("with 4 prompts no difference can be" in remark for remark in comparison.remarks)
-    assert any("at least 6 prompts" in remark for remark in comparison.remarks)
+        for name in ("low", "p_best", "could_be_best", "worse_by", "rank_low", "smallest"):
+            assert comparison.table[name].count() == 0, name
+        assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
+        assert all(not verdict.best for verdict in comparison.verdicts)
 
 
 def test_equal_values_are_equal():
-    """Where budgets bind neither policy, nothing is undecided and nothing is needed."""
+    """Where budgets bind neither policy, both are the best, and nothing is needed."""
     values = [0.1, 0.2, 0.15, 0.3, 0.1, 0.2, 0.4]
-    rows = compare(table({"tova": values, "h2o": values})).table
+    comparison = compare(table({"tova": values, "h2o": values}), against="h2o")
 
-    assert rows["verdict"].to_list() == [None, "equal"]
-    assert rows["rank"].to_list() == [1, 1]
-    assert rows["leads"].to_list() == [7, 7]
-    assert rows["needed"].count() == 0
+    assert comparison.table["verdict"].to_list() == ["equal", None]
+    assert comparison.table["rank"].to_list() == [1, 1]
+    assert comparison.table["leads"].to_list() == [7, 7]
+    assert comparison.table["worse_by"].to_list() == [0, 0]
+    (verdict,) = comparison.verdicts
+    assert (verdict.equal, verdict.best, verdict.needed) == (True, ["tova", "h2o"], None)
 
 
 @pytest.mark.parametrize("metric", ["output_error", "retained_mass"])
@@ -326,13 +271,89 @@ def test_rounding_leads_on_no_prompt_and_decides_nothing(metric):
     sign = -1 if metric == "retained_mass" else 1  # where higher is better
     values = {"tova": first * (1 + sign * 1e-8), "h2o": first, "snapkv": first * (1 + sign * 1e-3)}
 
-    comparison = compare(table(values, metric), metric)
+    comparison = compare(table(values, metric), metric, against="h2o")
 
     rows = {row["policy"]: row for row in comparison.table.to_dicts()}
     assert [rows[name]["rank"] for name in values] == [1, 1, 3]
     assert [rows[name]["leads"] for name in values] == [12, 12, 0]
+    assert [rows[name]["could_be_best"] for name in values] == [True, True, False]
     assert rows["snapkv"]["verdict"] == "worse"
-    assert "equal" in (rows["tova"]["verdict"], rows["h2o"]["verdict"])
+    assert rows["tova"]["verdict"] == "equal"
+
+
+def test_a_budget_is_judged_by_itself():
+    """Another budget, a bad policy or its gaps change neither the set nor the bounds of others."""
+    rng = np.random.default_rng(0)
+    hard = rng.gamma(4, 0.1, 12)
+    values = {
+        name: hard + step + rng.normal(0, 0.02, 12)
+        for step, name in ((0.0, "tova"), (0.0, "h2o"), (0.1, "knorm"))
+    }
+    columns = ["policy", "mean", "could_be_best", "worse_by"]
+    alone = compare(table(values)).table.select(columns)
+
+    bad = table({"random": [*(hard + 9)[:-1]]})
+    more = pl.concat([table(values), bad, table(values, budget=128)])
+    joined = compare(more).table.filter(pl.col("policy").is_in([*values]), requested="64")
+    short = compare(pl.concat([table(values), table({"random": hard[:4]})]))
+
+    assert alone["could_be_best"].to_list() == [True, True, False]
+    assert short.table.drop_nulls("rank").select(columns).equals(alone)
+    assert short.remarks[0] == (
+        "random is left out at budget 64: its value is missing on t10, t11, t4 and 5 more"
+    )
+    assert joined["could_be_best"].to_list() == [True, True, False]
+
+
+def test_prompts_are_in_no_order():
+    """The outcome is the same for any order of rows and of prompts."""
+    rng = np.random.default_rng(5)
+    given = table({name: rng.gamma(2, 0.1, 16) for name in ("tova", "h2o", "snapkv")})
+    shuffled = given.sample(fraction=1, shuffle=True, seed=1)
+    columns = ["policy", "p_best", "worse_by"]
+
+    assert (
+        compare(given)
+        .table.select(columns)
+        .sort("policy")
+        .equals(compare(shuffled).table.select(columns).sort("policy"))
+    )
+
+
+def test_a_margin_is_a_share_or_a_number_in_the_unit():
+    """Of what may be below 0 there is no share; equivalent is a verdict on pairs."""
+    rng = np.random.default_rng(3)
+    hard = rng.gamma(9, 0.1, 24)
+    values = {"tova": hard, "h2o": hard * 1.02 + rng.normal(0, 0.01, 24)}
+    near = compare(table(values), against="tova", margin=0.05)
+    signed = table({name: x - 1 for name, x in values.items()}, "nll_increase")
+
+    assert near.table["as_good"].to_list() == [True, True]
+    assert compare(table(values), margin=0.001).table["as_good"].to_list() == [True, False]
+    (bound,) = near.table.filter(policy="h2o")["worse_by"]
+    assert 0.02 < bound < 0.05
+    assert near.table.filter(policy="h2o")["verdict"].item() == "worse"
+    loose = {"tova": hard, "h2o": hard * rng.normal(1, 0.1, 24)}
+    (verdict,) = compare(table(loose), against="tova").table["verdict"].drop_nulls()
+    assert verdict == "equivalent"
+    assert compare(signed).margin is None
+    assert compare(signed).table["as_good"].count() == 0
+    in_nats = compare(signed, margin=0.05).table
+    assert in_nats["as_good"].to_list() == [True, True]
+    gap = values["h2o"] - hard
+    expected = gap.mean() + 1.7139 * gap.std(ddof=1) / 24**0.5
+    assert in_nats["worse_by"][1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_larger_budget_that_is_worse_is_remarked():
+    """On the same prompts, with both means; a better one is not."""
+    parts = [table({"tova": [x], "h2o": [0.5 - x]}, budget=b) for x, b in ((0.1, 64), (0.2, 128))]
+
+    remarks = compare(pl.concat(parts)).remarks
+
+    assert remarks == (
+        "tova has a worse mean with more entries: 0.1 and 0.2 at budgets 64 and 128 (1 prompt)",
+    )
 
 
 def test_means_are_over_shared_prompts():
@@ -343,7 +364,7 @@ def test_means_are_over_shared_prompts():
     assert comparison.traces == ("t0", "t1")
     assert comparison.table["mean"].to_list() == [1.5, 2.5]
     assert comparison.remarks[0] == (
-        "1 prompt left out, because not every policy has a value: t2 (h2o at budget 64 has none)"
+        "1 prompt left out at budget 64, because not every policy has a value: t2 (h2o has none)"
     )
     short = table({"tova": [1.0], "h2o": [2.0]}, share="25%", budget=40, fidelity="exact")
     long = table({"tova": [9.0]}, share="25%", budget=4000, traces=["long"])
@@ -351,7 +372,7 @@ def test_means_are_over_shared_prompts():
     assert both.select("entries", "fidelity").rows() == [(40.0, "exact")] * 2
     other = table({"knorm": [1.0]}, traces=["other"])
     with pytest.raises(PolicyError, match="no prompt has a value of output_error for every"):
-        compare(pl.concat([values, other]))
+        compare(pl.concat([table({"tova": [1.0]}), other]))
 
 
 def test_different_schedules_are_flagged():
@@ -410,5 +431,5 @@ def test_a_prompt_without_a_value_is_left_out(missing):
     comparison = compare(table({"tova": [0.1, missing, 0.3], "h2o": [0.2, 0.3, 0.4]}))
 
     assert comparison.traces == ("t0", "t2")
-    assert "t1 (tova at budget 64 has none)" in comparison.remarks[0]
+    assert "t1 (tova has none)" in comparison.remarks[0]
     assert comparison.table["mean"].to_list() == pytest.approx([0.2, 0.3])

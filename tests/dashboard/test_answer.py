@@ -6,11 +6,10 @@ import os
 import pytest
 
 import kvsim
-from kvsim.analysis.comparison import compare
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
+from kvsim.analysis.sentences import answer, tabulated
 from kvsim.analysis.summaries import averages
-from kvsim.analysis.verdict import tabulated
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from tests.dashboard.test_retention import said
@@ -46,8 +45,9 @@ def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
     assert not app.exception
     assert app.header[0].value == "Answer"
     assert app.selectbox(key="run").value == name
-    note, rows = tabulated(compare(table, "output_error"))
-    assert app.text[0].value == note
+    comparison, sentences = answer(table, ["output_error"])
+    _, rows = tabulated(comparison)
+    assert app.text[0].value == "\n".join(sentences)
     assert app.dataframe[0].value.to_numpy().tolist() == rows
     (chart,) = app.get("plotly_chart")
     lines = {one["name"]: one["y"] for one in json.loads(chart.proto.spec)["data"]}

@@ -13,8 +13,8 @@ from kvsim.analysis.folder import read_run
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
+from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import averages, compare, stages
-from kvsim.analysis.verdict import answer
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace
@@ -85,7 +85,7 @@ def test_means_are_those_of_the_table(opened, ran):
         assert "array" not in lines[policy].get("error_y", {})
     assert any("3 prompts: no interval" in one.value for one in app.caption)
     verdict = answer(table_of(ran), ["output_error"])[1]
-    assert len(verdict) == 4
+    assert len(verdict) == 3
     assert app.text[0].value == "\n".join(verdict)
 
 
@@ -251,7 +251,7 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
     app.selectbox(key="metric").select("retained_iou").run()
     after = [one.proto.spec for one in app.get("plotly_chart")]
     assert sorted(computed) == ["answer", "averages", "compare"]
-    assert read == {"retained_iou", "output_error", "wipeout", "entries_seen"}
+    assert read == {"retained_iou", "output_error", "entries_seen"}
     same = [old == new for old, new in zip(before, after, strict=True)]
     assert same == [False, False, True, True]
     assert len(built) == 2
@@ -259,10 +259,10 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
 
     for kind, key, value, expected in (
         ("toggle", "log", True, []),
-        ("multiselect", "policies", ["streaming_llm", "tova"], ["answer"]),
+        ("multiselect", "policies", ["streaming_llm", "tova"], []),
         ("selectbox", "cost", "bytes_held", []),
-        ("selectbox", "metric", "output_error", ["answer"]),
-        ("selectbox", "base", "tova", ["compare"]),
+        ("selectbox", "metric", "output_error", []),
+        ("selectbox", "base", "streaming_llm", ["compare"]),
     ):
         computed.clear()
         getattr(app, kind)(key=key).set_value(value).run()
@@ -278,7 +278,7 @@ def test_choices_outlast_a_run_without_them(opened, ran, tmp_path):
     app = opened(tmp_path, "compare", run="several")
     defaults = {
         "few": (["tova", "knorm"], "wipeout", "tova"),
-        "several": ([*POLICIES], "output_error", "streaming_llm"),
+        "several": ([*POLICIES], "output_error", "tova"),
     }
     chosen = {
         "few": (["tova"], "wipeout", "tova"),

@@ -12,7 +12,7 @@ import pytest
 import kvsim
 from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.overview import summarise
-from kvsim.analysis.verdict import answer
+from kvsim.analysis.sentences import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
 from kvsim.store import inputs

@@ -6,7 +6,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.verdict import HEADERS, tabulated
+from kvsim.analysis.sentences import tabulated
 from kvsim.schema import visible
 
 from .. import controls, elements, line_charts, readings, replays, runs
@@ -26,7 +26,7 @@ def page() -> None:
 def _run(run: runs.Run) -> None:
     elements.title(
         "Answer",
-        "Which policy is best at each budget of this run, and how sure that is. The page *Compare* "
+        "Which policies could be the best at each budget of this run. The page *Compare* "
         "has all metrics, *Retention* and *Segments* what a policy keeps of a trace.",
     )
     policies = run.policies
@@ -39,13 +39,11 @@ def _run(run: runs.Run) -> None:
         runs.provenance(run)
         return
     comparison, said = runs.verdict(run.origin, policies, metric)
-    if comparison is None:
-        st.text("\n".join(map(visible, said)))
-    else:
-        note, rows = tabulated(comparison)
-        st.text(visible(note))
+    st.text("\n".join(map(visible, said)))
+    if comparison is not None:
+        headers, rows = tabulated(comparison)
         shown = [[visible(cell) for cell in row] for row in rows]
-        st.dataframe(pl.DataFrame(shown, HEADERS, orient="row"), hide_index=True, key="verdict")
+        st.dataframe(pl.DataFrame(shown, headers, orient="row"), hide_index=True, key="verdict")
     means = runs.means(run.origin, policies, {metric: METRICS[metric].main})
     if not means.height:
         st.info(f"The page Compare has the variants of {metric} that were measured.")
@@ -72,8 +70,8 @@ def _texts() -> None:
     elements.title(
         "Answer",
         f"What two policies leave of this text in one KV head of layer {settings.layer}. The "
-        "folder has no run yet; with one, this page says which policy is best. *Compare* replays "
-        "several policies on this trace.",
+        "folder has no run yet; with one, this page says which policies could be the best. "
+        "*Compare* replays several policies on this trace.",
     )
     results = [replays.replay(settings, name) for name in names]
     shown = [each for each in results if isinstance(each, replays.Replayed)]

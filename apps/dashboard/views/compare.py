@@ -47,9 +47,9 @@ def page() -> None:
     """Show a metric over budgets, paired differences, the Pareto front and regret."""
     elements.title(
         "Compare",
-        "What policies lose at the same budget. Where bars of two policies overlap, look at the "
-        "paired differences below, which compare prompt by prompt. Dotted lines are chance: random "
-        "sets of the same sizes.",
+        "What policies lose at the same budget. The sentences say which could be the best; paired "
+        "differences below compare prompt by prompt. Dotted lines are chance: random sets of the "
+        "same sizes.",
     )
     run = runs.run()
     if not run.measured:
@@ -59,7 +59,7 @@ def page() -> None:
     verdict = st.container()
     comparison = _comparison(run)
     if comparison.metric in METRICS:
-        _, lines = runs.verdict(run.origin, comparison.policies, comparison.metric)
+        _, lines = runs.verdict(run.origin, run.policies, comparison.metric)
         verdict.text("\n".join(map(visible, lines)))
     _over_budgets(comparison)
     _differences(comparison)
@@ -84,7 +84,11 @@ def _comparison(run: runs.Run) -> Comparison:
     if not policies:
         st.info("Choose at least one policy.")
         st.stop()
-    base = controls.choose("Compare with", "base", policies, help="for paired differences")
+    found = runs.verdict(run.origin, run.policies, metric)[0] if metric in METRICS else None
+    ranked = found.verdicts[-1].policies if found else []
+    start = policies.index(next((name for name in ranked if name in policies), policies[0]))
+    about = "for paired differences; by default the best mean at the largest budget"
+    base = controls.choose("Compare with", "base", policies, start, help=about)
     by = None if split == "nothing" else split
     wide = line_charts.is_wide(runs.means(run.origin, policies, {metric: variant}, by))
     about = "a scale on which 0 has no place; by default where some values are far above others"
@@ -146,9 +150,8 @@ def _differences(comparison: Comparison) -> None:
         gaps, comparison.styles, key="gaps", label="difference", by=comparison.by, zero=True
     )
     elements.reading(readings.differences(gaps))
-    likely = "Other prompts would likely show a difference whose interval excludes 0."
-    caution = few(int(gaps["n"].sort()[-1]))
-    st.caption(f"{caution[:1].upper()}{caution[1:]}." if caution else likely)
+    if caution := few(int(gaps["n"].sort()[-1])):
+        st.caption(f"{caution[:1].upper()}{caution[1:]}.")
     downloads.table(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
 
 

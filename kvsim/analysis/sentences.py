@@ -1,0 +1,239 @@
+"""The English of a comparison: sentences to paste, and the rows of a table beside them.
+
+`kvsim replay` and `kvsim compare` open with the sentences, so do reports, the dashboard and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil
+
+import polars as pl
+
+from kvsim.analysis.comparison import Comparison, compare
+from kvsim.analysis.evidence import ANSWERS, EVIDENCE, WORTH, ranking
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import REQUESTED, mixed
+from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
+from kvsim.analysis.verdict import Verdict
+from kvsim.errors import PolicyError
+from kvsim.schema import plural, rounded
+
+#: Most policies that a sentence names, and how many of more: the first in rank.
+_NAMES, _FIRST = 6, 3
+
+
+def answer(
+    table: pl.DataFrame, metrics: Sequence[str], metric: str | None = None
+) -> tuple[Comparison | None, list[str]]:
+    """Compare the policies of a Table by a metric, by default the first of `ranking`.
+
+    And the lines that say the outcome; budgets in the order of the Table. None and no lines where
+    there is nothing to compare: one policy, or no prompt with values of all.
+    """
+    if reason := mixed(table):
+        return None, [f"No verdict: {reason}."]
+    try:
+        comparison = compare(table, metric or next(ranking(table, metrics)))
+    except (PolicyError, StopIteration):  # no prompt has values of all policies, or no metric
+        return None, []
+    budgets = table.drop_nulls("policy").select(x=REQUESTED)["x"].unique(maintain_order=True)
+    order = {budget: place for place, budget in enumerate(budgets)}
+    verdicts = sorted(comparison.verdicts, key=lambda verdict: order[verdict.requested])
+    rows = comparison.table.sort(pl.col("requested").cast(pl.Enum(budgets)), maintain_order=True)
+    comparison = replace(comparison, table=rows, verdicts=tuple(verdicts))
+    said = [*lines(comparison)]
+    return comparison if said else None, said
+
+
+def lines(comparison: Comparison) -> Iterator[str]:
+    """Yield a line of sentences for each verdict, then what the metric and weaker ones say."""
+    for verdict in comparison.verdicts:
+        yield said(verdict, comparison)
+    if comparison.verdicts:
+        yield basis(comparison)
+
+
+def said(verdict: Verdict, of: Comparison) -> str:
+    """The verdict at a budget in sentences."""
+    about = f"{of.metric}, {plural(verdict.prompts, 'prompt')}"
+    if verdict.order is not None and verdict.order <= ALPHA:
+        parts = [f"the order depends on the task (p = {verdict.order:.2g}; {about})"]
+        parts += [f"{each.task}: {_could(each)}" for each in verdict.tasks]
+        parts.append(f"On average over tasks: {_could(verdict)}")
+        open_ = "That no policy is the best in all tasks is not shown; that takes about 12 a task"
+        parts.append("No policy is the best in all tasks" if verdict.one is False else open_)
+    elif verdict.prompts < FEWEST:
+        parts = [_lowest(verdict, of)]
+    else:
+        parts = [*_best(verdict, of)]
+        if verdict.order is not None:
+            p = f"p = {verdict.order:.2g}"
+            parts.append(f"That the order depends on the task is not shown ({p})")
+    if verdict.unfair:
+        parts.append(
+            f"Rows see more entries under {_listed(verdict.unfair)} than under others, so this is "
+            "no fair comparison"
+        )
+    return f"Budget {verdict.requested}: {'. '.join(parts)}."
+
+
+def _best(verdict: Verdict, of: Comparison) -> Iterator[str]:
+    """Yield which policies could be the best, how good they are, and what would tell more."""
+    best, count = verdict.best, len(verdict.policies)
+    about = f"by {of.metric} (95 %, {plural(verdict.prompts, 'prompt')})"
+    alone = best == verdict.first and (verdict.equal or len(best) == 1)
+    if len(best) == count and not alone:
+        left = "both" if count == 2 else f"all {count}"
+        yield f"no policy is excluded {about}; {left} could be the best"
+        yield "This does not show that they are equal"
+    elif alone:
+        equal = ", equal on every prompt, are" if verdict.equal else " is"
+        yield f"{_listed(best)}{equal} the best of {count} policies {about}"
+    elif len(best) <= _NAMES:
+        rest = (
+            "the other one is" if count - len(best) == 1 else f"the other {count - len(best)} are"
+        )
+        yield f"{_listed(best, 'or')} is the best of {count} policies {about}; {rest} not"
+    else:
+        yield f"{len(best)} of {count} policies could be the best {about}: {_listed(best)}"
+    if alone:
+        after = next((each for each in verdict.standings if each.policy not in best), None)
+        if after is not None and after.worse_by is not None:
+            yield f"The next, {after.policy}, is at most {_amount(after.worse_by, of)} worse"
+    else:
+        yield from _good(verdict, of)
+        if len(best) <= _NAMES and verdict.needed:
+            about_n, least, most = (_count(number) for number in verdict.needed)
+            span = f" ({least} to {most})" if least != most else ""
+            about_n = f"About {about_n}" if verdict.needed[0] else f"More than {MOST:,}"
+            yield f"{about_n} prompts{span} would tell them apart"
+    if verdict.uneven:
+        yield (
+            f"One prompt makes most of the difference between {verdict.first[0]} and "
+            f"{verdict.uneven}; with values this uneven the set is less sure than 95 %"
+        )
+    if verdict.prompts < ENOUGH:
+        yield f"{verdict.prompts} prompts are coarse; record {ENOUGH}"
+
+
+def _good(verdict: Verdict, of: Comparison) -> Iterator[str]:
+    """Yield which of the set are as good as the best, or how good the surest one is."""
+    known = [each for each in verdict.standings if each.could_be_best and each.worse_by is not None]
+    good = [each.policy for each in known if each.as_good]
+    if good and of.margin is not None:
+        are = "is" if len(good) == 1 else "are"
+        yield f"{_listed(good)} {are} within {_amount(of.margin, of)} of the best"
+    elif known:
+        surest = min(known, key=lambda each: each.worse_by or 0.0)
+        amount = _amount(surest.worse_by or 0.0, of)
+        yield f"{surest.policy} is at most {amount} worse than the best"
+
+
+def _lowest(verdict: Verdict, of: Comparison) -> str:
+    """What the prompts show where they are too few to say more."""
+    first, one = verdict.first, verdict.prompts == 1
+    most = "highest" if of.better == "higher" else "lowest"
+    has = "share" if len(first) > 1 else "has"
+    text = f"{_listed(first)} {has} the {most} mean {of.metric}, "
+    text += rounded(verdict.standings[0].mean, ".3g")
+    after = next((each for each in verdict.standings if each.rank > 1), None)
+    if one:
+        following = "" if after is None else f"; the next is {after.policy}"
+        return f"{text}, on this prompt{following}"
+    alone = len(first) == 1 and sum(x.leads for x in verdict.standings) <= verdict.prompts
+    leads = "leads" if alone else "no policy is better"
+    return f"{text}, and {leads} on {verdict.standings[0].leads} of {verdict.prompts} prompts"
+
+
+def _could(verdict: Verdict) -> str:
+    """The policies that could be the best, in a few words."""
+    if verdict.prompts < FEWEST:
+        return f"{_listed(verdict.first)} on {plural(verdict.prompts, 'prompt')}, too few to tell"
+    if len(verdict.best) == len(verdict.policies):
+        return "any of them"
+    return _listed(verdict.best, "or")
+
+
+def bound(value: float | None, of: Comparison) -> str:
+    """By how much a policy is worse at most, `12 %` or in the unit; empty without a bound."""
+    return "" if value is None else _amount(value, of)
+
+
+def _amount(value: float, of: Comparison) -> str:
+    if of.relative:
+        return f"{ceil(100 * value - 1e-9)} %"
+    return f"{rounded(value, '.2g')} {METRICS[of.metric].unit}"
+
+
+def _count(number: int | None) -> str:
+    return "any number" if number is None else f"{float(f'{number:.2g}'):,.0f}"
+
+
+def _listed(names: Sequence[str], last: str = "and") -> str:
+    *most, end = names
+    if len(names) > _NAMES:
+        most, end, last = [*names[:_FIRST]], f"{len(names) - _FIRST} others", "and"
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def basis(comparison: Comparison) -> str:
+    """What the metric of a comparison is worth here, and what weaker evidence says."""
+    rows = comparison.table.drop_nulls("rank")
+    levels, metric = {*comparison.table["fidelity"]}, comparison.metric
+    kind = {"closed": "of live runs", "judged": "of the replay's kept sets, judged by the model"}
+    kinds = [text for level, text in kind.items() if level in levels][:1]
+    parts = [" ".join([f"Ranked by {metric}", *kinds])]
+    if not kinds and metric in EVIDENCE:
+        parts[0] += "; kvsim replay --judge ranks by the model's own predictions"
+    if comparison.unranked:
+        parts[0] += f"; without a value of it: {_listed(comparison.unranked)}"
+    if metric in WORTH and "closed" not in levels and not (rows["access"] != "").any():
+        low, high = WORTH[metric]
+        parts.append(
+            f"Among 16 evictions on two models its ranking at one budget correlated with that of "
+            f"live KL at {low:.2f} to {high:.2f}"
+        )
+    if metric == EVIDENCE[0]:
+        low, high = ANSWERS
+        parts.append(
+            f"KL is not answers: with the share of wrong ones its ranking correlated at {low:.2f} "
+            f"to {high:.2f}"
+        )
+    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name, budgets in comparison.weaker.items():
+        for budget, names in budgets.items():
+            found.setdefault((names, budget), []).append(name)
+    weaker = [
+        f"at budget {budget} the lowest {_listed(by)} has {_listed(names)}"
+        for (names, budget), by in found.items()
+    ]
+    if weaker:
+        parts.append(f"Weaker evidence differs: {'; '.join(weaker)}")
+    if any(verdict.prompts < FEWEST for verdict in comparison.verdicts):
+        parts.append(FEW)
+    return f"{'. '.join(parts)}."
+
+
+#: Said before a run and after it.
+FEW = (
+    f"Fewer than {FEWEST} prompts say nothing about other prompts; record {ENOUGH} (kvsim capture "
+    "--prompts FILE.jsonl)"
+)
+
+#: Headers of `tabulated`.
+HEADERS = ("budget", "policy", "{metric}", "could be best", "worse by at most")
+
+
+def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headers and a row for each policy and budget: the ranking number, and what is sure of it."""
+    rows = []
+    for row in comparison.overall.iter_rows(named=True):
+        ends = [rounded(row[end], ".3g") for end in ("low", "high") if row[end] is not None]
+        mean = "" if row["mean"] is None else rounded(row["mean"], ".3g")
+        could = {True: "yes", False: "no", None: ""}[row["could_be_best"]]
+        worse = bound(row["worse_by"], comparison)
+        cells = [row["requested"], row["policy"], mean + f" [{', '.join(ends)}]" * bool(ends)]
+        rows.append([*cells, *(["reference", ""] if row["rank"] is None else [could, worse])])
+    return [header.format(metric=comparison.metric) for header in HEADERS], rows
