@@ -63,8 +63,7 @@ COLUMNS: dict[str, Any] = {
     "worse_by": pl.Float64,
     "as_good": pl.Boolean,
     "against": pl.String,
-    **dict.fromkeys(("difference", "difference_low", "difference_high"), pl.Float64),
-    **dict.fromkeys(("p", "p_holm"), pl.Float64),
+    **dict.fromkeys(("difference", "p", "p_holm"), pl.Float64),
     "verdict": pl.Enum(VERDICTS),
     "seen": pl.Float64,
     "unfair": pl.Boolean,
@@ -141,7 +140,7 @@ def compare(
         which it is worse than the best with 95 %, and whether that is within the margin
         (`as_good`); `seen`, the mean entries that a row sees, and whether they are over 5 % more
         than under another policy at this budget (`unfair`). With `against`: the paired `difference`
-        to it with its interval, its p-value and that corrected for their number, the `verdict`.
+        to it, its p-value and that corrected for their number, the `verdict`.
         With a target: `bound`, the worse end of the 95 % t interval of the mean, whether this
         budget and all larger ones keep it on the right side (`meets`), and whether none is smaller
         (`smallest`).
@@ -287,22 +286,16 @@ def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame
             found.append({"policy": name, "requested": budget.requested, "verdict": verdict})
             gaps.append(two[:, 0] - two[:, 1])
     p = np.array([sign_flip(gap[None])[0] for gap in gaps])
-    for row, gap, end, of_one, corrected in zip(
-        found, gaps, Interval.of_each(gaps), p.tolist(), holm(p).tolist(), strict=True
-    ):
-        row |= {"against": base, "p": of_one, "p_holm": corrected, "difference": end.mean}
-        row |= {f"difference_{x}": none_of(y) for x, y in (("low", end.low), ("high", end.high))}
+    for row, gap, of_one, corrected in zip(found, gaps, p.tolist(), holm(p).tolist(), strict=True):
+        row |= {"against": base, "p": of_one, "p_holm": corrected, "difference": gap.mean()}
         if not gap.any():
             row["verdict"] = "equal"
         elif corrected <= ALPHA:
-            row["verdict"] = "better" if (end.mean > 0) == scale.higher else "worse"
+            row["verdict"] = "better" if (gap.mean() > 0) == scale.higher else "worse"
     return pl.DataFrame(found, {name: COLUMNS[name] for name in (*_AT, *_OF_PAIR)})
 
 
-_OF_PAIR = (
-    *("against", "difference", "difference_low", "difference_high"),
-    *("p", "p_holm", "verdict"),
-)
+_OF_PAIR = ("against", "difference", "p", "p_holm", "verdict")
 
 
 def _at_target(

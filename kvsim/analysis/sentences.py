@@ -62,8 +62,13 @@ def said(verdict: Verdict, of: Comparison) -> str:
         parts = [f"the order depends on the task (p = {verdict.order:.2g}; {about})"]
         parts += [f"{each.task}: {_could(each)}" for each in verdict.tasks]
         parts.append(f"On average over tasks: {_could(verdict)}")
-        open_ = "That no policy is the best in all tasks is not shown; that takes about 12 a task"
-        parts.append("No policy is the best in all tasks" if verdict.one is False else open_)
+        every = [x for x in verdict.policies if all(x in each.best for each in verdict.tasks)]
+        if verdict.one is False:
+            parts.append("No policy is the best in all tasks")
+        elif every:
+            parts.append(f"In all tasks the best could be {_listed(every, 'or')}")
+        else:
+            parts.append("That no policy is the best in all tasks takes 12 prompts of each to show")
     elif verdict.prompts < FEWEST:
         parts = [_lowest(verdict, of)]
     else:

@@ -179,7 +179,6 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     for row in comparison.overall.iter_rows(named=True):
         share = share_of(row["requested"])
         ranks = dict.fromkeys(x for x in (row["rank_low"], row["rank_high"]) if x is not None)
-        gap = (row[f"difference{end}"] for end in ("", "_low", "_high"))
         cells = {
             "budget": show.budget_text(round(row["entries"]), share, row["per_query_head"]),
             "policy": row["policy"],
@@ -189,7 +188,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
             "could be best": {True: "yes", False: "no", None: "-"}[row["could_be_best"]],
             "worse by at most": bound(row["worse_by"], comparison) or "-",
-            f"minus {comparison.against}": show.interval(signed, *gap),
+            f"minus {comparison.against}": show.number(row["difference"], signed),
             "p (Holm)": show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or "-",
             "entries seen": show.number(row["seen"], ".0f") + "!" * row["unfair"],
