@@ -150,7 +150,7 @@ def signs(prompts: int) -> Floats:
     """
     if 2**prompts <= _SETS:
         return np.asarray(1 - 2.0 * (np.arange(2**prompts) >> np.arange(prompts)[:, None] & 1))
-    drawn: Floats = np.random.default_rng(0).integers(0, 2, (prompts, _SETS)) * 2.0 - 1
+    drawn = np.random.default_rng(0).integers(0, 2, (prompts, _SETS)).astype(np.float64) * 2 - 1
     drawn[:, 0] = 1
     return drawn
 
