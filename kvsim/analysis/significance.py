@@ -225,7 +225,7 @@ def interaction(x: Floats, tasks: Strings) -> float:
 
     Logarithms, centred within prompts and scaled by policy; tasks are permuted 999 times.
     """
-    logs = np.log(np.maximum(x, x[x > 0].min(initial=1.0)))
+    logs = np.log(np.maximum(x, min(x[x > 0], default=1.0)))
     logs = logs - logs.mean(1, keepdims=True)
     logs = (logs - logs.mean(0)) / np.where(logs.std(0) > _SAME, logs.std(0), 1)
     rng, which = np.random.default_rng(0), np.unique(tasks, return_inverse=True)[1]
@@ -246,7 +246,7 @@ def excess(x: Floats, tasks: Strings | None = None, *, higher: bool = False) -> 
     a, b = mean**2 - reach**2 * variance, np.outer(mean, mean) - reach**2 * covariance
     root = np.sqrt(np.maximum(b**2 - a * a[:, None], 0))
     with np.errstate(divide="ignore", invalid="ignore"):
-        over = 1 - (b - root) / a if higher else (b + root) / a - 1
+        over = 1 - np.maximum(b - root, 0) / a if higher else (b + root) / a - 1
     over = np.where(a > 0, np.maximum(over, 0), np.inf)
     np.fill_diagonal(over, 0)
     return np.where(identical(x), 0, over)
@@ -299,7 +299,7 @@ def needed(x: Floats, y: Floats, rivals: int = 1) -> tuple[float, float, float]:
     """
     gap, level = y - x, -scipy.special.ndtri((ALPHA - SCREEN) / rivals)
     spread = gap.std(ddof=1)
-    effect = gap.mean() / spread if spread > 0 else np.inf * np.sign(gap.mean())
+    effect = gap.mean() / spread if spread > 0 else np.copysign(np.inf, gap.mean() or -1)
     at_power, reach = scipy.special.ndtri([POWER, 0.9])
     half = reach * np.sqrt(1 / len(gap) + effect**2 / (2 * len(gap))) if spread > 0 else 0.0
 
