@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
 from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, PREFILL, plural, rounded, schedule
+from kvsim.schema import FIDELITY, PREFILL, schedule
 
 #: Of a policy beside another one: `equal` where no prompt shows a difference.
 VERDICTS = ("better", "worse", "equivalent", "undecided", "equal")
@@ -206,7 +205,7 @@ def compare(
         for _, x in each
         if x is not None
     )
-    remarks += _remarks(rows, [name for name in names if name in outside], higher=scale.higher)
+    remarks += _remarks(rows, [name for name in names if name in outside])
     remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
     measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
     return Comparison(
@@ -360,7 +359,7 @@ def _weaker(
     return found
 
 
-def _remarks(rows: pl.DataFrame, references: Sequence[str], *, higher: bool) -> list[str]:
+def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:
     """Limits of a comparison, a sentence each without its full stop."""
     remarks = list[str]()
     if references:
@@ -369,15 +368,6 @@ def _remarks(rows: pl.DataFrame, references: Sequence[str], *, higher: bool) -> 
             "or it looks ahead"
         )
     rows = rows.filter(pl.col("task").is_null()).drop_nulls("rank")
-    for part in rows.partition_by("policy", maintain_order=True):  # by entries
-        for less, more in pairwise(part.iter_rows(named=True)):
-            worse = (more["mean"] - less["mean"]) * (-1 if higher else 1)
-            if worse > ROUNDING * abs(less["mean"]):
-                means = " and ".join(rounded(x["mean"], ".3g") for x in (less, more))
-                remarks.append(
-                    f"{less['policy']} has a worse mean with more entries: {means} at budgets "
-                    f"{less['requested']} and {more['requested']} ({plural(more['n'], 'prompt')})"
-                )
     schedules: dict[str, dict[str, None]] = {}
     columns = ("policy", "params", "interval", "prefill")
     for name, params, interval, prefill in rows.select(columns).iter_rows():

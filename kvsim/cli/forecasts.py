@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def echo_plan(plan: Plan, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
     """Print what is left of a plan of replays or live runs; out: the run folder or None."""
+    from kvsim.analysis.sentences import FEW
+    from kvsim.analysis.significance import FEWEST
     from kvsim.sweeps.forecast import forecast
     from kvsim.sweeps.shards import kept_in
     from kvsim.sweeps.workers import processes
@@ -28,6 +30,8 @@ def echo_plan(plan: Plan, out: Path | None, jobs: int | None, *, as_json: bool) 
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
     echo_forecast(forecast(plan, kept), out, counts, as_json=as_json)
+    if len(plan.traces) < FEWEST and not as_json:
+        show.echo_notes([FEW])
 
 
 def echo_forecast(

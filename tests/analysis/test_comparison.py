@@ -345,17 +345,6 @@ def test_a_margin_is_a_share_or_a_number_in_the_unit():
     assert in_nats["worse_by"][1] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_larger_budget_that_is_worse_is_remarked():
-    """On the same prompts, with both means; a better one is not."""
-    parts = [table({"tova": [x], "h2o": [0.5 - x]}, budget=b) for x, b in ((0.1, 64), (0.2, 128))]
-
-    remarks = compare(pl.concat(parts)).remarks
-
-    assert remarks == (
-        "tova has a worse mean with more entries: 0.1 and 0.2 at budgets 64 and 128 (1 prompt)",
-    )
-
-
 def test_means_are_over_shared_prompts():
     """A prompt that one policy has no value for is left out of all means, and a remark names it."""
     values = table({"tova": [1.0, 2.0, 9.0], "h2o": [2.0, 3.0]})

@@ -191,6 +191,15 @@ def test_rows_that_see_more_entries_are_no_fair_comparison():
     assert "Rows see more entries under h2o than under others, so this is no fair comp" in text
 
 
+def test_a_larger_budget_that_is_worse_is_said():
+    """On the same prompts, with both means; a better one is not."""
+    parts = [table({"tova": [x], "h2o": [0.5 - x]}, budget=b) for x, b in ((0.1, 64), (0.2, 128))]
+
+    lines = answer(pl.concat(parts), ["output_error"])[1]
+
+    assert lines[2] == "Worse with more entries on these prompts: tova (0.1 at 64, 0.2 at 128)."
+
+
 def test_live_runs_are_ranked_by_what_the_model_did():
     """By the divergence, which output errors of layers may contradict, or by no metric at all."""
     error = table({"tova": [0.1], "h2o": [0.2]}, fidelity="closed")

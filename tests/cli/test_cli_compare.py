@@ -223,3 +223,12 @@ def test_commands_that_read_tables_load_no_torch(runs, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_plan_says_what_too_few_prompts_cannot(printed):
+    """Before anything is computed, and only of fewer than 6 prompts."""
+    options = ["--policy", "tova,h2o", "--budget", "64", "--plan"]
+
+    assert "Note: Fewer than 6 prompts say nothing about other" in printed(
+        "replay", "sample", *options
+    )
