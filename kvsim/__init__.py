@@ -98,7 +98,6 @@ _HOME = {
 
 # the core knows no room above it, and some of its methods end there
 delegates.update(
-    html=lambda shown: import_module("kvsim.notebook").html(shown),
     save_trace=lambda *given, **options: import_module("kvsim").save_trace(*given, **options),
     to_xarray=lambda trace: import_module("kvsim").to_xarray(trace),
     compacted=lambda *given: import_module("kvsim.store.compacting").compacted(*given),

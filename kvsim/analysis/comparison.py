@@ -34,7 +34,6 @@ from kvsim.analysis.summaries import (
     uneven,
 )
 from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
-from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, PREFILL, schedule
@@ -72,7 +71,7 @@ COLUMNS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Comparison(Displayed):
+class Comparison:
     """The outcome of `compare`.
 
     table: rows by budget, task and rank; its columns are those of `compare`. verdicts: of each

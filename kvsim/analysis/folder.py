@@ -23,7 +23,6 @@ from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.results import by_model, extent, is_live
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
-from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import sync, sync_tree, unbroken
@@ -42,7 +41,7 @@ _RESULTS = 8 << 30
 
 
 @dataclass(frozen=True)
-class Saved(Displayed):
+class Saved:
     """A run folder as it was read: its parameters and its Table."""
 
     path: Path

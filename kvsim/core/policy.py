@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from kvsim.core.delegates import Displayed
 from kvsim.core.merging import Merger
 from kvsim.core.parameters import Between, Length, check_fields, parameters
 from kvsim.core.pieces import (
@@ -60,7 +59,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Policy(Displayed):
+class Policy:
     """A policy, ready to replay: named pieces, no state.
 
     Attributes:

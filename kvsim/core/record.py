@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.core.delegates import Displayed
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
@@ -99,7 +98,7 @@ class Response:
 
 
 @dataclass(frozen=True, eq=False)
-class Record(Displayed):
+class Record:
     """When each entry of each head left the cache.
 
     Row r sees position p iff p <= r <= evicted_at[p].

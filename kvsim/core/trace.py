@@ -28,7 +28,7 @@ from kvsim.core.checks import (
     in_memory,
     missing_array,
 )
-from kvsim.core.delegates import Displayed, delegates
+from kvsim.core.delegates import delegates
 from kvsim.core.digest import array_fingerprint
 from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
@@ -58,7 +58,7 @@ T = TypeVar("T")
 _ALL = slice(None)
 
 
-class Trace(Facts, Displayed):
+class Trace(Facts):
     """One token sequence through one model: q, k, v after RoPE, and its header.
 
     Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.

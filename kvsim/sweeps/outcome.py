@@ -16,7 +16,6 @@ from kvsim.analysis.folder import lacking, write_run
 from kvsim.analysis.live.table import responses
 from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
-from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
@@ -40,7 +39,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Run(Displayed):
+class Run:
     """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
 
     interrupted: Ctrl-C ended the sweep; records and Table hold what was measured until then.

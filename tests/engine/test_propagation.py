@@ -354,3 +354,11 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         check_cell(deep, kvsim.policy("gemfilter"), 20, None)
     with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):
         Policy("odd", Full(), propagation=3)
+
+
+def test_a_budget_of_rows_binds():
+    """A policy whose budget chooses rows and leaves whole caches has one that binds."""
+    chosen = kvsim.policy("fastkv", kv_before="full")
+
+    assert chosen.bounds == {"held"}
+    assert not chosen.bounded

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.arguments import resolve_budget
-from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import whole
@@ -30,7 +29,7 @@ _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
 
 
 @dataclass(frozen=True)
-class Ruling(Displayed):
+class Ruling:
     """Outcome of the comparison of kept sets with a definition.
 
     compared: sets, of an event, a layer and a head each. differences: those that differ, ties

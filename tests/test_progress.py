@@ -1,0 +1,82 @@
+"""What consoles and notebooks show: one short line of an object, and a bar of progress."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import kvsim
+from kvsim.progress import progress_bar
+from kvsim.sweeps import replay_all
+from traces import random_trace
+
+EVIL = "<script>alert('x')</script>&amp;"
+
+
+def make_trace(name="small", n=24, meta=None):
+    """A random trace of 2 layers and 2 KV heads."""
+    return random_trace(n=n, seed=len(name), prompt_len=12, name=name, meta=meta)
+
+
+@pytest.fixture(scope="module")
+def swept():
+    """A run of two policies at two budgets over two traces, the first with a hostile name."""
+    return replay_all(
+        [make_trace(EVIL), make_trace()],
+        ["tova", "snapkv"],
+        [8, "50%"],
+        fit=True,
+        metrics=["entries_seen", "output_error"],
+    )
+
+
+def test_texts_are_one_short_line(swept):
+    """What a console shows of an object has no arrays."""
+    trace = make_trace()
+    record = kvsim.replay(trace, "ams", 20)
+
+    assert repr(record) == (
+        "Record('ams', trace='small', budget=20, after 'every 512 rows', layers=2, heads=2, "
+        "pos=24, events=0)"
+    )
+    assert repr(kvsim.policy("knorm")) == "Policy('knorm', after 'the prompt')"
+    assert repr(kvsim.policy("ams")).endswith("more, after 'every 512 rows')")
+    assert "policy=['tova', 'snapkv@scaled'], budget=['8', '50%']" in repr(swept)
+    assert "prompts=2" in repr(kvsim.compare(swept))
+
+
+def test_a_bar_in_a_notebook(monkeypatch):
+    """`progress=True` shows how much is done, where the output of a cell is, and removes it."""
+    shown = []
+
+    def display(first, *, raw, display_id):
+        assert raw
+        assert display_id
+        shown.append(first)
+        return SimpleNamespace(update=lambda each, *, raw: shown.append(each) if raw else None)
+
+    shell = SimpleNamespace(kernel=object())
+    modules = {"IPython": ModuleType("IPython"), "IPython.display": ModuleType("IPython.display")}
+    modules["IPython"].get_ipython = lambda: shell
+    modules["IPython.display"].display = display
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    kvsim.sweep(
+        traces=make_trace("<b>"), policies="tova", budgets=8, metrics="output_error", progress=True
+    )
+
+    plain = [each["text/plain"] for each in shown]
+    assert (plain[0], plain[1], plain[-1]) == ("", "0 of 1 cells", "")
+    assert "1 of 1 cells: <b>" in plain
+    assert shown[-2]["text/html"] == (
+        '<progress value="1.000"></progress> <small>1 of 1 cells: &lt;b&gt;</small>'
+    )
+
+
+def test_no_bar_outside_of_notebooks_and_terminals(capsys):
+    """In a pipe short work prints nothing."""
+    with progress_bar("cells") as show:
+        show(1, 2, "half")
+
+    assert capsys.readouterr() == ("", "")
