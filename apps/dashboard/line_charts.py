@@ -75,19 +75,17 @@ def over_budgets(
     key: str,
     label: str,
     by: str | None = None,
-    zero: bool = False,
     logarithmic: bool | None = None,
 ) -> None:
     """Show a line per policy over budgets with 95 % intervals, a panel per value of `by`.
 
-    means: of `kvsim.analysis.summaries.averages` or `compare`; `by` is a column. of: styles of the
-    policies. label: of what is drawn. zero: mark 0. logarithmic: the scale, by default as
-    `is_wide` says.
+    means: of `kvsim.analysis.summaries.averages`; `by` is a column. of: styles of the policies.
+    label: of what is drawn. logarithmic: the scale, by default as `is_wide` says.
     """
     if logarithmic is None:
-        logarithmic = not zero and is_wide(means)
+        logarithmic = is_wide(means)
     most = _far_off(means)
-    if most is not None and not (zero or logarithmic):
+    if most is not None and not logarithmic:
         beyond = means.filter(pl.col("mean") > most).select("policy", "requested", "mean").rows()
         names = ", ".join(
             f"{policy} at {budget} ({rounded(mean, '.2g')})" for policy, budget, mean in beyond
@@ -98,7 +96,7 @@ def over_budgets(
         st.text(
             visible(f"Not on the logarithmic scale, because of values of 0: {', '.join(below)}")
         )
-    figure = _over_budgets(means, of, label, by, zero=zero, logarithmic=logarithmic)
+    figure = _over_budgets(means, of, label, by, logarithmic=logarithmic)
     panels = 1 if by is None else min(PANELS, means[by].n_unique())
     down = -(-panels // ACROSS)
     draw(figure, key, 420 if down == 1 else 290 * down + 60)
@@ -111,7 +109,6 @@ def _over_budgets(
     label: str,
     by: str | None,
     *,
-    zero: bool,
     logarithmic: bool,
 ) -> go.Figure:
     groups: list[Any] = [None] if by is None else means[by].unique().sort().to_list()[:PANELS]
@@ -136,8 +133,6 @@ def _over_budgets(
             figure.add_trace(_line(part, x, policy, of[policy], legend=place == 0), **at)
             if with_chance and part["chance"].is_not_null().any():
                 figure.add_trace(_chance(part, x, policy, of[policy]), **at)
-        if zero:
-            figure.add_hline(0, line={"color": GREY, "width": 1}, **at)
     figure.update_xaxes(
         tickvals=list(range(len(budgets))), ticktext=budgets, range=[-0.4, len(budgets) - 0.6]
     )
@@ -146,7 +141,7 @@ def _over_budgets(
     figure.update_yaxes(title=label, col=1)
     if logarithmic:
         figure.update_yaxes(type="log")
-    elif (most := _far_off(means)) is not None and not zero:
+    elif (most := _far_off(means)) is not None:
         least = min(means["mean"].drop_nulls())
         margin = 0.08 * ((most - least) or most)
         figure.update_yaxes(range=[least - margin, most + margin])
@@ -212,8 +207,6 @@ def _chance(part: pl.DataFrame, x: list[float], policy: str, look: Style) -> Any
 def _hover(row: Mapping[str, Any]) -> str:
     name = elements.shortened(row["policy"], 48)
     lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['requested']))}"]
-    if "base" in row:
-        lines[0] += f" minus {elements.shortened(row['base'], 48)}"
     lines.append(f"{row['mean']:.4g}")
     if row["low"] is not None:
         lines[-1] += f" [{row['low']:.4g}, {row['high']:.4g}]"

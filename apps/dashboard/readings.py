@@ -126,7 +126,7 @@ def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str
     means: of `averages`. A metric without a better direction has its ends named.
     """
     better = METRICS[metric].better if metric in METRICS else None
-    what = {"higher": "Highest mean, which is better", "lower": "Lowest mean, which is better"}
+    what = {"higher": "Highest mean", "lower": "Lowest mean"}
     budgets = requested_order(means["requested"].to_list())
     if by is None:
         parts = [
@@ -156,15 +156,6 @@ def _first(part: pl.DataFrame, better: str | None) -> str:
         return text
     other, value = others[-1] if better is None else others[0]
     return f"{text}, {'to' if better is None else 'then'} {other} ({rounded(value, '.3g')})"
-
-
-def differences(gaps: pl.DataFrame) -> str:
-    """Say which difference is largest; gaps: of `compare`."""
-    largest = gaps.sort(pl.col("mean").abs()).row(-1, named=True)
-    return (
-        f"The largest difference is that of {largest['policy']} from {largest['base']} at budget "
-        f"{largest['requested']}: {rounded(largest['mean'], '+.3g')}."
-    )
 
 
 def front(panels: Mapping[str, pl.DataFrame]) -> str:

@@ -22,7 +22,6 @@ from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
     between_levels,
-    compare,
     level_shares,
     stages,
     strongest,
@@ -142,25 +141,21 @@ def means(
     policies: Sequence[str],
     metrics: Mapping[str, str],
     by: str | None = None,
-    base: str | None = None,
 ) -> pl.DataFrame:
-    """Average one variant of each metric over prompts; with a base, the paired differences."""
+    """Average one variant of each metric over prompts."""
     named = pl.col("policy").is_in(list(policies))
-    return _means(origin, metrics, by, base).filter(named)
+    return _means(origin, metrics, by).filter(named)
 
 
 @st.cache_data(max_entries=128, show_spinner="averaging over prompts")
-def _means(
-    origin: Origin, metrics: Mapping[str, str], by: str | None, base: str | None
-) -> pl.DataFrame:
+def _means(origin: Origin, metrics: Mapping[str, str], by: str | None) -> pl.DataFrame:
     """Average over prompts, of all policies, so that another choice of them computes nothing."""
     table = pl.concat(best(origin, *of) for of in metrics.items()).drop_nulls("policy")
     if by == "stage":
         table = stages(table)
     of = [] if by is None else [by]
     table = table.drop_nulls(of) if of else table
-    result = averages(table, of) if base is None else compare(table, base, of)
-    return result.filter(pl.col("mean").is_not_null())
+    return averages(table, of).filter(pl.col("mean").is_not_null())
 
 
 @st.cache_data(max_entries=32, show_spinner="testing which policies could be the best")

@@ -10,7 +10,7 @@ registry    all metrics by name; each room has its entries in `metrics`
 table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
-summaries   means over prompts, their intervals, paired differences
+summaries   means over prompts, their intervals
 fronts      results that no other one beats at the cost of its cache
 evidence    the metric that ranks policies
 significance  the statistics of values by prompt and policy

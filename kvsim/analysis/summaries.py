@@ -1,4 +1,4 @@
-"""Summaries of a Table: means over prompts, intervals, paired differences.
+"""Summaries of a Table: means over prompts, and their intervals.
 
 Prompts are the unit. Values are averaged over layers, heads and events within a trace first (of
 some metrics layers are added up, `Metric.layers`, or the last event stands for all,
@@ -270,41 +270,6 @@ def _with_intervals(
     return grouped.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None))).select(
         *keys, *_NUMBERS, pl.exclude(*keys, *_NUMBERS, "_values")
     )
-
-
-def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataFrame:
-    """Return every policy minus `base` on the same prompts, at the requested budget.
-
-    Returns:
-        Columns `by`, `KEYS`, `base`, `mean`, `low`, `high` of the difference, `n` traces with both
-        values `of` all with one, `above`: share of traces where the policy has more, ties half.
-
-    Raises:
-        PolicyError: the Table has no policy `base`, or several.
-    """
-    table, by = _split_beside(as_table(table), by, KEYS)
-    values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
-    policies = values["policy"].unique(maintain_order=True).to_list()
-    if base not in policies:
-        raise PolicyError(
-            f"no policy {base!r}{suggest(base, policies)} to compare with; the table has "
-            f"{', '.join(policies)}"
-        )
-    on = [*by, "requested", "metric", "variant", "unit", "trace"]
-    of_base = values.filter(policy=base).select(*on, other="value")
-    if of_base.select(on).is_duplicated().any():
-        raise PolicyError(
-            f"{base} has several parameters or schedules in the table; leave all but one of them "
-            "out to compare with it"
-        )
-    paired = values.filter(pl.col("policy") != base).join(
-        of_base, on=on, how="left", nulls_equal=True, maintain_order="left"
-    )
-    gap = pl.col("value") - pl.col("other")
-    paired = paired.with_columns(gap=gap, base=pl.lit(base))
-    sign = pl.when(gap.abs() > ROUNDING * pl.col("other").abs()).then(gap.sign()).otherwise(0 * gap)
-    more = [pl.len().cast(pl.Int64).alias("of"), ((sign + 1).mean() / 2).alias("above")]
-    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", more)
 
 
 def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:

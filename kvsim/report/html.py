@@ -77,12 +77,11 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int =
 
 
 def interval(row: dict[str, Any]) -> str:
-    """Mean and interval of a row of `averages`, or of a difference of `compare`."""
+    """Mean and interval of a row of `averages`."""
     mean, low, high = (np.nan if row[end] is None else row[end] for end in ("mean", "low", "high"))
     digits = _DIGITS.get(row["unit"], 3)
-    sign = "+" if "base" in row else ""
     small = digits == 3 and 1e-6 <= abs(mean) < 5e-4
-    form = f"{sign}.2g" if small else f"{sign}.{digits}f"
+    form = ".2g" if small else f".{digits}f"
     return Interval(mean, low, high, row["n"]).text(form)
 
 

@@ -15,7 +15,6 @@ from kvsim.analysis.summaries import (
     Interval,
     averages,
     between_levels,
-    compare,
     level_shares,
     per_prompt,
     stages,
@@ -157,61 +156,14 @@ def test_budgets_are_told_apart_as_they_were_asked_for():
     )
 
 
-def test_differences_are_paired_by_prompt():
-    """A small difference on each prompt is seen however much the prompts differ."""
-    rng = np.random.default_rng(0)
-    level = rng.normal(10.0, 5.0, 12)
-    rows = [row(str(i), "tova", x) for i, x in enumerate(level)]
-    rows += [row(str(i), "ams", x - 0.1 - 0.01 * (i % 3)) for i, x in enumerate(level)]
-    rows += [row("more", "ams", 99.0)]
-    (found,) = compare(table(*rows), "tova").to_dicts()
-    apart = averages(table(*rows[:24])).to_dicts()
-
-    assert (found["policy"], found["base"], found["n"], found["of"]) == ("ams", "tova", 12, 13)
-    assert found["mean"] == pytest.approx(-0.11)
-    assert found["low"] < found["mean"] < found["high"] < 0
-    assert found["above"] == 0.0
-    assert apart[1]["low"] < apart[0]["mean"] < apart[1]["high"]  # unpaired nothing could be said
-
-
-def test_values_that_differ_by_rounding_are_a_tie():
-    """Neither policy has more on such a prompt."""
-    rows = [row("a", "tova", 0.3), row("a", "ams", 0.3 * (1 - 1e-7)), row("b", "tova", 0.3)]
-
-    assert compare(table(*rows, row("b", "ams", 0.4)), "tova")["above"].to_list() == [0.75]
-
-
-def test_differences_are_of_one_schedule():
-    """A policy that was replayed on two schedules has a difference for each, never their mean."""
-    values = table(row("a", "tova", 1.0, interval=16))
-    values = values.vstack(table(*(row("a", "ams", x, interval=n) for x, n in ((2, 16), (9, 64)))))
-
-    found = compare(values, "tova")
-
-    assert dict(found.select("interval", "mean").rows()) == {16: 1.0, 64: 8.0}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda values: compare(values, "tov"), "no policy 'tov'; did you mean 'tova'"),
-        (lambda values: averages(values, by=["domian"]), "'domian'; did you mean 'domain'"),
-        # what the others are compared with has to be one thing
-        (lambda values: compare(values, "tova"), "tova has several parameters or schedules"),
-    ],
-)
-def test_what_is_not_there_and_a_base_at_two_schedules_are_errors(call, message):
+def test_a_column_that_is_not_there_is_an_error():
     """With the names that are there, and a suggestion."""
-    rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]
-    with pytest.raises(PolicyError, match=message):
-        call(table(*rows, row("a", "ams", 0.1)))
+    with pytest.raises(PolicyError, match="'domian'; did you mean 'domain'"):
+        averages(table(row("a", "ams", 0.1)), by=["domian"])
 
 
 @pytest.mark.parametrize("name", ["value", "chance", "fidelity"])
-@pytest.mark.parametrize(
-    "summary",
-    [averages, per_prompt, level_shares, between_levels, lambda x, by: compare(x, "tova", by)],
-)
+@pytest.mark.parametrize("summary", [averages, per_prompt, level_shares, between_levels])
 def test_results_cannot_be_split_by_what_was_measured(summary, name):
     """The error names the column."""
     values = table(row("a", "tova", 0.2), row("a", "ams", 0.1))
@@ -226,7 +178,6 @@ def test_a_column_that_tells_results_apart_may_be_named():
     )
 
     assert averages(values, by=["metric", "layer", "layer"]).equals(averages(values, by="layer"))
-    assert compare(values, "tova", by=["unit"]).equals(compare(values, "tova"))
     assert per_prompt(values, by=["trace"]).equals(per_prompt(values))
     with pytest.raises(PolicyError, match="means are over traces"):
         averages(values, by=["trace"])
@@ -275,7 +226,6 @@ def test_listed_events_leave_every_summary_as_it_is():
     assert per_prompt(each).equals(per_prompt(plain))
     assert averages(each).equals(averages(plain))
     assert averages(each, metrics="wipeout").equals(averages(plain, metrics="wipeout"))
-    assert compare(each, "tova").equals(compare(plain, "tova"))
     assert kvsim.compare(each, "wipeout").table.equals(kvsim.compare(plain, "wipeout").table)
     assert summarise(each, ["wipeout"]).equals(summarise(plain, ["wipeout"]))
     by_event = averages(each, "event", metrics="wipeout").filter(policy="tova")
@@ -419,9 +369,7 @@ def test_means_are_never_over_two_levels_of_one_value(draws):
         assert averages(values).equals(averages(strongest(values)))
 
 
-@pytest.mark.parametrize(
-    "mean", [averages, per_prompt, kvsim.compare, lambda values: compare(values, "tova")]
-)
+@pytest.mark.parametrize("mean", [averages, per_prompt, kvsim.compare])
 def test_replays_and_live_runs_have_no_common_mean(mean):
     """Nor with judged ones, of one policy or of two; the error names both. Each alone is fine."""
     live = table(*(row("a", name, 0.12, fidelity="closed") for name in ("tova", "ams")))
@@ -440,9 +388,7 @@ def test_replays_and_live_runs_have_no_common_mean(mean):
     assert averages(pl.concat([replayed, other])).height == 4  # of two metrics
 
 
-@pytest.mark.parametrize(
-    "mean", [averages, per_prompt, kvsim.compare, lambda values: compare(values, "tova")]
-)
+@pytest.mark.parametrize("mean", [averages, per_prompt, kvsim.compare])
 def test_several_models_have_no_common_mean(mean):
     """The error names them with their traces; split by model, means are those of each alone."""
     rows = [row(x, name, 0.1, model=x[0]) for x in ("a1", "a2", "b1") for name in ("tova", "ams")]

@@ -14,7 +14,7 @@ from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer
-from kvsim.analysis.summaries import averages, compare, stages
+from kvsim.analysis.summaries import averages, stages
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace
@@ -117,19 +117,19 @@ def test_a_split_has_a_panel_for_each_part(opened, ran, by):
     assert app.selectbox(key="by").options == ["nothing", "stage", "domain"]
 
 
-def test_policies_and_base_of_the_link_are_compared(opened, ran):
-    """Two of three, one beside the other, prompt by prompt."""
-    app = opened(ran, "compare", run="several", policies=["tova", "random"], base="random")
+def test_policies_of_the_link_are_compared(opened, ran):
+    """Two of three."""
+    app = opened(ran, "compare", run="several", policies=["tova", "random"])
     values = table_of(ran, metric="output_error", policies=("tova", "random"))
 
     assert app.multiselect(key="policies").value == ["tova", "random"]
-    assert numbers(app.dataframe[1].value) == numbers(compare(values, "random"))
+    assert numbers(app.dataframe[0].value) == numbers(averages(values))
 
 
 def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
     """Entries seen beside error and wipe-out, the best filled."""
     app = opened(ran, "compare", run="several")
-    shown = app.dataframe[2].value
+    shown = app.dataframe[1].value
     for name in ("output_error", "wipeout"):
         own = shown[shown["metric"] == name]
         wanted = averages(table_of(ran, metric=name, variant=METRICS[name].main))
@@ -142,7 +142,7 @@ def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
 def test_regret_is_shown_where_it_was_asked_for(opened, ran):
     """And where it was not, how to ask for it."""
     app = opened(ran, "compare", run="several")
-    assert numbers(app.dataframe[3].value) == numbers(averages(table_of(ran, metric="regret")))
+    assert numbers(app.dataframe[2].value) == numbers(averages(table_of(ran, metric="regret")))
 
     app = opened(ran, "compare", run="one")
     assert any("--regret" in one.value for one in app.info)
@@ -166,7 +166,7 @@ def test_a_damaged_run_is_a_message(opened, ran):
     assert "cannot be read" in app.error[0].value
     app.selectbox(key="run").select("several").run()
     assert not app.error
-    assert len(app.dataframe) == 4
+    assert len(app.dataframe) == 3
 
 
 def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
@@ -187,7 +187,7 @@ def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
         dict(zip(expected["requested"], expected["mean"], strict=True))
     )
     app.toggle(key="regret").set_value(True).run()
-    assert len(app.dataframe) == 4
+    assert len(app.dataframe) == 3
     app.multiselect(key="replay").set_value([]).run()
     assert any("at least one policy" in one.value for one in app.info)
 
@@ -234,7 +234,7 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
 
         return call
 
-    for name in ("read_run", "averages", "compare", "answer"):
+    for name in ("read_run", "averages", "answer"):
         monkeypatch.setattr(runs, name, counted(name, getattr(runs, name)))
     subplots = line_charts.make_subplots
     monkeypatch.setattr(
@@ -243,18 +243,18 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
     for each in (runs._means, runs.verdict, line_charts._over_budgets):
         each.clear()
     app.run()
-    assert sorted(computed) == ["answer", "averages", "averages", "averages", "compare"]
+    assert sorted(computed) == ["answer", "averages", "averages", "averages"]
     assert read == {"output_error", "wipeout", "entries_seen", "bytes_held", "regret"}
 
     before = [one.proto.spec for one in app.get("plotly_chart")]
     computed.clear(), built.clear(), read.clear()
     app.selectbox(key="metric").select("retained_iou").run()
     after = [one.proto.spec for one in app.get("plotly_chart")]
-    assert sorted(computed) == ["answer", "averages", "compare"]
+    assert sorted(computed) == ["answer", "averages"]
     assert read == {"retained_iou", "output_error", "entries_seen"}
     same = [old == new for old, new in zip(before, after, strict=True)]
-    assert same == [False, False, True, True]
-    assert len(built) == 2
+    assert same == [False, True, True]
+    assert len(built) == 1
     assert sum(map(len, after)) < 30_000
 
     for kind, key, value, expected in (
@@ -262,7 +262,6 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
         ("multiselect", "policies", ["streaming_llm", "tova"], []),
         ("selectbox", "cost", "bytes_held", []),
         ("selectbox", "metric", "output_error", []),
-        ("selectbox", "base", "streaming_llm", ["compare"]),
     ):
         computed.clear()
         getattr(app, kind)(key=key).set_value(value).run()
@@ -277,21 +276,20 @@ def test_choices_outlast_a_run_without_them(opened, ran, tmp_path):
     shutil.copytree(ran / "several", tmp_path / "several")
     app = opened(tmp_path, "compare", run="several")
     defaults = {
-        "few": (["tova", "knorm"], "wipeout", "tova"),
-        "several": ([*POLICIES], "output_error", "tova"),
+        "few": (["tova", "knorm"], "wipeout"),
+        "several": ([*POLICIES], "output_error"),
     }
     chosen = {
-        "few": (["tova"], "wipeout", "tova"),
-        "several": (["tova", "random"], "bytes_held", "random"),
+        "few": (["tova"], "wipeout"),
+        "several": (["tova", "random"], "bytes_held"),
     }
     for expected in (defaults, chosen):
         for name in ("several", "few", "several"):
             app.selectbox(key="run").select(name).run()
-            values = [app.selectbox(key=key).value for key in ("metric", "base")]
-            assert (app.multiselect(key="policies").value, *values) == expected[name]
+            shown = app.multiselect(key="policies").value, app.selectbox(key="metric").value
+            assert shown == expected[name]
         app.multiselect(key="policies").set_value(["tova", "random"]).run()
         app.selectbox(key="metric").select("bytes_held").run()
-        app.selectbox(key="base").select("random").run()
 
 
 @pytest.mark.parametrize(

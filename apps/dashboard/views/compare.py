@@ -11,8 +11,6 @@ import streamlit as st
 from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.significance import few
-from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 
 from .. import controls, downloads, elements, line_charts, readings, runs
@@ -27,7 +25,6 @@ class Comparison:
 
     run: runs.Run
     policies: Sequence[str]
-    base: str
     metric: str
     variant: str
     by: str | None
@@ -44,12 +41,12 @@ class Comparison:
 
 
 def page() -> None:
-    """Show a metric over budgets, paired differences, the Pareto front and regret."""
+    """Show the verdict, a metric over budgets, the Pareto front and regret."""
     elements.title(
         "Compare",
-        "What policies lose at the same budget. The sentences say which could be the best; paired "
-        "differences below compare prompt by prompt. Dotted lines are chance: random sets of the "
-        "same sizes.",
+        "What policies lose at the same budget. The sentences say which could be the best, by "
+        "differences within prompts, which bars of means do not show. Dotted lines are chance: "
+        "random sets of the same sizes.",
     )
     run = runs.run()
     if not run.measured:
@@ -62,7 +59,6 @@ def page() -> None:
         _, lines = runs.verdict(run.origin, run.policies, comparison.metric)
         verdict.text("\n".join(map(visible, lines)))
     _over_budgets(comparison)
-    _differences(comparison)
     _front(comparison)
     _regret(comparison)
     runs.provenance(run)
@@ -84,16 +80,11 @@ def _comparison(run: runs.Run) -> Comparison:
     if not policies:
         st.info("Choose at least one policy.")
         st.stop()
-    found = runs.verdict(run.origin, run.policies, metric)[0] if metric in METRICS else None
-    ranked = found.verdicts[-1].policies if found else []
-    start = policies.index(next((name for name in ranked if name in policies), policies[0]))
-    about = "for paired differences; by default the best mean at the largest budget"
-    base = controls.choose("Compare with", "base", policies, start, help=about)
     by = None if split == "nothing" else split
     wide = line_charts.is_wide(runs.means(run.origin, policies, {metric: variant}, by))
     about = "a scale on which 0 has no place; by default where some values are far above others"
     logarithmic = controls.switch("Logarithmic", "log", about, on=wide)
-    return Comparison(run, policies, base, metric, variant, by, logarithmic)
+    return Comparison(run, policies, metric, variant, by, logarithmic)
 
 
 def _over_budgets(comparison: Comparison) -> None:
@@ -128,31 +119,6 @@ def _over_budgets(comparison: Comparison) -> None:
             "strongest one, and the page *Fidelity* compares them."
         )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
-
-
-def _differences(comparison: Comparison) -> None:
-    st.subheader("Paired differences", anchor=False)
-    if len(comparison.policies) < 2:
-        st.info("Choose a second policy to compare with.")
-        return
-    st.markdown("Each policy minus the policy that it is compared with, on the same prompts.")
-    run, metric, base = comparison.run, comparison.metric, comparison.base
-    metrics = {metric: comparison.variant}
-    try:
-        gaps = runs.means(run.origin, comparison.policies, metrics, comparison.by, base)
-    except PolicyError as error:
-        st.text(str(error))
-        return
-    if not gaps.height:
-        st.info("No prompt has this metric of both at the same budget.")
-        return
-    line_charts.over_budgets(
-        gaps, comparison.styles, key="gaps", label="difference", by=comparison.by, zero=True
-    )
-    elements.reading(readings.differences(gaps))
-    if caution := few(int(gaps["n"].sort()[-1])):
-        st.caption(f"{caution[:1].upper()}{caution[1:]}.")
-    downloads.table(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
 
 
 def _front(comparison: Comparison) -> None:
