@@ -37,7 +37,8 @@ class Metric:
     of the trace (kind "trace"), from a `Subject`, the trace and a record, or from a `LiveSubject`.
     unit: a "share" is from 0 to 1, a "signed share" a difference of shares, or below random sets.
     better: the direction in which a policy is better, None where there is none. over_events: what
-    stands for all events in a Table that does not list them. main: the variant that stands for the
+    stands for all events in a Table that does not list them; of "each" all are listed, and no
+    summary has it. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only
     if it is named. beside: the record with which it compares, that of the optimum or of the mass
     oracle on the same terms, which are computed on request. notes: what it reads of the notes of
@@ -54,7 +55,7 @@ class Metric:
     better: Literal["higher", "lower"] | None
     source: str
     cells: Callable[[Any], Iterable[Cells]]
-    over_events: Literal["last", "mean"] = "mean"
+    over_events: Literal["last", "mean", "each"] = "mean"
     main: str = ""
     default: bool = True
     beside: Literal["", "optimum", "unprotected", "oracle"] = ""

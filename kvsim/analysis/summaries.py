@@ -159,9 +159,13 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
 
 
 def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance")) -> pl.DataFrame:
-    """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`)."""
-    names = [name for name, entry in METRICS.items() if entry.over_events == "last"]
-    last, event = pl.col("metric").is_in(names), pl.col("event")
+    """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`).
+
+    Metrics of which each value counts alone are left out.
+    """
+    of = {name: entry.over_events for name, entry in METRICS.items() if entry.over_events != "mean"}
+    last, each = (pl.col("metric").is_in([x for x in of if of[x] == k]) for k in ("last", "each"))
+    table, event = table.filter(~each), pl.col("event")
     latest = event.max().over("share", *({*_PLACE} - {"head", "qhead", "event"}))
     table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
     listed = ~last & event.is_not_null()

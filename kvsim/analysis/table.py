@@ -15,6 +15,7 @@ import polars as pl
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.attention.windows import default_window
 from kvsim.analysis.definition import Metric
+from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.output.metrics import METRICS as OUTPUT
 from kvsim.analysis.registry import METRICS, metric
@@ -211,8 +212,9 @@ def choose(
     names = names_of(metrics)
     chosen = {name: metric(name) for name in dict.fromkeys([*names, *(JUDGED if judged else ())])}
     for name, entry in chosen.items():
-        if entry.kind == "live" and not (judged and name in JUDGED):
-            way = "give --judge, or take kvsim live" if name in JUDGED else "take kvsim live"
+        of_judge = name in (*JUDGED, KL_TOKENS)
+        if entry.kind == "live" and not (judged and of_judge):
+            way = "give --judge, or take kvsim live" if of_judge else "take kvsim live"
             raise PolicyError(f"{name} is about a running model, and a replay runs none; {way}")
         if not records and entry.kind != "trace":
             raise PolicyError(
@@ -353,7 +355,7 @@ def blocks_of(
         values, rows = cells.values, cells.events
         given = np.nan if cells.chance is None else cells.chance  # of the values' own events
         chance = np.where(np.isnan(values), np.nan, given)
-        if rows is not None and not events:
+        if rows is not None and not events and entry.over_events != "each":
             if entry.over_events == "last":
                 values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
             else:

@@ -116,6 +116,11 @@ def _means(
             "prompts with this label"
         )
     means = averages(chosen.drop_nulls(by), by).filter(pl.col("mean").is_not_null())
+    if not means.height:
+        raise OptionError(
+            f"the runs have no mean of {', '.join(metrics)} over prompts; `kvsim metrics "
+            f"{metrics[0]}` says what its values are; --by variant has all variants"
+        )
     return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.table import JUDGED
@@ -285,6 +286,7 @@ def judge(
     records: Record | Sequence[Record],
     *,
     memory: int | None = None,
+    tokens: bool = False,
 ) -> pl.DataFrame:
     """Judge replays of a trace by a forward pass of its model.
 
@@ -293,6 +295,7 @@ def judge(
         trace: the trace, its path or URL, of all layers of the model, with its tokens.
         records: replays of it (`kvsim.replay`).
         memory: bytes that a batch of records may take, 2 GiB by default.
+        tokens: add the KL of each token of the response, `response_kl_tokens`.
 
     Returns:
         A Table (`kvsim.measure`) of `response_kl`, `nll_increase`, `top_agreement` and
@@ -314,7 +317,7 @@ def judge(
         outcomes = Judge(running, trace, memory).outcomes(records)
     for remark in sorted({uncompared(running, trace, x.schedule) for x in records} - {""}):
         warnings.warn(remark, stacklevel=2)
-    return measure_judged(trace, records, outcomes, JUDGED)
+    return measure_judged(trace, records, outcomes, (*JUDGED, *[KL_TOKENS] * tokens))
 
 
 def judge_of(trace: Trace, model: str, device: str, memory: int | None) -> Judge:

@@ -60,6 +60,10 @@ def test_likelihoods_are_means_over_the_response_after_its_first_token():
     assert values(table)["response_kl"] == pytest.approx(0.25)
     assert values(table)["nll_increase"] == pytest.approx((1.0 + 2.0 - 2 * 0.5) / 2)
     assert values(table)["top_agreement"] == pytest.approx(1 / 2)
+    tokens = measure_live([subject()], ["response_kl_tokens"])
+    rows = [(22, "", 0.2), (23, "", 0.3), (22, "changed", 1.0), (23, "changed", 0.0)]
+    assert tokens["event", "variant", "value"].rows() == rows
+    assert tokens["unit"].to_list() == ["nats", "nats", "share", "share"]
     residual = table.filter(metric="stream_error").select("layer", "value").rows()
     assert residual == [(0, 0.0), (1, pytest.approx(0.3))]
     assert set(table["fidelity"]) == {"closed"}
@@ -110,8 +114,10 @@ def test_a_response_of_one_token_has_no_likelihoods():
     forced = outcome().forced
     names = ("nll", "full_nll", "kl", "agreement")
     one = replace(forced, **{name: getattr(forced, name)[:1] for name in names})
-    found = values(measure_live([subject(Outcome(one, None, 10, 20))]))
+    given = [subject(Outcome(one, None, 10, 20))]
+    found = values(measure_live(given))
 
+    assert not measure_live(given, ["response_kl_tokens"]).height
     assert found.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
 
 
@@ -146,7 +152,7 @@ def test_metrics_of_one_kind_of_run_are_refused_for_the_other():
     with pytest.raises(PolicyError, match="did you mean"):
         choose_live(["response_k"])
     live = {name for name, entry in METRICS.items() if entry.kind == "live"}
-    assert live <= choose_live(None).keys()
+    assert live - choose_live(None).keys() == {"response_kl_tokens"}
     assert live.isdisjoint(kvsim.measure(given.trace, given.record)["metric"])
 
 

@@ -1,6 +1,7 @@
 """Replays judged by their model, against live runs, dense masks, and each record alone."""
 
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import torch
 
 import kvsim
 from families import FAMILIES
+from kvsim.analysis.evidence import ranking
 from kvsim.analysis.output.partial import first_moved
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.table import JUDGED
 from kvsim.core.sources import dtype_of
 from kvsim.core.trace import Trace
@@ -267,6 +270,36 @@ def test_predictions_are_those_of_masks_over_the_whole_sequence():
     assert gap(found, expected) < 5 * CLOSE
 
 
+def test_the_kl_of_each_token_is_a_loop_over_the_logits():
+    """Of dense masks, in float64, token by token; nothing before the first event can reach it."""
+    run, trace, _ = tiny()
+    names = ("h2o", "adakv+snapkv", "full")
+    records = [kvsim.replay(trace, name, 64, interval=32, prefill=True) for name in names]
+    with torch.inference_mode():
+        full = run.model(trace.tokens[None]).logits[0, trace.prompt_len - 1 :]
+
+    table = kvsim.judge(run.model, trace, records, tokens=True)
+
+    by_token = table.filter(metric="response_kl_tokens")
+    for name, live in zip(names, masked_logits(run.model, trace.tokens, records), strict=True):
+        values = {
+            variant: dict(by_token.filter(policy=name, variant=variant)["event", "value"].rows())
+            for variant in ("", "changed")
+        }
+        assert [*values[""]] == [*values["changed"]] == [*range(trace.prompt_len + 1, trace.n_pos)]
+        for position, kl in values[""].items():
+            rows = [x[position - trace.prompt_len].double().tolist() for x in (live, full)]
+            sums = [sum(map(math.exp, row)) for row in rows]
+            mine, whole = ([math.exp(z) / s for z in x] for x, s in zip(rows, sums, strict=True))
+            expected = sum(p * math.log(p / q) for p, q in zip(whole, mine, strict=True))
+            assert kl == pytest.approx(expected, rel=1e-3, abs=CLOSE), (name, position)
+            differs = mine.index(max(mine)) != whole.index(max(whole))
+            assert values["changed"][position] == differs, (name, position)
+        mean = table.filter(metric="response_kl", policy=name)["value"].item()
+        assert sum(values[""].values()) / len(values[""]) == pytest.approx(mean, rel=1e-12)
+        assert any(values[""].values()) == any(values["changed"].values()) == (name != "full")
+
+
 def test_records_together_are_each_alone(monkeypatch):
     """However many fit the memory, and whatever starts later or rounds; in the given order."""
     run, trace, judge = tiny()
@@ -398,7 +431,8 @@ def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypat
     )
     _, trace, judge = tiny()
     policies = ["h2o", "snapkv", "streaming_llm@original"]
-    terms = {"interval": 32, "metrics": ["retained_mass"], "judge": True}
+    metrics = ["retained_mass", "response_kl_tokens"]
+    terms = {"interval": 32, "metrics": metrics, "judge": True}
     run = replay_all([trace.path], policies, [64, 96], **terms)
     again = replay_all([trace.path], policies, [64, 96], jobs=2, out=tmp_path / "run", **terms)
     resumed = replay_all(
@@ -412,6 +446,12 @@ def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypat
     assert kl["policy"].to_list() == ["h2o", "h2o", "snapkv", "snapkv"]
     expected = [x.forced.kl[1:].mean() for x in judge.outcomes(run.records[:4])]
     assert np.allclose(kl["value"].to_numpy(), expected, atol=CLOSE)
+    by_token = run.table.filter(metric="response_kl_tokens", variant="")
+    of_each = by_token.group_by("policy", "budget", maintain_order=True).agg(pl.col("value").mean())
+    assert np.allclose(of_each["value"].to_numpy(), kl["value"].to_numpy(), rtol=1e-12)
+    assert "response_kl_tokens" not in summarise(run.table, terms["metrics"]).columns
+    assert "response_kl_tokens" not in {*kvsim.averages(run.table)["metric"]}
+    assert "response_kl_tokens" not in {*ranking(run.table)}
     assert any(x.startswith("streaming_llm@original: keys are rotated") for x in run.remarks)
 
 

@@ -6,9 +6,11 @@ import functools
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.live.table import choose_live
 from kvsim.core.policy import Schedule
 from kvsim.recorder.choice import Choice
 from kvsim.recorder.prompts import Prompt, Turn
@@ -115,7 +117,10 @@ def test_turns_that_fill_the_context_of_a_model_run_live():
 
 
 def test_values_of_a_live_run_are_by_turn(tmp_path):
-    """`answer_right`, the divergence and the output error have a value for each turn."""
+    """`answer_right`, the divergence and the output error have a value for each turn.
+
+    That of tokens has the mean of its turn, and none of a question.
+    """
     run = kvsim.live(
         small(),
         trace(),
@@ -125,12 +130,19 @@ def test_values_of_a_live_run_are_by_turn(tmp_path):
         max_new_tokens=4,
         compress="questions",
         interval=6,
+        metrics=[*choose_live(None), "response_kl_tokens"],
         out=tmp_path / "run",
     )
 
     for name in ("answer_right", "response_kl", "output_error", "response_tokens"):
         values = run.table.filter(metric=name, policy="tova").drop_nulls("value")
         assert values["turn"].unique().sort().to_list() == [1, 2, 3], name
+    tokens = run.table.filter(metric="response_kl_tokens", variant="", policy="tova")
+    kl = run.table.filter(metric="response_kl", policy="tova")["value"]
+    means = tokens.group_by("turn", maintain_order=True).agg(pl.col("value").mean())
+    assert means["value"].to_list() == pytest.approx(kl.to_list(), rel=1e-12)
+    answers = [p for kind, a, b in trace().segments if kind == "answer" for p in range(a, b)]
+    assert tokens["event"].to_list() == answers[1:]
     assert run.responses.height == 2
     means = kvsim.averages(run.table, "turn", metrics="answer_right")
     assert means.height == 6

@@ -17,27 +17,46 @@ from kvsim.core.outcome import Forced, Generated
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
 
-def _forced(value: Callable[[Forced], Floats]) -> Values:
-    """The mean of a value of each token of the response that an event before it can reach.
+def _reached(
+    subject: LiveSubject, value: Callable[[Forced], Floats]
+) -> Iterator[tuple[int | None, Floats]]:
+    """Values [..., R] of the tokens of each turn's answer that an event before them can reach.
 
     The last row of the prompt predicts the first token: only events within the prompt reach it.
     """
+    forced, trace = subject.outcome.forced, subject.trace
+    ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
+    first = int(ends[0] == trace.prompt_len)
+    values = np.empty(0) if forced is None else value(forced)
+    for turn, rows in trace.answers:
+        of_turn = values[..., rows][..., first if turn in (None, 1) else 0 :]
+        if of_turn.shape[-1]:
+            yield turn, of_turn
+
+
+def _forced(value: Callable[[Forced], Floats]) -> Values:
+    """The mean of a value of each token of the response that an event before it can reach."""
 
     def cells(subject: LiveSubject) -> Iterator[Cells]:
-        forced, trace = subject.outcome.forced, subject.trace
-        ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
-        first = int(ends[0] == trace.prompt_len)
-        values = np.empty(0) if forced is None else value(forced)
-        for turn, rows in trace.answers:
-            of_turn = values[rows][first if turn in (None, 1) else 0 :]
-            if len(of_turn):
-                yield Cells(None, np.array([of_turn.mean()]), turn=turn)
+        for turn, of_turn in _reached(subject, value):
+            yield Cells(None, np.array([of_turn.mean()]), turn=turn)
         for variant, rows, before in _before(subject):
             of_part = value(before)[rows]
             if len(of_part):
                 yield Cells(None, np.array([of_part.mean()]), variant=variant)
 
     return cells
+
+
+def _tokens(subject: LiveSubject) -> Iterator[Cells]:
+    """The KL of each token whose mean `response_kl` is, and whether the most likely one differs."""
+    n = subject.trace.n_pos
+    for turn, (kl, same, position) in _reached(
+        subject, lambda x: np.stack([x.kl, x.agreement, np.arange(n - len(x.kl), n)])
+    ):
+        at = position.astype(np.int64)
+        yield Cells(None, kl[None], events=at, turn=turn)
+        yield Cells(None, 1 - same[None], variant="changed", unit="share", events=at, turn=turn)
 
 
 def _before(subject: LiveSubject) -> Iterator[tuple[str, slice, Forced]]:
@@ -105,6 +124,9 @@ def _kept_right(generated: Generated) -> float | None:
     return None if not generated.full_right or generated.right is None else generated.right
 
 
+#: The metric that has a row for each token: the same KL as `response_kl`, which ranks.
+KL_TOKENS = "response_kl_tokens"
+
 _metric = partial(Metric, kind="live", source="kvsim", default=False)
 
 METRICS: Mapping[str, Metric] = {
@@ -112,6 +134,10 @@ METRICS: Mapping[str, Metric] = {
         "KL(full || live) of the prediction of a token of the recorded response after its first, "
         "mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.kl)),
+    KL_TOKENS: _metric(
+        "response_kl of each token, whose position is its event; and 1 where the most likely token "
+        "is not that of the full cache (variant changed)",
+        unit="nats", better=None, cells=_tokens, over_events="each"),
     "nll_increase": _metric(
         "negative log-likelihood of a token of the recorded response after its first, beyond that "
         "with the full cache, mean",

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.definition import Metric
+from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import RowArrays, blocks_of, subjects_of, table_of
@@ -75,7 +76,9 @@ def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
         return {
             name: entry
             for name, entry in METRICS.items()
-            if entry.kind == "live" or (entry.kind == "sets" and entry.default) or name in LIVE_ROWS
+            if (entry.kind == "live" and name != KL_TOKENS)
+            or (entry.kind == "sets" and entry.default)
+            or name in LIVE_ROWS
         }
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():
