@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,8 +144,12 @@ def plot(
         "own-schedule": replayed.own_schedule or None,
     }
     _check_given(name, figure, sources, runs, given)
+    texts = [source for source in sources if source not in runs]
+    if figure.single and len(texts) != 1:
+        raise OptionError(f"{name} shows one trace, but {len(texts)} were given")
+    traces = shared.open_traces(texts) if texts else []
     if runs:
-        data = read(runs, replayed.policy, replayed.budget)
+        data = replace(read(runs, replayed.policy, replayed.budget), traces=traces)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
         policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
@@ -157,9 +161,6 @@ def plot(
         from kvsim.analysis.results import check_models
         from kvsim.analysis.table import available
 
-        traces = shared.open_traces(sources)
-        if figure.single and len(traces) > 1:
-            raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
         check_models(traces)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
@@ -249,7 +250,7 @@ def _check_given(
             f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
             f"replayed. Drawn from runs: {drawn}"
         )
-    if runs and len(runs) < len(sources):
+    if runs and len(runs) < len(sources) and not figure.single:
         trace = next(source for source in sources if source not in runs)
         raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
     required, unused, lead = {"policy": "--policy NAME", "budget": "--budget N"}, set[str](), ""
@@ -413,7 +414,8 @@ def _swept(
     names = list(dict.fromkeys(metrics))
     with bar("cells") as report:
         regret = any(metric(name).beside for name in names)
-        options: dict[str, Any] = {"metrics": names, "regret": regret, **schedule}
+        judge = any(metric(name).kind == "live" for name in names)
+        options: dict[str, Any] = {"metrics": names, "regret": regret, "judge": judge, **schedule}
         run = replay_all(traces, policies, budgets, progress=report, **options).whole()
     if run.failures:
         first = run.failures[0]

@@ -3,7 +3,8 @@
 
     registry     every figure by name: summary, source, inputs, options
     summary      policies against each other over budgets, and where entries are kept
-    records      positions retained and missed, output error by row, text by state
+    records      positions retained and missed, output error by row, lifts of tokens
+    text         tokens by their state, or by the KL of the model's predictions
     events       positions that an event keeps, evicted bursts
     attention    overlap of top keys, sparsity, the error of one eviction
     style        colours, panels, means over prompts, captions and legends, files
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from kvsim.plots.records import *
     from kvsim.plots.style import save as save
     from kvsim.plots.summary import *
+    from kvsim.plots.text import *
 
-_HOME = {"NEEDED": "records", "save": "style", "token_html": "records"}
+_HOME = {"NEEDED": "records", "save": "style", "token_html": "text"}
 
 __all__ = [*FIGURES, *_HOME]  # noqa: PLE0604 - the names of the registry, once
 

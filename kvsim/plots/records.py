@@ -1,8 +1,7 @@
-"""Figures of records of one trace: positions retained and missed, output error, text by state."""
+"""Figures of records of one trace: positions retained and missed, output error, lifts of tokens."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Ints
 from kvsim.analysis.axes import record_layer, trace_head, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK
-from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
+from kvsim.analysis.kept.states import has_reads, read_entries
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
@@ -32,7 +30,6 @@ from kvsim.plots.style import (
     UNREAD,
     caption,
     drawn_records,
-    escaped,
     finish,
     legend_of,
     name_axes,
@@ -50,30 +47,6 @@ _WIDE = 10
 
 # Pixels per side of a map; longer traces are pooled.
 _PIXELS = 640
-
-# Colour and weight of each state: they differ in print, and for readers without red or green.
-_STYLE = (
-    {"color": "#8a8a8a"},
-    {"color": COLOURS[0], "fontweight": "bold"},
-    {"color": COLOURS[2], "fontstyle": "italic"},
-    {"color": MISSED, "fontweight": "bold"},
-    {"color": COLOURS[5]},
-)
-# backgrounds let light and dark pages keep the colour of their text
-_CSS = (
-    "color:#767676",
-    f"background:{KEPT}66;font-weight:bold",
-    "color:#767676;font-style:italic",
-    f"background:{MISSED}80;font-weight:bold",
-    f"background:{UNREAD}66",
-)
-#: Characters of a line, and lines of a figure.
-COLUMNS, LINES = 100, 60
-#: Characters of a token up to which a page shows it whole.
-LONGEST = 64
-# Points of a character's height, and inches of its width in matplotlib's own monospaced font.
-_SIZE = 8.0
-_WIDTH = 0.602 * _SIZE / 72
 
 
 def retention_map(
@@ -209,89 +182,6 @@ def _cells(
     return pooled
 
 
-def token_text(
-    trace: TraceLike,
-    record: Record,
-    *,
-    layer: int = -1,
-    head: int = 0,
-    row: int | None = None,
-    start: int = 0,
-) -> Figure:
-    """The text of a trace, with a style each for retained, evicted and not yet scored tokens.
-
-    Under a reader, tokens that stay and that the next row does not read have one too.
-
-    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
-    the window count as retained. Characters that cannot be printed are escaped, and a newline ends
-    the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
-
-    row: of the event; the layer's last by default. Errors are those of `token_states`.
-    """
-    trace = as_trace(trace).evicting
-    layer, head = trace_layer(trace, layer), trace_head(trace, head)
-    states = token_states(trace, record, layer=layer, head=head, row=row)
-    placed = _placed(states.text[start:])
-    height = 1 + max((line for line, _, _ in placed), default=0)
-    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
-    last = start + len(placed)
-    part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
-    subject = (
-        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
-        f"KV head {head}\nafter row {states.row}{part}"
-    )
-    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
-    across, high = COLUMNS * _WIDTH, 0.155 * height
-    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
-    total = high + above + 0.45
-    figure.set_figheight(total)
-    wide = figure.get_figwidth()
-    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
-    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
-    axis.set_axis_off()
-    for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
-        style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
-        axis.text(column, line + 0.8, shown, parse_math=False, **style)
-    counts = zip(states.counts().items(), _STYLE, strict=True)
-    handles = {
-        f"{name} ({n})": Patch(color=style["color"])
-        for (name, n), style in counts
-        if name != "missed" and (n or name != "held, not read")
-    }
-    legend_of(figure, handles, columns=3)
-    return figure
-
-
-def token_html(
-    trace: TraceLike,
-    record: Record,
-    *,
-    layer: int = -1,
-    head: int = 0,
-    row: int | None = None,
-    start: int = 0,
-    stop: int | None = None,
-    needed: Ints | None = None,
-) -> str:
-    """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
-
-    The text of tokens is untrusted: all of it is escaped, none of it is in an attribute, and each
-    has at most `LONGEST` characters.
-    Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
-    which distinguishes evicted tokens that a later row would attend to (`token_states`).
-    """
-    trace = as_trace(trace).evicting
-    states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
-    codes, pieces = states.codes[start:stop], states.text[start:stop]
-    edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
-    spans = []
-    for first, last in zip(edges, [*edges[1:], len(codes)], strict=True):
-        code = codes[first]
-        text = html.escape("".join(map(visible_token, pieces[first:last])))
-        spans.append(f'<span title="{TOKEN_STATES[code]}" style="{_CSS[code]}">{text}</span>')
-    return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
-
-
 def lift_bars(
     trace: TraceLike,
     record: Record,
@@ -349,25 +239,3 @@ def lift_bars(
     caption(figure, subject, {fidelity(trace, record, "sets", layer)})
     figure.tight_layout()
     return figure
-
-
-def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
-    """(line, column, characters) of each token until the lines are used up."""
-    line, column, placed = 0, 0, []
-    for token in text:
-        shown = short_text(token, COLUMNS)
-        if column + len(shown) > COLUMNS:
-            line, column = line + 1, 0
-        if line >= LINES:
-            break
-        placed.append((line, column, shown))
-        column += len(shown)
-        if "\n" in token:
-            line, column = line + 1, 0
-    return placed
-
-
-def visible_token(text: str) -> str:
-    """Text of a token, newlines shown and control characters escaped; a long one is cut."""
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}\u2026"
-    return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)

@@ -59,8 +59,8 @@ class Figure:
 
     @property
     def runs(self) -> bool:
-        """Whether it is drawn from a Table alone, so that run folders will do."""
-        return self.inputs == ("table",)
+        """Whether it is drawn from a Table, such as that of runs."""
+        return "table" in self.inputs
 
     @property
     def single(self) -> Literal["trace", "record"] | None:
@@ -85,12 +85,14 @@ class Figure:
             "plans": "one policy, one budget",
             "sweep": "one policy, one budget" if self.single == "record" else "policies, budgets",
         }[self.replay]
-        parts = (f"{traces}, {policies}", "or runs" if self.runs else "", self.requires)
+        runs = "or a trace and runs" if self.single else "or runs"
+        parts = (f"{traces}, {policies}", runs * self.runs, self.requires)
         return "; ".join(filter(None, parts))
 
 
 _PLACE, _ERRORS = ("layer", "head"), ("weighted_error", "layer_error", "output_error")
 _summary, _records = partial(Figure, "kvsim.plots.summary"), partial(Figure, "kvsim.plots.records")
+_text = partial(Figure, "kvsim.plots.text", requires="text of tokens")
 _events = partial(Figure, "kvsim.plots.events")
 _attention = partial(Figure, "kvsim.plots.attention")
 
@@ -134,9 +136,12 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "sparsity_curves": _attention(
         "Share of keys that score below p times the maximum, over p, full and compressed caches.",
         ("table",), ("layers",), "G-KV, Fig. 9", ("sparsity", "sparsity_compressed")),
-    "token_text": _records(
+    "token_text": _text(
         "The text, each token retained, evicted or not yet scored by one head.",
-        ("trace", "record"), _PLACE, "G-KV, App. J", requires="text of tokens"),
+        ("trace", "record"), _PLACE, "G-KV, App. J"),
+    "kl_text": _text(
+        "The response, each token coloured by its KL, and where the most likely one changes first.",
+        ("trace", "table"), metrics=("response_kl_tokens",)),
     "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",
         ("trace", "record"), ("layer",), "G-KV, App. I", requires="text of tokens"),

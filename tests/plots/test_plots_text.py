@@ -5,6 +5,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,11 @@ import kvsim
 from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift
+from kvsim.analysis.live.table import measure_judged
+from kvsim.core.outcome import Forced, Outcome
 from kvsim.errors import NeedsError, PolicyError, TraceError
-from kvsim.plots.records import lift_bars, token_html, token_text
+from kvsim.plots.records import lift_bars
+from kvsim.plots.text import kl_text, token_html, token_text
 from traces import random_trace
 
 HOSTILE = [
@@ -211,6 +215,66 @@ def test_a_long_text_is_cut_and_says_so():
     assert "positions 3 to 62" in figure.get_suptitle()
 
 
+def judged(trace, *policies, seed=0):
+    """A Table of made-up KL of each token, and the values [policy, R]: KL, then changes."""
+    rng, count = np.random.default_rng(seed), trace.n_pos - trace.prompt_len
+    records = [kvsim.replay(trace, name, budget=20, interval=25) for name in policies]
+    kl = np.exp(rng.normal(-2, 2, (len(records), count)))
+    same = (rng.random(kl.shape) > kl / 5).astype(float)
+    forced = [
+        Forced(a, a, a, b, np.zeros((trace.n_layers, count))) for a, b in zip(kl, same, strict=True)
+    ]
+    names = ["response_kl", "response_kl_tokens"]
+    return measure_judged(trace, records, map(Outcome, forced), names), kl, 1 - same
+
+
+def test_tokens_of_the_response_are_coloured_by_their_kl():
+    """A class each by half a decade; a frame around the first that changes, a line below others."""
+    trace = made(HOSTILE, name="$x^2$ <b>")
+    table, kl, changed = judged(trace, "tova", "knorm")
+
+    figure = kl_text(trace, table)
+
+    (axis,) = figure.axes
+    (shades, frames) = ([x for x in axis.patches if x.get_fill() is fill] for fill in (True, False))
+    expected = [sum(x > end for end in (0.03, 0.1, 0.3, 1, 3)) for x in kl[:, 1:].ravel()]
+    colours = [to_hex(x.get_facecolor(), keep_alpha=True) for x in shades]
+    by_class = dict(zip(expected, colours, strict=True))
+    assert colours == [by_class[x] for x in expected]
+    alphas = [int(by_class[x][-2:], 16) for x in sorted(by_class)]
+    assert alphas == sorted({*alphas})
+    assert len(by_class) == 6
+    counts = changed[:, 1:].sum(1).astype(int)
+    firsts = [int(np.flatnonzero(x[1:])[0]) + 1 for x in changed]
+    edges = [shades[n * 59 + first - 1].get_xy() for n, first in enumerate(firsts)]
+    assert [frame.get_xy() for frame in frames] == edges
+    assert len(axis.lines) == sum(counts) - 2
+    headings = [t.get_text() for t in axis.texts if t.get_fontweight() == "bold"]
+    assert headings == [
+        f"{name}, budget 20: {of[1:].mean():.3g} nats a token, {count} of 59 changed, "
+        f"first at position {30 + first}"
+        for name, of, count, first in zip(("tova", "knorm"), kl, counts, firsts, strict=True)
+    ]
+    assert "fidelity: judged" in figure.get_suptitle()
+    figure.draw_without_rendering()
+    assert figure.bbox.width < 1280
+
+
+def test_a_long_response_is_cut_and_says_so():
+    """Results share 60 lines; policies that change nothing have no frame."""
+    trace = made(["word\n"], n=200)
+    table, _, _ = judged(trace, "tova", "knorm")
+    never = table.with_columns(
+        value=pl.when(pl.col("metric") == "response_kl_tokens").then(0.0).otherwise("value")
+    )
+
+    figure = kl_text(trace, never)
+
+    assert "the first 30 of 170 tokens" in figure.get_suptitle()
+    assert all(patch.get_fill() for patch in figure.axes[0].patches)
+    assert "0 nats a token, 0 of 169 changed" in figure.axes[0].texts[0].get_text()
+
+
 def test_bars_are_lifts_with_wilsons_interval():
     """The largest and the smallest, of strings that are frequent enough; 1 is as all."""
     trace = made(["a", "b", "<i>$", "c", "d\n", "a"])
@@ -275,3 +339,12 @@ def test_what_cannot_be_shown_is_an_error(trace, record):
         token_html(trace, replace(record, prompt_len=31))
     with pytest.raises(PolicyError, match="no token of small is on 50 positions"):
         lift_bars(made(["a", "b"]), record, least=50)
+    table, *_ = judged(trace, "tova", "knorm", "random", "h2o", "full")
+    with pytest.raises(PolicyError, match="5 results of small do not fit a figure"):
+        kl_text(trace, table)
+    table = table.filter(policy="tova")
+    with pytest.raises(NeedsError, match="no text of its tokens"):
+        kl_text(made(None), table)
+    for other in (made(["a"], n=60), made(["a"], name="other")):
+        with pytest.raises(PolicyError, match="the table has no response_kl_tokens of the tokens"):
+            kl_text(other, table)

@@ -10,7 +10,7 @@ import streamlit as st
 from kvsim import Trace
 from kvsim.analysis.kept.states import spaced
 from kvsim.analysis.results import csv_text
-from kvsim.plots.records import visible_token
+from kvsim.plots.text import visible_token
 from kvsim.schema import plural
 
 from .. import cache, controls, elements, readings

@@ -70,11 +70,7 @@ def token_states(
     of tokens, PolicyError for a layer or head that is not there, and PositionError for such a row.
     """
     check_record(trace, record)
-    if trace.token_text is None:
-        raise NeedsError(
-            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
-            "tokenizer (kvsim capture)"
-        )
+    text = text_of(trace)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     gone = gone_of(trace, record, layer, head)
     row = event_row(gone, row)
@@ -86,7 +82,17 @@ def token_states(
         following = min(row + 1, record.n_pos - 1)
         read = read_entries(record, index, slice(following, following + 1))[head * len(gone), 0]
         codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
-    return TokenStates(row, codes, spaced(trace.token_text))
+    return TokenStates(row, codes, text)
+
+
+def text_of(trace: Trace) -> Sequence[str]:
+    """Return the text of the tokens (`spaced`); NeedsError where the trace has none."""
+    if trace.token_text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
+            "tokenizer (kvsim capture)"
+        )
+    return spaced(trace.token_text)
 
 
 def spaced(texts: Sequence[str]) -> Sequence[str]:

@@ -12,6 +12,7 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import RowArrays, blocks_of, subjects_of, table_of
 from kvsim.core.outcome import Outcome, OutputDeviation
@@ -88,6 +89,25 @@ def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
                 f"model: {', '.join(choose_live(None))}; take kvsim replay for {name}"
             )
     return chosen
+
+
+def kl_by_token(table: pl.DataFrame, trace: Trace) -> dict[tuple[str, str], pl.DataFrame]:
+    """KL of the tokens of a trace's response by label of the policy and requested budget.
+
+    Columns: position, ascending, kl in nats, changed: 1 where the most likely token is another one.
+    Raises PolicyError where the Table has no `response_kl_tokens` of the trace, or of other tokens.
+    """
+    rows = labelled(table).filter(metric=KL_TOKENS, trace=trace.name).drop_nulls("value")
+    if not rows["event"].is_between(trace.prompt_len, trace.n_pos - 1).all() or not rows.height:
+        raise PolicyError(
+            f"the table has no {KL_TOKENS} of the tokens of {trace.name}; expected those of "
+            f"`kvsim replay {trace.path or 'TRACE'} ... --judge --metric {KL_TOKENS} --out DIR`"
+        )
+    wide = rows.with_columns(requested=REQUESTED).pivot(
+        "variant", index=["policy", "requested", "event"], values="value"
+    )
+    wide = wide.rename({"event": "position", "": "kl"})
+    return wide.partition_by("policy", "requested", include_key=False, as_dict=True)
 
 
 #: Columns of `responses`.

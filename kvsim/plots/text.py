@@ -1,0 +1,248 @@
+"""The text of a trace: tokens by their state in a cache, or by the KL that a policy costs there."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.axes import trace_head, trace_layer
+from kvsim.analysis.kept.states import TOKEN_STATES, text_of, token_states
+from kvsim.analysis.live.table import kl_by_token
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.errors import PolicyError
+from kvsim.plots.style import (
+    COLOURS,
+    KEPT,
+    MISSED,
+    UNREAD,
+    caption,
+    escaped,
+    legend_of,
+    short_text,
+)
+from kvsim.store.opening import TraceLike, as_trace
+
+# Colour and weight of each state: they differ in print, and for readers without red or green.
+_STYLE: tuple[Mapping[str, Any], ...] = (
+    {"color": "#8a8a8a"},
+    {"color": COLOURS[0], "fontweight": "bold"},
+    {"color": COLOURS[2], "fontstyle": "italic"},
+    {"color": MISSED, "fontweight": "bold"},
+    {"color": COLOURS[5]},
+)
+# backgrounds let light and dark pages keep the colour of their text
+_CSS = (
+    "color:#767676",
+    f"background:{KEPT}66;font-weight:bold",
+    "color:#767676;font-style:italic",
+    f"background:{MISSED}80;font-weight:bold",
+    f"background:{UNREAD}66",
+)
+#: Ends of the classes of KL in nats, half a decade apart.
+_ENDS = (0.03, 0.1, 0.3, 1.0, 3.0)
+#: One hue, in even steps of lightness on a white page; names of the classes.
+_KL = tuple(f"{COLOURS[1]}{alpha:02x}" for alpha in (0, 38, 80, 127, 184, 255))
+_KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:g} nats")
+#: Results that a figure has room for.
+MOST = 4
+#: Characters of a line, and lines of a figure.
+COLUMNS, LINES = 100, 60
+#: Characters of a token up to which a page shows it whole.
+LONGEST = 64
+# Points of a character's height, and inches of its width in matplotlib's own monospaced font.
+_SIZE = 8.0
+_WIDTH = 0.602 * _SIZE / 72
+
+
+def token_text(
+    trace: TraceLike,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+) -> Figure:
+    """The text of a trace, with a style each for retained, evicted and not yet scored tokens.
+
+    Under a reader, tokens that stay and that the next row does not read have one too.
+
+    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
+    the window count as retained. Characters that cannot be printed are escaped, and a newline ends
+    the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
+
+    row: of the event; the layer's last by default. Errors are those of `token_states`.
+    """
+    trace = as_trace(trace).evicting
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
+    states = token_states(trace, record, layer=layer, head=head, row=row)
+    placed = _placed(states.text[start:], LINES)
+    last = start + len(placed)
+    part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
+    subject = (
+        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
+        f"KV head {head}\nafter row {states.row}{part}"
+    )
+    figure, axis = _page(_height(placed), subject, {fidelity(trace, record, "sets", layer)})
+    for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
+        _write(axis, line, column, shown, _STYLE[code])
+    counts = zip(states.counts().items(), _STYLE, strict=True)
+    handles = {
+        f"{name} ({n})": Patch(color=style["color"])
+        for (name, n), style in counts
+        if name != "missed" and (n or name != "held, not read")
+    }
+    legend_of(figure, handles, columns=3)
+    return figure
+
+
+def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
+    """The response, each token on a background by its KL; up to 4 results one below the other.
+
+    A frame marks the first token whose most likely one is not that of the full cache, a line below
+    the later ones. Grey tokens have no value, because no event before them can reach them. Text is
+    as in `token_text`; results share 60 lines.
+
+    table: with `response_kl_tokens` of the trace, such as that of `kvsim.judge(..., tokens=True)`.
+    Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
+    such values, or of more results.
+    """
+    trace = as_trace(trace).evicting
+    results, start = kl_by_token(table, trace), trace.prompt_len
+    if len(results) > MOST:
+        raise PolicyError(
+            f"{len(results)} results of {trace.name} do not fit a figure; expected at most {MOST}: "
+            "choose policies and budgets (--policy, --budget)"
+        )
+    placed = _placed(text_of(trace)[start:], LINES // len(results))
+    high, response = _height(placed), trace.n_pos - start
+    part = "" if len(placed) == response else f"\nthe first {len(placed)} of {response} tokens"
+    subject = f"{trace.name}: KL(full || evicted) of each token of the response{part}"
+    levels = set(table.filter(metric="response_kl", trace=trace.name)["fidelity"])
+    figure, axis = _page(len(results) * (high + 2), subject, levels)
+    for number, ((policy, budget), tokens) in enumerate(results.items()):
+        top = number * (high + 2) + 1.3
+        changed = tokens.filter(pl.col("changed") > 0)["position"].to_list()
+        where = f", first at position {changed[0]}" if changed else ""
+        heading = (
+            f"{policy}, budget {budget}: {tokens['kl'].mean():.3g} nats a token, {len(changed)} of "
+            f"{tokens.height} changed{where}"
+        )
+        _write(axis, top - 1, 0, short_text(heading, COLUMNS), {"fontweight": "bold"})
+        codes = dict(zip(tokens["position"], kl_classes(tokens["kl"].to_numpy()), strict=True))
+        for position, (line, column, shown) in enumerate(placed, start=start):
+            style = {} if position in codes else _STYLE[0]
+            box = (column, top + line), len(shown), 0.92
+            if position in codes:
+                axis.add_patch(Rectangle(*box, color=_KL[codes[position]], lw=0))
+            if position in changed[:1]:
+                axis.add_patch(Rectangle(*box, fill=False, lw=1.4, zorder=3))
+            elif position in changed:
+                ends = [column, column + len(shown)]
+                axis.plot(ends, [top + line + 0.9] * 2, color="black", lw=0.7)
+            _write(axis, top + line, column, shown, style)
+    pairs = list(zip(_KL_NAMES, _KL, strict=True))
+    handles: dict[str, Artist] = {name: Patch(color=colour, lw=0) for name, colour in pairs[1:]}
+    handles["most likely token changed"] = Line2D([], [], color="black", lw=0.7)
+    handles["the first"] = Patch(fill=False, lw=1.4)
+    legend_of(figure, handles, columns=len(handles))
+    return figure
+
+
+def kl_classes(kl: Floats) -> Ints:
+    """Return the class of each KL in nats, by its place in the colours of a text."""
+    return np.searchsorted(_ENDS, kl)
+
+
+def token_html(
+    trace: TraceLike,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+    stop: int | None = None,
+    needed: Ints | None = None,
+) -> str:
+    """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
+
+    The text of tokens is untrusted: all of it is escaped, none of it is in an attribute, and each
+    has at most `LONGEST` characters.
+    Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
+    which distinguishes evicted tokens that a later row would attend to (`token_states`).
+    """
+    trace = as_trace(trace).evicting
+    states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
+    styles = dict(enumerate(zip(TOKEN_STATES, _CSS, strict=True)))
+    return _html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])
+
+
+def _html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str:
+    """A `pre` with a `span` for each run of tokens of one title and CSS."""
+    spans, first = [], 0
+    for last in range(1, len(pieces) + 1):
+        if last < len(pieces) and styles[last] == styles[first]:
+            continue
+        title, css = styles[first]
+        text = html.escape("".join(map(visible_token, pieces[first:last])))
+        spans.append(f'<span title="{title}" style="{css}">{text}</span>')
+        first = last
+    return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
+
+
+def _page(height: float, subject: str, levels: Iterable[str]) -> tuple[Figure, Axes]:
+    """A figure with a caption above so many lines of characters, and room for a legend below."""
+    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
+    caption(figure, subject, levels)
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
+    total = high + above + 0.45
+    figure.set_figheight(total)
+    wide = figure.get_figwidth()
+    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
+    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
+    axis.set_axis_off()
+    return figure, axis
+
+
+def _height(placed: Sequence[tuple[int, int, str]]) -> int:
+    return 1 + max((line for line, _, _ in placed), default=0)
+
+
+def _write(axis: Axes, line: float, column: int, shown: str, style: Mapping[str, Any]) -> None:
+    look: dict[str, Any] = {**style, "family": "monospace", "fontsize": _SIZE}
+    axis.text(column, line + 0.8, shown, parse_math=False, **look)
+
+
+def _placed(text: Sequence[str], lines: int) -> list[tuple[int, int, str]]:
+    """(line, column, characters) of each token until the lines are used up."""
+    line, column, placed = 0, 0, []
+    for token in text:
+        shown = short_text(token, COLUMNS)
+        if column + len(shown) > COLUMNS:
+            line, column = line + 1, 0
+        if line >= lines:
+            break
+        placed.append((line, column, shown))
+        column += len(shown)
+        if "\n" in token:
+            line, column = line + 1, 0
+    return placed
+
+
+def visible_token(text: str) -> str:
+    """Text of a token, newlines shown and control characters escaped; a long one is cut."""
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}\u2026"
+    return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)
