@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -44,6 +45,17 @@ def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = No
         )
         sentence += f" Of the needle's {plural(size, 'token')}, {'; '.join(each)}."
     return sentence
+
+
+def response(period: Mapping[str, Any], total: float) -> str:
+    """Say what the tokens of the response lose between an event and the next; total: in nats."""
+    count, changed, kl = (period[name] for name in ("tokens", "changed", "kl"))
+    where = f", first at position {period['first']}" if changed else ""
+    return (
+        f"After row {period['event']}, {plural(count, 'token')} lose {kl:.3g} nats, "
+        f"{kl / count:.3g} each and {kl / (total or 1):.0%} of all; the most likely token of "
+        f"{changed} changes{where}."
+    )
 
 
 def attention(tile: Tile, texts: Sequence[str] | None) -> str:

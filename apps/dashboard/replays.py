@@ -24,7 +24,7 @@ from .tiles import Tile
 #: Tokens of the text that are shown at once.
 WINDOW = 4096
 
-_LEGEND = (
+LEGEND = (
     f'<span style="background:{KEPT}66;font-weight:bold">kept</span> &ensp; '
     '<span style="color:#767676">evicted</span> &ensp; '
     f'<span style="background:{MISSED}80;font-weight:bold">evicted, though a later row would give '
@@ -159,7 +159,7 @@ def legend(states: Mapping[str, TokenStates | None], settings: Settings) -> None
         needles = settings.trace.spans.get("needle", ())
         elements.reading(readings.texts(scored, needles[0] if needles else None))
         unread = any(state.counts()["held, not read"] for state in scored.values())
-        st.html(_LEGEND + (_UNREAD if unread else ""))
+        st.html(LEGEND + (_UNREAD if unread else ""))
 
 
 def text(replay: Replayed, row: int, start: int = 0) -> None:

@@ -12,12 +12,14 @@ import polars as pl
 import streamlit as st
 
 import kvsim
-from kvsim import Trace
+from kvsim import Record, Trace
 from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.evidence import EVIDENCE, ranking
-from kvsim.analysis.folder import read_run
+from kvsim.analysis.folder import RECORDS, read_run
+from kvsim.analysis.live.metrics import KL_TOKENS
+from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import labelled, mixed
+from kvsim.analysis.results import REQUESTED, labelled, mixed
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
@@ -26,9 +28,10 @@ from kvsim.analysis.summaries import (
     stages,
     strongest,
 )
-from kvsim.analysis.table import available, in_order
-from kvsim.errors import KvsimError, PolicyError
+from kvsim.analysis.table import available, columns_of, in_order
+from kvsim.errors import KvsimError, OutputError, PolicyError
 from kvsim.policies import access_names, names
+from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.terms import INTERVAL
 
@@ -125,7 +128,8 @@ def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str
     first = table[values.unique("policy", keep="first", maintain_order=True)["row"]]
     parts = {part["metric"][0]: part for part in table.partition_by("metric", maintain_order=True)}
     names = {*values["metric"]}
-    measured = [*(name for name in METRICS if name in names), *sorted(names - {*METRICS})]
+    known = [name for name in METRICS if name in names and name != KL_TOKENS]
+    measured = [*known, *sorted(names - {*METRICS})]
     return Run(origin, name, first, parts, measured, [*ranking(values)], parameters)
 
 
@@ -180,6 +184,27 @@ def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
 def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
     """Compare values of runs that are there at two levels."""
     return between_levels(in_order(load(origin).table for origin in origins), by)
+
+
+@st.cache_resource(max_entries=4, show_spinner="reading the records of the run")
+def _records(origin: Origin) -> list[Record]:
+    place = origin.path if isinstance(origin, cache.Source) else ""
+    return read_records(Path(place) / RECORDS)
+
+
+def record(run: Run, trace: Trace, policy: str, budget: str) -> Record:
+    """Return the record of a result of a run with a folder; KvsimError where the folder has none.
+
+    policy, budget: its label, and the budget as requested.
+    """
+    table = run.parts[KL_TOKENS].filter(budget == REQUESTED, policy=policy, trace=trace.name)
+    same = {x: table[x][0] for x in ("params", "interval", "prefill", "budget")}
+    for each in _records(run.origin):
+        named = (each.trace, each.policy) == (trace.name, policy.partition(" (")[0])
+        if named and same.items() <= columns_of(each).items():
+            check_record(trace, each)
+            return each
+    raise OutputError(f"{run.name} has no record of {policy} at budget {budget}")
 
 
 def run() -> Run:

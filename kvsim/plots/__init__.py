@@ -3,7 +3,7 @@
 
     registry     every figure by name: summary, source, inputs, options
     summary      policies against each other over budgets, and where entries are kept
-    records      positions retained and missed, output error by row, lifts of tokens
+    records      positions retained and missed, lifts of tokens
     text         tokens by their state, or by the KL of the model's predictions
     events       positions that an event keeps, evicted bursts
     attention    overlap of top keys, sparsity, the error of one eviction

@@ -1,4 +1,4 @@
-"""Figures of records of one trace: positions retained and missed, output error, lifts of tokens."""
+"""Figures of records of one trace: positions retained and missed, lifts of tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 import scipy
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -30,20 +29,14 @@ from kvsim.plots.style import (
     UNREAD,
     caption,
     drawn_records,
-    finish,
     legend_of,
     name_axes,
-    plain,
-    series,
     short_text,
 )
 from kvsim.store.opening import TraceLike, as_trace
 
 #: Attention of a row on one entry from which losing the entry is drawn as a miss.
 NEEDED = 0.05
-
-# Ratio of the largest mean error to the smallest from which errors are drawn on a log axis.
-_WIDE = 10
 
 # Pixels per side of a map; longer traces are pooled.
 _PIXELS = 640
@@ -112,44 +105,6 @@ def retention_map(
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
     caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", labels)
     figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
-    return figure
-
-
-def error_over_rows(
-    trace: TraceLike, records: Record | Sequence[Record], *, smooth: int = 16
-) -> Figure:
-    """Output error of every row after the prompt, mean over layers and heads; a panel per budget.
-
-    smooth: rows of the running mean.
-    """
-    trace, records = as_trace(trace).evicting, drawn_records(records)
-    budgets = sorted({record.budget for record in records})
-    figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
-    axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    names = list(dict.fromkeys(record.policy for record in records))
-    styles, sizes = series(names), []
-    for record, result in zip(records, output_error(trace, records, prompt=False), strict=True):
-        error = result.error.mean((0, 1), dtype=np.float64)
-        rows = np.arange(trace.prompt_len, trace.n_pos)
-        axis = axes[budgets.index(record.budget)]
-        step = max(1, len(rows) // 12)  # markers of different lines at different rows
-        marked = (names.index(record.policy) * step // len(names), step)
-        look: dict[str, Any] = {"lw": 1.2, "ms": 4, "markevery": marked, **styles[record.policy]}
-        means = pl.Series(error).rolling_mean(smooth, min_samples=1).to_numpy()
-        axis.plot(rows, means, label=record.policy, **look)
-        sizes.append(error.mean())
-    labels = {
-        fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
-    }
-    for axis, budget in zip(axes, budgets, strict=True):
-        plain(axis, y="relative output error", title=f"budget {budget}")
-        if max(sizes) > _WIDE * min((size for size in sizes if size), default=1):
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-    name_axes(axes[-1], "row")
-    subject = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
-    finish(figure, axes[0], f"{subject}\nmean over layers and query heads", labels, columns=6)
     return figure
 
 

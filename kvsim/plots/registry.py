@@ -113,9 +113,6 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "bursts": _events(
         "Positions that each policy keeps after an event, and the long runs that it evicted.",
         ("trace", "records"), (*_PLACE, "zoom"), "AMS, Fig. 2"),
-    "error_over_rows": _records(
-        "Output error of every row after the prompt.",
-        ("trace", "records")),
     "middle_coverage": _summary(
         "Share kept of each twentieth of the sequence, mean over events.",
         ("traces", "records"), _PLACE, "AMS, Fig. 4"),

@@ -54,6 +54,15 @@ _ENDS = (0.03, 0.1, 0.3, 1.0, 3.0)
 #: One hue, in even steps of lightness on a white page; names of the classes.
 _KL = tuple(f"{COLOURS[1]}{alpha:02x}" for alpha in (0, 38, 80, 127, 184, 255))
 _KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:g} nats")
+#: The colours in words.
+KL_LEGEND = "KL in nats: " + " &ensp; ".join(
+    f'<span style="{style}">&nbsp;{name}&nbsp;</span>'
+    for name, style in (
+        *((name, f"background:{colour}") for name, colour in zip(_KL_NAMES, _KL, strict=True)),
+        ("most likely token changed", "text-decoration:underline"),
+        ("the first", "outline:2px solid"),
+    )
+)
 #: Results that a figure has room for.
 MOST = 4
 #: Characters of a line, and lines of a figure.
@@ -186,18 +195,33 @@ def token_html(
     trace = as_trace(trace).evicting
     states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
     styles = dict(enumerate(zip(TOKEN_STATES, _CSS, strict=True)))
-    return _html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])
+    return styled_html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])
 
 
-def _html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str:
-    """A `pre` with a `span` for each run of tokens of one title and CSS."""
+def kl_html(text: Sequence[str], tokens: pl.DataFrame) -> str:
+    """Tokens in the colours of `kl_text` as an HTML fragment, escaped as in `token_html`.
+
+    text: of all tokens. tokens: those to show, of `kl_by_token`.
+    """
+    changed = tokens["changed"].to_numpy() > 0
+    marks = np.where(changed, ";text-decoration:underline", "")
+    marks[np.flatnonzero(changed)[:1]] = ";outline:2px solid"
+    styles = [
+        (f"KL {_KL_NAMES[at]}", f"background:{_KL[at]}{mark}")
+        for at, mark in zip(kl_classes(tokens["kl"].to_numpy()), marks, strict=True)
+    ]
+    return styled_html([text[at] for at in tokens["position"]], styles)
+
+
+def styled_html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str:
+    """Return a `pre` with a `span` for each run of tokens of one title and CSS; text is escaped."""
     spans, first = [], 0
     for last in range(1, len(pieces) + 1):
         if last < len(pieces) and styles[last] == styles[first]:
             continue
         title, css = styles[first]
-        text = html.escape("".join(map(visible_token, pieces[first:last])))
-        spans.append(f'<span title="{title}" style="{css}">{text}</span>')
+        text = html.escape("".join(map(_visible, pieces[first:last])))
+        spans.append(f'<span title="{html.escape(title)}" style="{css}">{text}</span>')
         first = last
     return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
 
@@ -242,7 +266,7 @@ def _placed(text: Sequence[str], lines: int) -> list[tuple[int, int, str]]:
     return placed
 
 
-def visible_token(text: str) -> str:
+def _visible(text: str) -> str:
     """Text of a token, newlines shown and control characters escaped; a long one is cut."""
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]}\u2026"
     return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)

@@ -139,9 +139,7 @@ def test_lift_checks_heads_of_the_record(trace, record):
         plots.lift_bars(trace, record, heads=[0, 7])
 
 
-@pytest.mark.parametrize(
-    "name", ["retention_map", "bursts", "error_over_rows", "middle_coverage", "position_density"]
-)
+@pytest.mark.parametrize("name", ["retention_map", "bursts", "middle_coverage", "position_density"])
 def test_figures_without_a_record_are_an_error(trace, name):
     """No record leaves nothing to draw."""
     with pytest.raises(PolicyError, match="no records were given"):

@@ -61,7 +61,7 @@ def test_demo_answers_the_question(demo):
     assert {p.name for p in folder.iterdir()} == demo_module._FILES
     assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
     for prefix in ("", "smollm2-"):
-        for figure in ("retention.png", "error.png"):
+        for figure in ("retention.png", "budgets.png"):
             assert (folder / f"{prefix}{figure}").read_bytes().startswith(b"\x89PNG")
         assert len(read_records(folder / f"{prefix}run" / "records.zarr")) == 12
 

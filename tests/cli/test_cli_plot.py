@@ -180,15 +180,15 @@ def test_results_of_several_runs_are_told_apart(printed, finished, tmp_path, mon
 
 def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
     """No event follows the prompt, in figures of records and of Plans."""
-    errors, curves = shown(monkeypatch, "error_over_rows"), shown(monkeypatch, "mass_curve")
+    maps, curves = shown(monkeypatch, "retention_map"), shown(monkeypatch, "mass_curve")
     same = [paths[0], "--budget", "32", "--interval", "8", "--no-prefill"]
 
-    one = run("plot", "error_over_rows", *same, "--policy", "tova", "--out", tmp_path / "a.png")
+    one = run("plot", "retention_map", *same, "--policy", "tova", "--out", tmp_path / "a.png")
     two = run("plot", "mass_curve", *same, "--policy", "ams+tova", "--set", "window=16",
               "--out", tmp_path / "b.png")  # fmt: skip
 
     assert (one[0], two[0]) == (0, 0)
-    ((trace, (record,)),), ((_, planned),) = errors, curves
+    ((trace, (record,)),), ((_, planned),) = maps, curves
     for found in (record, planned):
         assert found.prefill is False
         assert found.events[0] > trace.prompt_len - 1
@@ -260,7 +260,7 @@ def test_layers_with_a_window_are_passed_over(run, tmp_path):
     ).save(tmp_path / "mixed.zarr")
     asked = [path, "--policy", "tova", "--budget", "20", "--interval", "8"]
 
-    for figure in ("retention_map", "bursts", "error_over_rows", "over_budgets"):
+    for figure in ("retention_map", "bursts", "over_budgets"):
         status, _, err = run("plot", figure, *asked, "--out", tmp_path / f"{figure}.png")
         assert status == 0, figure
         assert re.fullmatch(r"Note: 2 of 3 layers do not see the whole text.*\n", err), figure

@@ -133,7 +133,7 @@ def test_without_two_levels_the_page_says_what_would_fill_it(opened, folder):
     app = opened(folder, "fidelity", run="open")
 
     assert any("a live run (closed), of `kvsim live`" in one.value for one in app.info)
-    assert any("kvsim.recompute" in one.value for one in app.code)
+    assert any("kvsim.recompute" in one.value for one in app.info)
 
 
 def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path):

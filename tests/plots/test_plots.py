@@ -7,7 +7,6 @@ import torch
 
 import kvsim
 from kvsim import plots
-from kvsim.analysis.output.error import output_error
 from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
 from kvsim.studies.layers import figures as module
@@ -85,29 +84,6 @@ def test_the_retention_map_marks_the_needle():
     bars = [axis.patches for axis in figure.axes if axis.images]
     assert [[(bar.get_x(), bar.get_width()) for bar in drawn] for drawn in bars] == [[(52, 15)]] * 2
     assert figure.legends[0].get_texts()[-1].get_text() == "needle"
-
-
-def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records):
-    """Means over layers and heads, from the prompt on."""
-    figure = plots.error_over_rows(trace, records, smooth=1)
-
-    lines = figure.axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["tova", "snapkv@original"]
-    (expected,) = output_error(trace, records[:1])
-    np.testing.assert_allclose(lines[0].get_ydata(), expected.error.mean((0, 1))[20:], rtol=1e-5)
-    assert "exact, open" in figure.get_suptitle()
-
-
-def test_errors_far_apart_are_drawn_on_a_logarithmic_axis(trace, records):
-    """Where one is more than ten times another, which would lie flat on the axis."""
-    loses_next_to_nothing = kvsim.replay(trace, kvsim.policy("tova"), trace.n_pos - 3, interval=1)
-
-    scales = [
-        plots.error_over_rows(trace, [records[0], record]).axes[0].get_yscale()
-        for record in (records[0], loses_next_to_nothing)
-    ]
-
-    assert scales == ["linear", "log"]
 
 
 def test_long_traces_are_pooled_and_misses_survive(monkeypatch):

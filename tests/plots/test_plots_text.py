@@ -13,13 +13,13 @@ from matplotlib.colors import to_hex
 
 import kvsim
 from kvsim.analysis.kept.states import TOKEN_STATES as STATES
-from kvsim.analysis.kept.states import token_states
+from kvsim.analysis.kept.states import spaced, token_states
 from kvsim.analysis.kept.text import retention_lift
-from kvsim.analysis.live.table import measure_judged
+from kvsim.analysis.live.table import kl_by_token, measure_judged
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.errors import NeedsError, PolicyError, TraceError
 from kvsim.plots.records import lift_bars
-from kvsim.plots.text import kl_text, token_html, token_text
+from kvsim.plots.text import kl_html, kl_text, token_html, token_text
 from traces import random_trace
 
 HOSTILE = [
@@ -255,6 +255,12 @@ def test_tokens_of_the_response_are_coloured_by_their_kl():
         f"first at position {30 + first}"
         for name, of, count, first in zip(("tova", "knorm"), kl, counts, firsts, strict=True)
     ]
+    of_first, words, read = kl_by_token(table, trace)["tova", "20"], spaced(HOSTILE * 6), Read()
+    read.feed(kl_html(words, of_first))
+    names = ("up to 0.03", "> 0.03", "> 0.1", "> 0.3", "> 1", "> 3 nats")
+    assert "".join(text for _, text in read.runs) == "".join(map(shown, words[31:90]))
+    assert {title for title, _ in read.runs} == {f"KL {names[x]}" for x in expected[:59]}
+    assert {tag for tag, _ in read.tags} == {"pre", "span"}
     assert "fidelity: judged" in figure.get_suptitle()
     figure.draw_without_rendering()
     assert figure.bbox.width < 1280

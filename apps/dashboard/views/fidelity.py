@@ -12,21 +12,6 @@ from kvsim.schema import FIDELITY_MEANING
 
 from .. import cache, controls, downloads, elements, line_charts, readings, runs
 
-#: How to make a run of semi values, and an open one to compare it with.
-AGAIN = """\
-# kvsim capture --model tiny --residual --prompts prompts.jsonl --out traces
-# kvsim replay traces/walk.zarr --policy fastkv --set layer=0 --set rows=100 \\
-#     --budget 64 --out runs/open
-import kvsim
-from kvsim.recorder import load_model
-from kvsim.sweeps import Run
-
-trace = kvsim.open_trace("traces/walk.zarr")
-model, _ = load_model("tiny")
-policy = kvsim.policy("fastkv", layer=0, rows=100)
-prefill = kvsim.recompute(trace, policy, 64, model)
-Run((prefill.record,), kvsim.measure(trace, prefill.record), (), {}).save("runs/semi")
-"""
 #: The option for no other run.
 NOTHING = "no other run"
 
@@ -103,10 +88,9 @@ def _two_levels(run: runs.Run) -> None:
         return
     st.info(
         "No value is there at two levels. Two kinds of runs have such values, each with a replay "
-        "(open): a prefill that was computed again (semi), as below, and a live run (closed), of "
-        "`kvsim live`."
+        "(open): a prefill that was computed again (semi), measured and saved in Python "
+        "(`kvsim.recompute`), and a live run (closed), of `kvsim live`."
     )
-    st.code(AGAIN, language="python")
 
 
 def _differences(

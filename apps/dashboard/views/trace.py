@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 import streamlit as st
@@ -10,7 +9,7 @@ import streamlit as st
 from kvsim import Trace
 from kvsim.analysis.kept.states import spaced
 from kvsim.analysis.results import csv_text
-from kvsim.plots.text import visible_token
+from kvsim.plots.text import styled_html
 from kvsim.schema import plural
 
 from .. import cache, controls, elements, readings
@@ -86,13 +85,8 @@ def _heads(trace: Trace) -> None:
 def _text(trace: Trace, texts: Sequence[str], first: int, stop: int) -> None:
     """Show the tokens of some positions; their text is untrusted."""
     stop = min(stop, first + WINDOW)
-    spans = "".join(
-        f'<span title="{position}" style="border-left:1px solid #8888;padding:0 1px;'
-        f'{"" if position < trace.prompt_len else "font-weight:600"}">'
-        f"{html.escape(visible_token(texts[position]))}</span>"
-        for position in range(first, stop)
-    )
+    css = "border-left:1px solid #8888;padding:0 1px"
+    bold = [";font-weight:600" * (position >= trace.prompt_len) for position in range(first, stop)]
     st.caption(f"Positions {first} to {stop - 1}; the response is bold. Hover shows the position.")
-    st.html(
-        f'<div style="line-height:1.9;white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
-    )
+    styles = [(str(position), css + more) for position, more in enumerate(bold, start=first)]
+    st.html(styled_html(texts[first:stop], styles))

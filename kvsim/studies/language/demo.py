@@ -45,7 +45,7 @@ TINY_HEAD, SMOLLM2_HEAD = (1, 0), (0, 2)
 SMOLLM2 = "smollm2-"
 
 MARKER = "demo.json"
-_OUTPUTS = ("run", "retention.png", "error.png")
+_OUTPUTS = ("run", "retention.png", "budgets.png")
 _FILES = frozenset({MARKER, "trace.zarr", *_OUTPUTS, *(SMOLLM2 + name for name in _OUTPUTS)})
 
 
@@ -248,13 +248,13 @@ class _Demo:
         return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
 
     def _draw(self, trace: Trace, run: Run, prefix: str, head: tuple[int, int]) -> None:
-        from kvsim.plots import error_over_rows, retention_map
+        from kvsim.plots import over_budgets, retention_map
         from kvsim.plots.style import picture
 
         records = [record for record in run.records if record.policy != "full"]
         figures = {
             "retention.png": retention_map(trace, records, layer=head[0], head=head[1]),
-            "error.png": error_over_rows(trace, records),
+            "budgets.png": over_budgets(run.table),
         }
         for name, figure in figures.items():
             (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))

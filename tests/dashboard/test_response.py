@@ -1,0 +1,104 @@
+"""The page of the response: what an event evicted, and what tokens lose until the next one."""
+
+import html
+import re
+import shutil
+
+import pytest
+
+import kvsim
+from apps.dashboard.views import response
+from kvsim.analysis.kept.states import spaced
+from kvsim.plots import token_html
+from kvsim.samples import sample_trace
+from kvsim.sweeps.driver import replay_all
+from tests.dashboard.test_retention import said, texts
+
+TERMS = {"interval": 32, "judge": True}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """The sample, a run with the KL of its tokens, and one without."""
+    root = tmp_path_factory.mktemp("response")
+    shutil.copytree(sample_trace(), root / "sample.zarr")
+    trace = kvsim.open_trace(root / "sample.zarr")
+    wide = kvsim.policy("tova", heads="group")
+    policies, metrics = ["tova", wide, "h2o", "full"], ["response_kl_tokens"]
+    replay_all([trace], policies, [64, "30%"], metrics=metrics, **TERMS).save(root / "tokens")
+    replay_all([trace], ["h2o"], [64], metrics=["retained_mass"], **TERMS).save(root / "plain")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("result", "policy", "budget"),
+    [("h2o, budget 64", "h2o", 64), ("tova (heads=group), budget 30%", "tova", 141)],
+)
+def test_an_event_has_the_text_and_the_tokens_until_the_next(
+    opened, judged, result, policy, budget
+):
+    """The sums are those of a loop over rows of the run; the text is that of the record."""
+    link = {"run": "tokens", "trace": "sample.zarr", "layer": "1", "head": "2", "event": "289"}
+    app = opened(judged, "response", **link, result=result)
+    trace = kvsim.open_trace(judged / "sample.zarr")
+    chosen = kvsim.policy(policy, **({"heads": "group"} if policy == "tova" else {}))
+    record = kvsim.replay(trace, chosen, budget, interval=32, prefill=True)
+    judgement = kvsim.judge("tiny", trace, record, tokens=True).filter(metric="response_kl_tokens")
+    kl, changed = (
+        dict(judgement.filter(variant=name)["event", "value"].rows()) for name in ("", "changed")
+    )
+    period = [x for x in kl if 289 < x - 1 <= 321]  # predicted by rows that see what 289 left
+
+    assert not app.exception
+    assert f"After row 289, 32 tokens lose {sum(kl[x] for x in period):.3g} nats" in said(app)
+    share = sum(kl[x] for x in period) / sum(kl.values())
+    first = next(x for x in period if changed[x])
+    assert f"{share:.0%} of all" in said(app)
+    assert f"{sum(changed[x] for x in period):.0f} changes, first at position {first}." in said(app)
+    left, right = texts(app)
+    later = kvsim.analysis.attention.windows.last_needed(trace, 1, 2, least=0.05)
+    place = {"layer": 1, "head": 2, "row": 289, "needed": later}
+    assert left == token_html(trace, record, **place, stop=290)
+    words = spaced(trace.token_text)
+    assert html.unescape(re.sub("<.*?>", "", right)) == "".join(words[x] for x in period)
+    marked = re.findall(r'outline:2px solid">(.*?)</span>', right)
+    assert [html.unescape(x) for x in marked] == [words[first]]
+    assert any("judged" in one.value for one in app.caption)
+
+
+def test_events_play_to_the_last_one(opened, judged, monkeypatch):
+    """From the first, one after the other; then the page stands still."""
+    slept = []
+    monkeypatch.setattr(response, "sleep", slept.append)
+    app = opened(judged, "response", run="tokens", trace="sample.zarr", result="h2o, budget 64")
+    (slider,) = app.select_slider
+    (play,) = (one for one in app.button if one.label == "Play")
+
+    play.click().run()
+
+    assert not app.exception
+    assert len(slept) == len(slider.options) - 1
+    assert str(app.select_slider[0].value) == slider.options[-1]
+    assert f"After row {slider.options[-1]}" in said(app)
+
+
+def test_without_values_of_tokens_the_page_says_what_has_them(opened, judged):
+    """A run without, no run, and a policy that evicts nothing."""
+    for name in ("plain", "the chosen trace, replayed here"):
+        app = opened(judged, "response", run=name, trace="sample.zarr")
+        assert not app.exception
+        assert "--judge --metric response_kl_tokens --out DIR" in said(app)
+    app = opened(judged, "response", run="tokens", trace="sample.zarr", result="full, budget 64")
+    assert not app.exception
+    assert "evicts nothing before a token" in app.info[0].value
+
+
+def test_a_run_without_its_records_says_so(opened, judged, tmp_path):
+    """Their values alone do not say what was evicted."""
+    shutil.copytree(judged, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "tokens" / "records.zarr")
+
+    app = opened(tmp_path / "copy", "response", run="tokens", trace="sample.zarr")
+
+    assert not app.exception
+    assert "records" in said(app)
