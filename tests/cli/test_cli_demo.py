@@ -51,8 +51,8 @@ def test_demo_answers_the_question(demo):
     assert "Measuring all 12 cells, 2 of them in the line of full, took" in out
     assert "is right." in lines[0]
     for each in (document, document["smollm2"]):
-        best = each["verdict"][0]
-        assert f"At budget 64, {best['best']} is best by {best['metric']}, " in out
+        (best,) = each["verdict"][0]["first"]
+        assert f"Budget 64: {best} has the lowest mean response_kl, " in out
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)
     assert [line for line in lines if line.startswith("Budget ")] == [
