@@ -79,7 +79,7 @@ class Results:
 
     def _found(self, label: str) -> Sequence[Any]:
         setting = of(label)
-        return self.evidence.alone(setting) or self.evidence.of_prompt().alone(setting)
+        return self.evidence.found(setting) or self.evidence.of_prompt().found(setting)
 
 
 def write_values(

@@ -1,14 +1,16 @@
 """Claims of the papers, tested on the traces of a Table: each paper has a file.
 
-A claim is tested where the Table has its results: policies at the same budget, schedule and
-prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a
-prompt where the claim is right (with a margin, near 0). A case, such as a budget or a layer, counts
-where sign flips over at least 6 prompts, corrected for the number of cases (Holm), put its mean on
-one side, and the mean matters (`claim.MATTERS`). A claim holds where nine tenths of its cases are
-for it, does not hold where more than a tenth are against it, and is otherwise not decided. Cases in
-which the window of a policy is more than half of its budget are out of its range and not tested.
+A claim is a sentence about cells: budgets, layers, or policies that it names, all of the same
+prompts. How many of them it has to be right in is read from the paper's words: "consistently",
+"every" and a list of policies are `ALL`, all others `MOST`. In a cell it is a number per prompt,
+above 0 where the sentence is right, and matters from `claim.MATTERS` on. One test over the prompts
+that have all cells (`kvsim.analysis.significance.at_least`) gives a p-value of the sentence, and
+one of its contrary: a sentence holds, does not hold, or is not decided, as always with fewer than
+6 prompts. Cells in which the window of a policy is more than half of its budget are out of its
+range and not tested.
+
 That is an answer about these traces, and not about the papers' models. Every claim is always
-listed: where evidence is missing, with what would give it. Claims on printed numbers, and those
+listed: where evidence is missing, with what would produce it. Claims on printed numbers, and those
 that need generation or training, are not.
 """
 
@@ -19,12 +21,23 @@ from collections.abc import Callable, Iterable, Mapping
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.studies.claims.ams import ams
 from kvsim.studies.claims.asl import asl
-from kvsim.studies.claims.claim import HOLDS, NOT, OPEN, Claim
+from kvsim.studies.claims.claim import ALL, HOLDS, MOST, NOT, OPEN, Claim
 from kvsim.studies.claims.evidence import Evidence, Seconds
 from kvsim.studies.claims.expected_attention import expected_attention
 from kvsim.studies.claims.gkv import gkv
 
-__all__ = ["CLAIMS", "HOLDS", "NOT", "OPEN", "Claim", "Evidence", "Seconds", "claims"]
+__all__ = [
+    "ALL",
+    "CLAIMS",
+    "HOLDS",
+    "MOST",
+    "NOT",
+    "OPEN",
+    "Claim",
+    "Evidence",
+    "Seconds",
+    "claims",
+]
 
 #: The claims of each paper, in the order of its argument.
 CLAIMS: Mapping[str, Callable[[Evidence], Iterable[Claim]]] = {

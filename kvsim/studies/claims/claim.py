@@ -1,4 +1,4 @@
-"""A claim: numbers per prompt for each case, and a verdict from tests over prompts."""
+"""A claim: a sentence about several cells, and one test of it over prompts."""
 
 from __future__ import annotations
 
@@ -6,147 +6,134 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.significance import ALPHA, FEWEST, holm, sign_flip, undecidable
-from kvsim.analysis.summaries import Interval
+from kvsim.analysis.significance import ALPHA, FEWEST, at_least
 from kvsim.schema import plural
 
 HOLDS, NOT, OPEN = "holds", "does not hold", "not decided"
+#: In which cells a sentence is to be right.
+ALL, MOST = "in all", "in most"
 
-#: Cases that are listed one by one; of more, how many of each kind and the outermost.
-LISTED = 4
-#: The least mean that matters in a case, in the unit of its number; of a difference between two
-#: settings as a share of their mean. A margin is the effect size of a claim that has one.
+#: The least that matters, in the unit of the number; of two settings as a share of their mean.
 MATTERS = 0.01
-#: Cases of ten in which a claim has to be right: one of many layers and budgets refutes nothing.
-OF_TEN = 9
-
-
-class ClaimCase(NamedTuple):
-    """The interval of a case, its vote (`for`, `against`, `open`, `few`), and its corrected p."""
-
-    interval: Interval
-    vote: str
-    p: float
+#: Prompts from which a verdict is not coarse.
+ADVISED = 12
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, and its result on these traces.
+    """A sentence of a paper, and its test on these traces.
 
-    number: such as Q1. says: the claim in words. tested: the tested number. cases: for each case a
-    number per prompt that is above 0 where the claim is right; with a margin, one that is nearer to
-    0 than the margin. least: means that matter, `MATTERS` where a case has none. outside: cases in
-    which a method is out of its range, and why. needs: what would give it a number, said where
-    there is none.
+    number: such as Q1. says: the sentence. tested: the tested number. cells: that number of each
+    prompt at each budget, layer or policy, above 0 where the sentence is right; [prompt], or with
+    what it is a share of [2, prompt]. where: in how many of the cells it is to be right. least:
+    what matters in a cell. left_out: cells that are not tested, and why. needs: what would produce
+    a number, where there is none.
     """
 
     number: str
     says: str
     tested: str = ""
-    cases: Mapping[str, Floats] = field(default_factory=dict)
-    margin: float | None = None
-    least: Mapping[str, float] = field(default_factory=dict)
-    outside: Mapping[str, str] = field(default_factory=dict)
+    cells: Mapping[str, Floats] = field(default_factory=dict)
+    where: str = MOST
+    least: float = MATTERS
+    left_out: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
 
     @cached_property
-    def votes(self) -> dict[str, ClaimCase]:
-        """Interval, vote and p-value of each case that has a number.
+    def _numbers(self) -> tuple[list[str], Floats, Floats]:
+        """Cells of enough prompts; numbers and sizes [prompt, cell] of prompts that have them all.
 
-        A case is `for` or `against` the claim where sign flips over prompts (`sign_flip`) say so
-        after correction for the number of cases (`holm`) and the mean matters; `few` with fewer
-        prompts than can say so of one case.
+        Without cells whose size is 0 on all of these.
         """
-        intervals = Interval.of_each(list(self.cases.values()))
-        named = zip(self.cases, intervals, strict=True)
-        found = {case: interval for case, interval in named if interval.n}
-        gaps = {case: self._gap(case) for case, one in found.items() if one.n >= FEWEST}
-        p = np.empty(len(gaps))
-        sizes = np.array([len(gap) for gap in gaps.values()])
-        for size in np.unique(sizes):
-            chosen = sizes == size
-            p[chosen] = sign_flip(np.array([gap for gap in gaps.values() if len(gap) == size]))
-        corrected = dict(zip(gaps, holm(p).tolist(), strict=True))
-        return {
-            case: ClaimCase(
-                interval, self._vote(case, gaps, corrected), corrected.get(case, np.nan)
-            )
-            for case, interval in found.items()
+        cells = {
+            x: y if y.ndim > 1 else np.stack([y, np.ones_like(y)]) for x, y in self.cells.items()
         }
+        counts = {name: int(np.isfinite(x).all(0).sum()) for name, x in cells.items()}
+        fewest = max(min(max(counts.values(), default=1), FEWEST), 1)
+        names = [name for name, n in counts.items() if n >= fewest]
+        if not names:
+            return names, np.empty((0, 0)), np.empty((0, 0))
+        both = np.stack([cells[name] for name in names], -1).astype(np.float64)
+        both = both[:, np.isfinite(both).all((0, 2))]
+        some = both[1].any(0)
+        return [x for x, there in zip(names, some, strict=True) if there], *both[:, :, some]
 
-    def _gap(self, case: str) -> Floats:
-        """Numbers above 0 where the claim is right; of a margin the distance to its nearer end."""
-        values: Floats = self.cases[case][~np.isnan(self.cases[case])].astype(np.float64)
-        return values if self.margin is None else self.margin - np.sign(values.mean()) * values
+    @property
+    def n(self) -> int:
+        """Prompts that have all tested cells."""
+        names, numbers, _ = self._numbers
+        return len(numbers) if names else 0
 
-    def _vote(self, case: str, gaps: Mapping[str, Floats], p: Mapping[str, float]) -> str:
-        if case not in gaps:
-            return "few"
-        mean = gaps[case].mean()
-        least = self.least.get(case, MATTERS) if self.margin is None else 0.0
-        if p[case] > ALPHA or abs(mean) < least:
-            return "open"
-        return "for" if mean > 0 else "against"
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean of each tested cell over these prompts, as a share of the mean size."""
+        names, numbers, sizes = self._numbers
+        return dict(zip(names, (numbers.sum(0) / sizes.sum(0)).tolist(), strict=True))
+
+    @cached_property
+    def p(self) -> tuple[float, float]:
+        """P-values of the sentence and of its contrary; NaN of too few prompts.
+
+        The contrary of "in at least r of L cells" is the opposite in at least L - r + 1. Either
+        has to be so by at least what matters.
+        """
+        names, numbers, sizes = self._numbers
+        if self.n < FEWEST:
+            return np.nan, np.nan
+        order, least = np.lexsort(np.abs(numbers).T), self.least * sizes  # no order but of values
+        right, contrary = (numbers - least)[order], (-numbers - least)[order]
+        cells = len(names) if self.where == ALL else len(names) // 2 + 1
+        return at_least(right, cells), at_least(contrary, len(names) - cells + 1)
 
     @property
     def verdict(self) -> str:
-        """Holds in nine tenths of the cases; does not hold in more than a tenth; or neither."""
-        votes = Counter(case.vote for case in self.votes.values())
-        tested = votes.total() - votes["few"]
-        if 10 * votes["against"] > (10 - OF_TEN) * tested:
-            return NOT
-        return HOLDS if tested and 10 * votes["for"] >= OF_TEN * tested else OPEN
+        """Whether the test shows the sentence, its contrary, or neither."""
+        right, contrary = self.p
+        return HOLDS if right <= ALPHA else NOT if contrary <= ALPHA else OPEN
 
     @property
     def why(self) -> str:
         """Why nothing can be said, where that is not for the numbers; empty otherwise."""
-        if not self.votes:
-            return self._out_of_range or self.needs
-        sizes = [case.interval.n for case in self.votes.values() if case.vote != "few"]
-        most = max(sizes, default=max(case.interval.n for case in self.votes.values()))
-        return undecidable(most, len(sizes) or len(self.votes))
+        if not self.n:
+            return self.omitted or self.needs
+        if self.n >= ADVISED or self.verdict != OPEN:
+            return ""
+        if self.n < FEWEST:
+            return f"fewer than {FEWEST} prompts decide nothing; record {ADVISED}"
+        return f"of {self.n} prompts p is at least {0.5**self.n:.2g}; record {ADVISED}"
+
+    @cached_property
+    def _reasons(self) -> Counter[str]:
+        """Why how many cells are not tested."""
+        there = (name for name, x in self.cells.items() if np.isfinite(x).any())
+        few = {name: "too few prompts" for name in there if name not in self._numbers[0]}
+        return Counter([*self.left_out.values(), *few.values()])
 
     @property
-    def _out_of_range(self) -> str:
-        count = Counter(self.outside.values())
-        return "; ".join(f"{plural(n, 'case')} out of range: {why}" for why, n in count.items())
-
-    def lines(self, prompts: int, *, every: bool = False) -> list[str]:
-        """The cases with their numbers, the test, and missing results; every: list all cases.
-
-        prompts: how many there are; a case with another number of them says so.
-        """
-        if not self.votes:
-            return [self.why] if self.why else []
-        lines = {case: _line(case, *result, prompts) for case, result in self.votes.items()}
-        ends = [self._test, *filter(None, (self._out_of_range, self.why))]
-        if every or len(lines) <= LISTED:
-            return [*lines.values(), *ends]
-        order = sorted(lines, key=lambda case: self.votes[case].interval.mean)
-        return [f"least, {lines[order[0]]}", f"most, {lines[order[-1]]}", *ends]
+    def omitted(self) -> str:
+        """How many cells are not tested, and why."""
+        reasons = self._reasons.items()
+        return "; ".join(f"{plural(n, 'cell')} left out: {why}" for why, n in reasons)
 
     @property
-    def _test(self) -> str:
-        """The number of cases of each kind, of prompts, and the correction."""
-        votes = Counter(case.vote for case in self.votes.values())
-        sizes = [case.interval.n for case in self.votes.values() if case.vote != "few"]
-        kinds = [f"{n} {'with too few prompts' if x == 'few' else x}" for x, n in votes.items()]
-        tested = ""
-        if sizes:
-            fewer = f"{len(sizes)} tested " * (len(sizes) < len(self.votes))
-            span = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-            tested = f", {fewer}over {span} prompts (Holm)"
-        return f"{plural(len(self.votes), 'case')}{tested}: {', '.join(kinds)}"
+    def result(self) -> str:
+        """P-values, the number of prompts, cells whose mean is above 0, and the outermost means."""
+        if not self.n:
+            return ""
+        means = sorted(self.means.values())
+        ends = " to ".join(dict.fromkeys(map(shown, (means[0], means[-1]))))
+        right, contrary = (f"p = {p:.2g}" for p in self.p)
+        p = {HOLDS: right, NOT: f"contrary {contrary}", OPEN: f"{right}, contrary {contrary}"}
+        above = f"above 0 in {sum(mean > 0 for mean in means)} of {len(means)}"
+        above += f" ({self._reasons.total()} left out)" * bool(self._reasons)
+        parts = p[self.verdict] * (self.n >= FEWEST), f"n = {self.n}", above, ends
+        return "; ".join(filter(None, parts))
 
 
-def _line(case: str, interval: Interval, vote: str, p: float, prompts: int) -> str:
-    number = "" if interval.n == prompts else f", n = {interval.n}"
-    mark = {"for": "", "few": " (too few prompts)"}.get(vote, f" ({vote})")
-    value = interval.text("+.1f" if abs(interval.mean) >= 10 else "+.3f")
-    chance = "" if np.isnan(p) else f", p = {p:.2g}"
-    return f"{f'{case}: ' if case else ''}{value}{number}{chance}{mark}"
+def shown(mean: float) -> str:
+    """The mean of a cell as text."""
+    return f"{mean:+.1f}" if abs(mean) >= 10 else f"{mean:+.3f}"

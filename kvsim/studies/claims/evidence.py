@@ -28,10 +28,10 @@ from kvsim.analysis.results import (
 )
 from kvsim.analysis.summaries import per_prompt
 from kvsim.schema import schedule
-from kvsim.studies.claims.claim import MATTERS, Claim
+from kvsim.studies.claims.claim import ALL, MOST, Claim
 
 IntervalPrefill = tuple[int | None, bool | None]
-Cases = dict[str, Floats]
+Cells = dict[str, Floats]
 
 #: The largest share of its budget that the window of a policy may have for a claim about it: with
 #: more, most of what it keeps may be the window itself.
@@ -95,6 +95,11 @@ class Seconds:
     of: Mapping[str, Floats]
 
 
+def paired(x: Floats, y: Floats) -> Floats:
+    """The difference of two settings on each prompt, and their mean [2, prompt]."""
+    return np.stack([x - y, (np.abs(x) + np.abs(y)) / 2])
+
+
 class Evidence:
     """A Table, and the seconds of events if they were taken.
 
@@ -117,7 +122,6 @@ class Evidence:
         self.results = list(dict.fromkeys(self._rows.values()))
         self._parts = table.drop("requested").partition_by("metric", "variant", as_dict=True)
         self._values: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
-        self._labels = table.unique("trace", keep="first", maintain_order=True)
 
     def value(
         self,
@@ -145,10 +149,6 @@ class Evidence:
     def variants(self, metric: str) -> list[str]:
         """The variants of a metric, in the order of the Table."""
         return [variant for name, variant in self._parts if name == metric]
-
-    def label(self, name: str) -> pl.Series:
-        """A label of each prompt."""
-        return self._labels[name]
 
     def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
         """Values and chance [2, prompt] by (result, budget as requested, layer)."""
@@ -184,86 +184,92 @@ class Evidence:
         after = {terms: f"after: {schedule(terms[0], prefill=bool(terms[1]))}" for terms in chosen}
         return dict.fromkeys(chosen, "") if plain else after
 
-    def alone(self, setting: PolicySetting) -> list[tuple[str, Result]]:
-        """The main result of a setting at each schedule, labelled by its schedule."""
-        by_schedule: dict[IntervalPrefill, list[Result]] = {}
-        for result in filter(setting.fits, self.results):
-            by_schedule.setdefault(result.schedule, []).append(result)
-        chosen = self._chosen(by_schedule)
-        return [(after, main(by_schedule[terms])) for terms, after in chosen.items()]
+    def found(self, *settings: PolicySetting) -> list[tuple[Any, ...]]:
+        """Results of one setting or of two at the same schedule, each with its label.
 
-    def pairs(
-        self, first: PolicySetting, second: PolicySetting
-    ) -> list[tuple[str, Result, Result]]:
-        """Results of two settings at the same schedule, with the label of each pair.
-
-        Of two settings of one policy, those that are equal in all other parameters; of two policies
-        the main result of each.
+        Of two settings of one policy, those that are equal in all other parameters; otherwise the
+        main result of each.
         """
-        free = {*first.params, *second.params}
-        by_schedule: dict[IntervalPrefill, list[tuple[Result, Result]]] = {}
+        free = {name for setting in settings for name in setting.params}
+        by_schedule: dict[IntervalPrefill, list[tuple[Result, ...]]] = {}
         for terms in dict.fromkeys(result.schedule for result in self.results):
             same = [result for result in self.results if result.schedule == terms]
-            a, b = (list(filter(setting.fits, same)) for setting in (first, second))
-            if first.policy == second.policy:
-                couples = [(x, y) for x, y in product(a, b) if differing(x, y) <= free and x != y]
+            sides = [list(filter(setting.fits, same)) for setting in settings]
+            each: list[tuple[Result, ...]]
+            if len({setting.policy for setting in settings}) < len(settings):
+                each = [(x, y) for x, y in product(*sides) if x != y and differing(x, y) <= free]
             else:
-                couples = [(main(a), main(b))] if a and b else []
-            if couples:
-                by_schedule[terms] = couples
+                each = [(*map(main, sides),)] if all(sides) else []
+            if each:
+                by_schedule[terms] = each
         return [
-            (joined(_differences((x, y), by_schedule[terms]), after), x, y)
+            (joined(_differences(one, by_schedule[terms]), after), *one)
             for terms, after in self._chosen(by_schedule).items()
-            for x, y in by_schedule[terms]
+            for one in by_schedule[terms]
         ]
 
-    def around(self, policy: str, name: str) -> Iterator[tuple[str, Result, Result]]:
+    def around(self, policy: str, name: str) -> Iterator[tuple[Any, ...]]:
         """Results that differ from the main one of a policy in one parameter, and the main one."""
-        for label, base in self.alone(of(policy)):
+        for label, base in self.found(of(policy)):
             for result in self.results:
                 same = result.policy == policy and result.schedule == base.schedule
                 if same and differing(result, base) == {name}:
                     changed = in_words({name: result.parameters.get(name)})
                     yield joined(changed, label), result, base
 
-    def by_layer(
-        self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
-    ) -> Cases:
-        """A property of the traces in each layer that has it, or a number of such a layer."""
-        number = number or partial(self.value, metric, variant)
-        return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
-
-    def compared(
+    def traced(
         self,
         number: str,
         says: str,
-        more: PolicySetting,
-        less: PolicySetting,
-        metric: str | None = None,
+        tested: str,
+        metric: str,
         variant: str | None = None,
-        *,
-        layers: bool = False,
+        cell: Callable[[int], Floats] | None = None,
+        level: float = 0,
     ) -> Claim:
-        """A claim that a setting has more of a metric, by default `quality`; layers: in each."""
-        cases, least, outside = {}, {}, {}
-        pairs = self.pairs(more, less)
-        metric = metric or self.quality(pairs)
-        for label, a, b in pairs:
-            for layer in self.layers(metric, variant) if layers else [None]:
-                for budget in self.budgets:
-                    case = joined(f"budget {budget}", _layer(layer), label)
-                    if why := self.outside(budget, a, b):
-                        outside[case] = why
-                        continue
-                    x, y = (self.value(metric, variant, layer, of=(one, budget)) for one in (a, b))
-                    cases[case] = x - y
-                    least[case] = least_of(x, y)
-        where = ", each layer" if layers else ""
-        tested = f"{metric_text(metric, variant)}{where}: {more} minus {less}"
-        needs = self.lacks([more, less], metric, variant)
-        return Claim(number, says, tested, cases, least=least, outside=outside, needs=needs)
+        """A claim about a property of the traces in each layer that has it.
 
-    def quality(self, pairs: Iterable[tuple[str, Result, Result]]) -> str:
+        cell: what of a layer is above a level where the claim is right, by default the property.
+        """
+        cell = cell or partial(self.value, metric, variant)
+        cells = {_layer(layer): cell(layer) - level for layer in self.layers(metric, variant)}
+        return Claim(number, says, f"{tested}, each layer", cells, needs=untraced(metric))
+
+    def claim(
+        self,
+        number: str,
+        says: str,
+        *settings: tuple[PolicySetting, ...],
+        metric: str | None = None,
+        variants: Sequence[str | None] = (),
+        cell: Callable[..., Floats] = paired,
+        layers: Sequence[int | None] = (None,),
+        where: str = MOST,
+        tested: str = "",
+        outside: Callable[..., str] | None = None,
+    ) -> Claim:
+        """A claim about the values of settings at each budget; with several, of each of them.
+
+        settings: couples of which the first is to have more, or single ones. metric: of them, by
+        default `quality`. cell: what of their values is above 0 where the claim is right. layers:
+        in each of them. outside: why a policy is out of its range, if not by its window.
+        """
+        variants = variants or (None,)
+        named = zip(_distinct(settings), settings, strict=True)
+        found = {name: self.found(*sides) for name, sides in named}
+        results = [(joined(name, label), *x) for name, each in found.items() for label, *x in each]
+        metric = metric or self.quality(results)
+        cells, left_out = self._cells(results, metric, cell, variants, layers, outside)
+        left_out |= {name: "not replayed" for name, each in found.items() if results and not each}
+        if not tested:
+            of_metric = f"{metric} ({variants[0]})" if [*variants] == [variants[0] or 0] else metric
+            tested = f"{of_metric}: {' minus '.join(map(str, settings[0]))}"
+            tested += f", and likewise {', '.join([*found][1:])}" * (len(found) > 1)
+        tested += ", each layer" * (len(layers) > 1)
+        needs = self.lacks(settings[0], metric, variants[0])
+        return Claim(number, says, tested, cells, where, left_out=left_out, needs=needs)
+
+    def quality(self, pairs: Iterable[tuple[Any, ...]]) -> str:
         """The metric that says which of two results is better: the best evidence that all have."""
         wanted = {result for _, *pair in pairs for result in pair}
         for name in EVIDENCE:
@@ -273,103 +279,72 @@ class Evidence:
 
     def outside(self, budget: str, *results: Result) -> str:
         """Why a policy is out of its range at a budget; empty where each is in it."""
-        for result in results:
-            window = result.parameters.get("window")
-            if isinstance(window, int) and window > WINDOW * self._sizes[budget]:
-                return f"the window of {result.policy} is more than half of budget {budget}"
-        return ""
-
-    def measured(
-        self,
-        number: str,
-        says: str,
-        tested: str,
-        setting: PolicySetting,
-        metric: str,
-        variant: str | None = None,
-        *,
-        case: Callable[[Floats], Floats],
-        layers: Iterable[int | None] = (None,),
-        outside: Callable[[str, Result], str] | None = None,
-    ) -> Claim:
-        """A claim about the values of one setting on each prompt at each budget.
-
-        case: what of a value is above 0 where the claim is right. layers: in each of them. outside:
-        why the policy is out of its range; by default as for all claims.
-        """
-        cases, beyond = {}, {}
-        for label, result in self.alone(setting):
-            for layer, budget in product(layers, self.budgets):
-                name = joined(f"budget {budget}", _layer(layer), label)
-                if why := (outside or self.outside)(budget, result):
-                    beyond[name] = why
-                else:
-                    cases[name] = case(self.value(metric, variant, layer, of=(result, budget)))
-        needs = self.lacks([setting], metric, variant)
-        return Claim(number, says, tested, cases, outside=beyond, needs=needs)
+        windows = (result.parameters.get("window") for result in results)
+        wide = any(isinstance(x, int) and x > WINDOW * self._sizes[budget] for x in windows)
+        return "a window of more than half of the budget" * wide
 
     def alike(
         self,
         number: str,
         says: str,
         tested: str,
-        pairs: Iterable[tuple[str, Result, Result]],
+        pairs: Iterable[tuple[Any, ...]],
         settings: Sequence[PolicySetting],
     ) -> Claim:
-        """A claim that the quality of each pair is within `ALIKE` of the mean of the second."""
-        cases, outside, pairs = {}, {}, [*pairs]
+        """A claim that the quality of each pair differs by less than `ALIKE` of their mean.
+
+        Two sentences for each pair: it is no more above than that, and no more below.
+        """
+        pairs = [*pairs]
         metric = self.quality(pairs)
-        for label, a, b in pairs:
-            for budget in self.budgets:
-                case = joined(f"budget {budget}", label)
-                x, base = (self.value(metric, of=(result, budget)) for result in (a, b))
-                measured = base[~np.isnan(x - base)]
-                if why := self.outside(budget, a, b):
-                    outside[case] = why
-                elif len(measured) and measured.mean():
-                    cases[case] = (x - base) / measured.mean()
         margin = ALIKE[metric]
-        tested = f"relative change of the {metric_text(metric)} {tested}; within {margin:.0%}"
+        changes, left_out = self._cells(pairs, metric, paired)
+        cells = {
+            joined(cell, way): np.stack([margin * size + sign * change, size])
+            for way, sign in (("rise", -1), ("fall", 1))
+            for cell, (change, size) in changes.items()
+        }
+        tested = f"{margin:.0%} minus the change of the {metric} {tested}, either way"
         needs = self.lacks(settings, metric)
-        return Claim(number, says, tested, cases, margin=margin, outside=outside, needs=needs)
+        return Claim(number, says, tested, cells, ALL, 0, left_out, needs)
+
+    def _cells(
+        self,
+        results: Iterable[tuple[Any, ...]],
+        metric: str,
+        number: Callable[..., Floats],
+        variants: Sequence[str | None] = (None,),
+        layers: Sequence[int | None] = (None,),
+        outside: Callable[..., str] | None = None,
+    ) -> tuple[Cells, dict[str, str]]:
+        """Numbers of labelled results at each budget, and why some are out of range."""
+        cells, left_out = {}, {}
+        for label, *sides in results:
+            for variant, layer, budget in product(variants, layers, self.budgets):
+                named = variant or "" if len(variants) > 1 else ""
+                cell = joined(f"budget {budget}", named, _layer(layer), label)
+                if why := (outside or self.outside)(budget, *sides):
+                    left_out[cell] = why
+                else:
+                    values = (self.value(metric, variant, layer, of=(x, budget)) for x in sides)
+                    cells[cell] = number(*values)
+        return cells, left_out
 
     def lacks(
         self, settings: Sequence[PolicySetting], metric: str, variant: str | None = None
     ) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
-        lost = [setting for setting in settings if not any(map(setting.fits, self.results))]
-        if lost:
-            alone = ",".join(dict.fromkeys(setting.policy for setting in settings))
-            plain = not any(setting.wanted for setting in settings)
-            options = [f"--policy {alone}"] if plain else [setting.command for setting in lost]
-            commands = ", ".join(f"kvsim replay {option} {rows} --out RUN" for option in options)
-            last = "" if plain else "; with all else equal, and all runs in one report"
-            return f"needs {_listed(map(str, lost))}: {commands}{last}"
-        pairs = self.pairs(settings[0], settings[-1])
-        if not (pairs if len(settings) > 1 else self.alone(settings[0])):
-            after = _listed(
-                f"{result.policy} after {schedule(result.interval, prefill=bool(result.prefill))}"
-                for result in self.results
-                if any(setting.fits(result) for setting in settings)
-            )
-            same = "with one schedule and all else equal" if len(settings) > 1 else "with events"
-            return f"needs {_listed(map(str, settings))} {same}: {rows}; there is {after}"
-        return self.unmeasured(metric, variant)
-
-    def unmeasured(self, metric: str, variant: str | None = None) -> str:
-        """Why a metric has no value."""
-        wanted = _main(metric) if variant is None else variant
-        if wanted not in self.variants(metric):
-            name = f"{metric} ({wanted})" if wanted else metric
-            return f"needs the metric {name}: kvsim replay --out RUN measures all of them"
-        return f"needs values of {metric} at the same budgets: these traces or budgets give none"
-
-    def untraced(self, metric: str, of_what: str = "") -> str:
-        """Why a property of the traces that no replay measures has no value."""
-        if not self.variants(metric):
-            return f"needs {metric}, from the traces: kvsim report RUN TRACE..."
-        return " ".join(filter(None, (f"needs traces that have {metric}", of_what)))
+        if self.found(*settings):
+            named = f"{metric} ({variant})" if variant else metric
+            return f"needs values of {named} at the same budgets: kvsim replay {rows} --out RUN"
+        if any(setting.wanted for setting in settings):
+            options = [setting.command for setting in settings]
+        else:
+            options = [f"--policy {','.join(dict.fromkeys(x.policy for x in settings))}"]
+        commands = ", ".join(f"kvsim replay {option} {rows} --out RUN" for option in options)
+        same = " with one schedule and all else equal, in one report" * (len(settings) > 1)
+        return f"needs {' and '.join(map(str, settings))}{same}: {commands}"
 
 
 #: A schedule of one event, for a policy that has another one of its own.
@@ -378,38 +353,23 @@ _ONE_EVENT = f"--prefill --interval {BEYOND}"
 #: The long names of policies that claims know by the short one.
 _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 
-#: Names of some quantities in tests; others as in METRICS.
-_CALLED = {
-    ("response_kl", ""): "KL to the full cache",
-    ("retained_iou", ""): "IoU of consecutive kept sets",
-    ("middle_coverage", ""): "share kept of the middle third",
-    ("burst_length", "longest"): "longest run of evicted tokens",
-    ("boundary_shift", ""): "tokens from a boundary to the nearest one of the event before",
-    ("retained_position", ""): "mean place of what is kept, 0 to 1",
-    ("retained_position", "distance"): "largest distance of the places kept from even ones",
-    ("retained_position", "older"): "mean place of what is kept behind the recent half, 0 to 1",
-    ("key_similarity", ""): "mean cosine of two kept keys",
-    ("wipeout", ""): "wipe-out of regions of 32",
-}
 
-
-def metric_text(metric: str, variant: str | None = None) -> str:
-    """A metric in words."""
-    plain = metric.replace("_", " ") + (f" ({variant})" if variant else "")
-    return _CALLED.get((metric, variant or ""), plain)
+def untraced(metric: str, of_what: str = "") -> str:
+    """Why a property of the traces has no value."""
+    return f"needs {metric} of traces{of_what}: kvsim report RUN TRACE..."
 
 
 def _main(metric: str) -> str:
     return METRICS[metric].main if metric in METRICS else ""
 
 
-def least_of(x: Floats, y: Floats) -> float:
-    """The least difference of two settings [prompt] that matters, over prompts that have both."""
-    both = (np.abs(x) + np.abs(y))[~np.isnan(x - y)] / 2
-    return MATTERS * float(both.mean()) if len(both) else 0.0
+def _distinct(settings: Sequence[tuple[PolicySetting, ...]]) -> list[str]:
+    """What distinguishes each of several settings or couples; of a single one nothing."""
+    sides = ([str(side) for side in each] for each in zip(*settings, strict=True))
+    return max(sides, key=lambda names: len({*names})) if len(settings) > 1 else [""]
 
 
-def _differences(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:
+def _differences(pair: tuple[Result, ...], couples: Sequence[tuple[Result, ...]]) -> str:
     """The parameters that tell one of several pairs from the others."""
     values: dict[str, Any] = {}
     for result, same_side in zip(pair, zip(*couples, strict=True), strict=True):
@@ -425,7 +385,3 @@ def _layer(layer: int | None) -> str:
 def joined(*parts: str) -> str:
     """The parts that distinguish a case, as one text."""
     return ", ".join(filter(None, parts))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(names))

@@ -10,52 +10,56 @@ from markupsafe import Markup
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.section import Section
 from kvsim.studies.claims import HOLDS, NOT, OPEN, Claim, claims
+from kvsim.studies.claims.claim import shown
+
+#: Cells that are listed at once; of more, on demand.
+LISTED = 4
 
 
 def _claims(table: pl.DataFrame) -> str:
     by_paper = claims(table)
-    prompts = table["trace"].n_unique()
     every = [claim for of_paper in by_paper.values() for claim in of_paper]
-    verdicts = [claim.verdict for claim in every if claim.votes]
+    verdicts = [claim.verdict for claim in every if claim.n]
     note = Markup(
         "An answer about these traces. Of {} claims these results have numbers for {}: {} hold, {} "
-        "do not, {} are not decided. A claim becomes a number per prompt that is above 0 where "
-        "it is right. A case counts where its mean is beyond chance, by sign flips over prompts "
-        "corrected for the number of cases (Holm), and matters: at least a hundredth. A claim "
-        "<b>holds</b> with nine tenths of the cases for it (where something is to change little, "
-        "inside a margin), <b>does not hold</b> with more than a tenth against it, and is "
-        "otherwise <b>not decided</b>, as always from fewer than 6 prompts. "
+        "do not, {} are not decided. A claim becomes a number per prompt in each cell (budget, "
+        "layer or policy), above 0 where it is right; a difference of two policies is a share of "
+        "their mean. Whether it is right <i>in all</i> or <i>in most</i> cells, as its paper says, "
+        "and by at least a hundredth, is one test over prompts: a claim <b>holds</b> where p is at "
+        "most 5 %, <b>does not hold</b> where that of its contrary is, and is otherwise "
+        "<b>not decided</b>, as always from fewer than 6 prompts. "
         "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
         "accuracy, <i>better</i> is a lower KL to the full cache here where the model judged "
         "the replays (--judge), else a lower error, which is not the same."
     ).format(
         len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
     )
-    parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
-    return section("What the papers say", note, lines(parts))
+    return section("What the papers say", note, lines(map(_paper, by_paper, by_paper.values())))
 
 
-def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
+def _paper(paper: str, of_paper: Sequence[Claim]) -> str:
     """The claims that have numbers, and folded below them those that have none."""
     rows = [
-        [claim.number, claim.says, tag("b", claim.verdict), claim.tested, _cases(claim, prompts)]
+        [claim.number, claim.says, claim.where, tag("b", claim.verdict), claim.tested, _test(claim)]
         for claim in of_paper
-        if claim.votes
+        if claim.n
     ]
-    lacking = [[claim.number, claim.says, OPEN, claim.why] for claim in of_paper if not claim.votes]
+    lacking = [[claim.number, claim.says, OPEN, claim.why] for claim in of_paper if not claim.n]
     parts = [tag("h3", paper)]
     if rows:
-        parts.append(table_of(["", "claim", "here", "number", "cases"], rows))
+        parts.append(table_of(["", "claim", "cells", "here", "number", "test"], rows))
     if lacking:
         summary = f"{len(lacking)} that are not decided without more"
         parts.append(details(table_of(["", "claim", "here", "why"], lacking), summary))
     return lines(parts)
 
 
-def _cases(claim: Claim, prompts: int) -> str:
-    """The cases, the outermost of many first and all of them on demand."""
-    few, every = (Markup("<br>").join(claim.lines(prompts, every=x)) for x in (False, True))
-    return few if few == every else few + details(every, "all")
+def _test(claim: Claim) -> str:
+    """The test, and the mean of each cell: of many on demand."""
+    cells = [f"{name}: {shown(mean)}" for name, mean in claim.means.items()]
+    of_cells = Markup("<br>").join(cells)
+    of_cells = of_cells if len(cells) <= LISTED else details(of_cells, "cells")
+    return Markup("<br>").join(filter(None, (claim.result, claim.omitted, claim.why, of_cells)))
 
 
 CLAIMS = Section(_claims, "results")
