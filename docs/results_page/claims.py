@@ -38,7 +38,7 @@ def _rules(results: Mapping[str, Results]) -> str:
         "difference between two policies on the same prompt, as a share of their mean. Where a "
         "paper speaks of accuracy, *better* means a lower judged KL here. "
         f"How many cells have to be right is read from the paper: *{ALL}* where it says "
-        "consistently, whatever or every, where something hardly changes, and where it names the "
+        "consistently, whatever or every, where something hardly changes, and where it lists "
         f"policies; *{MOST}* otherwise. A cell is right from {MATTERS:g} on. One test over the "
         "prompts that have all cells, by flips of signs, gives one p for the sentence and one for "
         "its contrary, which is the opposite in so many cells that the sentence is wrong.\n\n"

@@ -67,7 +67,8 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
     yield e.claim("Q5", says, (credit, plain), metric="retained_iou")
     by_mass = of("ams", weights="mass")
     others = [(of("ams", weights=weights), by_mass) for weights in ("length", "equal")]
-    yield e.claim("Q6", "Quotas by mass are better than by length and equal ones", *others)
+    says = "Quotas by mass are better than by length and equal ones"
+    yield e.claim("Q6", says, *others, where=ALL)
     adaptive = of("ams", segmentation="mass", segment_length=...)
     says = "Segments by mass are better than fixed ones"
     yield e.claim("Q7", says, (of("ams", segmentation="fixed"), adaptive))

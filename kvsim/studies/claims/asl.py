@@ -82,11 +82,9 @@ def _later(e: Evidence) -> Iterator[Claim]:
             by_tau[f"{k}, tau={tau} against {taus[-1]}"] = layer - usual[k, taus[-1]]
     says = "... and a later layer is selected"
     tested = "selection layer with more tokens, minus that with the fewest"
-    tested += "; prompts that select at both"
     yield Claim("S3", says, tested, by_tokens, needs=_NEVER)
     says = "A smaller threshold selects a later layer"
     tested = "selection layer at the smallest threshold, minus that at the largest"
-    tested += "; prompts that select at both"
     yield Claim("S3", says, tested, by_tau, ALL, needs=_NEVER)
 
 

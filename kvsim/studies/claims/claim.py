@@ -49,9 +49,8 @@ class Claim:
 
         Without cells whose size is 0 on all of these.
         """
-        cells = {
-            x: y if y.ndim > 1 else np.stack([y, np.ones_like(y)]) for x, y in self.cells.items()
-        }
+        each = self.cells.items()
+        cells = {x: y if y.ndim > 1 else np.stack([y, np.ones_like(y)]) for x, y in each}
         counts = {name: int(np.isfinite(x).all(0).sum()) for name, x in cells.items()}
         fewest = max(min(max(counts.values(), default=1), FEWEST), 1)
         names = [name for name, n in counts.items() if n >= fewest]

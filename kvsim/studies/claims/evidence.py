@@ -173,13 +173,9 @@ class Evidence:
 
     def _chosen(self, schedules: Iterable[IntervalPrefill]) -> dict[IntervalPrefill, str]:
         """The schedules that claims are about, each in words where it has to be said."""
-        if not self.at_prompt:
-            chosen = [terms for terms in schedules if terms[0] is not None]
-        else:
-            chosen = sorted(
-                schedules, key=lambda terms: (not terms[1], -inf if terms[0] is None else -terms[0])
-            )
-            chosen = chosen[:1]
+        chosen = [terms for terms in schedules if terms[0] is not None]
+        if self.at_prompt:
+            chosen = sorted(schedules, key=lambda terms: (not terms[1], -(terms[0] or inf)))[:1]
         plain = len(chosen) == 1 and (not self.at_prompt or chosen[0] == (None, True))
         after = {terms: f"after: {schedule(terms[0], prefill=bool(terms[1]))}" for terms in chosen}
         return dict.fromkeys(chosen, "") if plain else after
@@ -194,7 +190,7 @@ class Evidence:
         by_schedule: dict[IntervalPrefill, list[tuple[Result, ...]]] = {}
         for terms in dict.fromkeys(result.schedule for result in self.results):
             same = [result for result in self.results if result.schedule == terms]
-            sides = [list(filter(setting.fits, same)) for setting in settings]
+            sides = [[*filter(setting.fits, same)] for setting in settings]
             each: list[tuple[Result, ...]]
             if len({setting.policy for setting in settings}) < len(settings):
                 each = [(x, y) for x, y in product(*sides) if x != y and differing(x, y) <= free]
@@ -272,10 +268,8 @@ class Evidence:
     def quality(self, pairs: Iterable[tuple[Any, ...]]) -> str:
         """The metric that says which of two results is better: the best evidence that all have."""
         wanted = {result for _, *pair in pairs for result in pair}
-        for name in EVIDENCE:
-            if wanted and wanted <= {result for result, *_ in self._of(name, None, layered=False)}:
-                return name
-        return EVIDENCE[-1]
+        has = {x: {result for result, *_ in self._of(x, None, layered=False)} for x in EVIDENCE}
+        return next((x for x in EVIDENCE if wanted and wanted <= has[x]), EVIDENCE[-1])
 
     def outside(self, budget: str, *results: Result) -> str:
         """Why a policy is out of its range at a budget; empty where each is in it."""

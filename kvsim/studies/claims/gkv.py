@@ -155,13 +155,13 @@ def _places(e: Evidence) -> Iterator[Claim]:
 def _later_attention(e: Evidence) -> Iterator[Claim]:
     """G8: the global score keeps the entries that later rows attend to."""
     others = [LOCAL, of("random"), of("streaming_llm")]
-    for ours, theirs in ((GLOBAL, others), (of("gkv"), [of("rkv")])):
+    for ours, theirs, where in ((GLOBAL, others, ALL), (of("gkv"), [of("rkv")], MOST)):
         names = ", ".join(map(str, theirs))
         says = f"{ours} keeps more of what is attended to later than {names}"
         couples = [(ours, other) for other in theirs]
-        yield e.claim("G8", says, *couples, metric="retained_mass", where=ALL)
+        yield e.claim("G8", says, *couples, metric="retained_mass", where=where)
         couples = [(other, ours) for other in theirs]
-        yield e.claim("G8", f"{ours} is better than {names}", *couples, where=ALL)
+        yield e.claim("G8", f"{ours} is better than {names}", *couples, where=where)
 
 
 def _fusion(e: Evidence) -> Iterator[Claim]:

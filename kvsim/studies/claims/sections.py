@@ -12,9 +12,6 @@ from kvsim.report.section import Section
 from kvsim.studies.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.studies.claims.claim import shown
 
-#: Cells that are listed at once; of more, on demand.
-LISTED = 4
-
 
 def _claims(table: pl.DataFrame) -> str:
     by_paper = claims(table)
@@ -55,10 +52,9 @@ def _paper(paper: str, of_paper: Sequence[Claim]) -> str:
 
 
 def _test(claim: Claim) -> str:
-    """The test, and the mean of each cell: of many on demand."""
+    """The test, and on demand the mean of each cell."""
     cells = [f"{name}: {shown(mean)}" for name, mean in claim.means.items()]
-    of_cells = Markup("<br>").join(cells)
-    of_cells = of_cells if len(cells) <= LISTED else details(of_cells, "cells")
+    of_cells = details(Markup("<br>").join(cells), "cells")
     return Markup("<br>").join(filter(None, (claim.result, claim.omitted, claim.why, of_cells)))
 
 
