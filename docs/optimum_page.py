@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from study import NAMED, picture, put
 
 from apps.tiny.card import table as markdown
-from kvsim.analysis.significance import ALPHA, holm, sign_flip
+from kvsim.analysis.significance import best_set
 from kvsim.analysis.summaries import Interval
 from kvsim.plots.style import COLOURS
 from kvsim.policies import describe
@@ -54,7 +53,8 @@ LISTED = ("h2o", "snapkv@scaled", "expected_attention", "streaming_llm", "random
 #: Columns of most tables.
 _COLUMNS = [{"model": model, "budget": budget} for model in NAMED for budget in BUDGETS]
 _HEAD = [f"{NAMED[c['model']]}, {c['budget']}" for c in _COLUMNS]
-_NOT_SURE = "°"
+#: The mark of what could be the best of a column.
+_BEST = "°"
 #: The mark of what was fitted on other prompts of the model.
 _FITTED = "†"
 
@@ -141,8 +141,7 @@ def seeds(rows: pl.DataFrame) -> str:
             line.append(", ".join(f"{x:.3f}" for x in each["mean"]))
         pairs = zip(*(each["values"].to_list() for each in of), strict=False)
         gap = np.mean([np.subtract(with_them, without) for without, with_them in pairs], 0)
-        mark = "" if sign_flip(gap[None])[0] * len(_COLUMNS) <= ALPHA else _NOT_SURE
-        table[-1].append(Interval.of(gap).text("+.3f") + mark)
+        table[-1].append(Interval.of(gap).text("+.3f"))
     return markdown(["scorer", *_HEAD], table)
 
 
@@ -166,46 +165,27 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-class Tested:
-    """Differences of a policy to others, prompt by prompt, with p-values corrected for all.
+def could_be_best(
+    rows: pl.DataFrame, names: Sequence[str], key: dict[str, Any], *, lower: bool = False
+) -> set[str]:
+    """Names of a set that holds the best of a column with 95 %; lower: is better."""
+    values = {name: _values(rows, name, key) for name in names}
+    most = max(map(len, values.values()))
+    whole = {name: of for name, of in values.items() if len(of) == most}
+    x = np.stack([*whole.values()], 1) * (1 if lower else -1)
+    return {name for name, best in zip(whole, best_set(x)[1], strict=True) if best}
 
-    rows: lines of one metric; columns: keys of lines.
-    """
 
-    def __init__(
-        self,
-        rows: pl.DataFrame,
-        first: str,
-        names: Sequence[str],
-        columns: Sequence[dict[str, Any]],
-    ) -> None:
-        self.columns = columns
-        self.gaps: dict[tuple[str, int], np.ndarray] = {}
-        for name, (at, key) in product(names, enumerate(columns)):
-            first_values, other_values = (_values(rows, each, key) for each in (first, name))
-            if name != first and len(first_values) == len(other_values) > 0:
-                self.gaps[name, at] = first_values - other_values
-        corrected = holm(np.array([sign_flip(gap[None])[0] for gap in self.gaps.values()]))
-        self.p = dict(zip(self.gaps, corrected, strict=True))
-
-    def sure(self, name: str) -> list[bool]:
-        """Whether each difference to a policy is beyond chance, and above 0."""
-        places = [(name, at) for at in range(len(self.columns)) if (name, at) in self.gaps]
-        return [self.p[place] <= ALPHA and self.gaps[place].mean() > 0 for place in places]
-
-    def mark(self, name: str, at: int) -> str:
-        """Return the mark of a difference that may be chance."""
-        return _NOT_SURE if self.p.get((name, at), 0) > ALPHA else ""
-
-    def cells(self, name: str) -> list[str]:
-        """Mean differences to a policy with their intervals."""
-        out = []
-        for at in range(len(self.columns)):
-            gap = self.gaps.get((name, at))
-            out.append(
-                "-" if gap is None else f"{Interval.of(gap).text('+.3f')}{self.mark(name, at)}"
-            )
-        return out
+def leads(
+    rows: pl.DataFrame, first: str, name: str, columns: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Mean differences of a policy to another one, prompt by prompt, with their intervals."""
+    out = []
+    for key in columns:
+        a, b = _values(rows, first, key), _values(rows, name, key)
+        paired = name != first and len(a) == len(b) > 0
+        out.append(Interval.of(a - b).text("+.3f") if paired else "-")
+    return out
 
 
 def _values(rows: pl.DataFrame, name: str, key: dict[str, Any]) -> np.ndarray:
@@ -217,18 +197,20 @@ def _values(rows: pl.DataFrame, name: str, key: dict[str, Any]) -> np.ndarray:
 def paired(rows: pl.DataFrame) -> str:
     """The learned scorer against every other policy, prompt by prompt."""
     kept = compared(rows).filter(pl.col("name") != "oracle")
-    names = [name for name in best_first(kept) if name != FULL]
-    tested = Tested(kept, FULL, names, _COLUMNS)
-    near = [n for n in names if n in KINDS or "tuned" in n or not all(tested.sure(n))]
-    ahead = sum(sum(tested.sure(name)) for name in names)
+    names = best_first(kept)
+    best = [could_be_best(kept, names, key) for key in _COLUMNS]
+    near = [n for n in names if n in KINDS or "tuned" in n or any(n in each for each in best)]
     text = (
-        f"In {ahead} of {len(tested.p)} comparisons with other policies the learned scorer is "
-        f"ahead beyond chance (p <= {ALPHA} after Holm's correction for all of them). It was "
+        f"The best of {len(names)} policies in a column is, with 95 %, among those marked "
+        f"{_BEST}. The learned scorer was "
         "trained on this very metric, on prompts of the same kind; most of the others were fitted "
-        "on nothing. Listed are the simpler and the tuned ones, and all others that it is not "
-        "ahead of in every column:"
+        "on nothing. Listed are the simpler and the tuned ones, and all that could be the best:"
     )
-    table = [[shown(name), *tested.cells(name)] for name in near]
+    table = []
+    for name in near:
+        cells = leads(kept, FULL, name, _COLUMNS)
+        marks = (_BEST * (name in each) for each in best)
+        table.append([shown(name), *(map("".join, zip(cells, marks, strict=True)))])
     return f"{text}\n\n{markdown(['learned less', *_HEAD], table)}"
 
 
@@ -246,14 +228,14 @@ def tasks(rows: pl.DataFrame) -> str:
     kept = rows.filter(part="tasks", metric="possible_share")
     names = best_first(kept)
     columns = [{"budget": budget} for budget in BUDGETS]
-    tested = Tested(kept, "needle", names, columns)
     head = ["policy", *map(str, BUDGETS), *(f"needle less it, {budget}" for budget in BUDGETS)]
     lines = zip(names, wide(kept, columns, names), strict=True)
-    return markdown(head, [[*line, *tested.cells(name)] for name, line in lines])
+    table = [[*line, *leads(kept, "needle", name, columns)] for name, line in lines]
+    return markdown(head, table)
 
 
 def closed(rows: pl.DataFrame) -> str:
-    """Return the table of live runs of `tiny`; marked results may be as good as the learned scorer.
+    """Return the table of live runs of `tiny`; marked are those that could be the best.
 
     Those of SmolLM2 have no values of each prompt, so that nothing can be tested.
     """
@@ -265,9 +247,9 @@ def closed(rows: pl.DataFrame) -> str:
     ]
     head = ["policy", *(f"`{c['metric']}`, {c['budget']}" for c in columns)]
     names = kept["name"].unique(maintain_order=True).to_list()
-    tested = Tested(kept, "learned", names, columns)
+    best = [could_be_best(kept, names, c, lower=c["metric"] == "response_kl") for c in columns]
     table = [
-        [label, *(f"{cell}{tested.mark(name, at)}" for at, cell in enumerate(of))]
+        [label, *(cell + _BEST * (name in each) for cell, each in zip(of, best, strict=True))]
         for name, (label, *of) in zip(names, wide(kept, columns, names), strict=True)
     ]
     return markdown(head, table)
