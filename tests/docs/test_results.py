@@ -151,7 +151,7 @@ def test_claims_of_two_prompts_are_not_decided(page):
                 lacking = ("yet", "three layers", "norms", "two budgets", "two numbers", "prompts")
                 assert any(x in test for x in lacking), says
                 continue
-            assert re.match(rf"\*\*{OPEN}\*\*; n = [12];|not tested; .* left out", result), says
+            assert re.match(rf"\*\*{OPEN}\*\*; n=[12],|not tested; .* left out", result), says
     for paper, letter, count in (
         ("AMS, arXiv 2605.23200", "Q", 13),
         ("G-KV, arXiv 2512.00504", "G", 14),
@@ -375,7 +375,7 @@ def test_a_claim_about_most_layers_follows_from_its_values():
     text = results.CLAIMS_PAGE.read_text("utf-8")
     (row,) = (line for line in text.splitlines() if line.startswith("| G4 ") and "all keys" in line)
     assert row.split(" | ")[5] == (
-        "**holds**; p = 0.00024; n = 46; above 0 in 19 of 30; "
+        "**holds**; p=0.00024, n=46, 19/30 above 0, "
         f"{shares.mean(0).min():+.3f} to {shares.mean(0).max():+.3f}"
     )
 

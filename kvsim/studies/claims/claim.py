@@ -125,12 +125,12 @@ class Claim:
             return ""
         means = sorted(self.means.values())
         ends = " to ".join(dict.fromkeys(map(shown, (means[0], means[-1]))))
-        right, contrary = (f"p = {p:.2g}" for p in self.p)
+        right, contrary = (f"p={p:.2g}" for p in self.p)
         p = {HOLDS: right, NOT: f"contrary {contrary}", OPEN: f"{right}, contrary {contrary}"}
-        above = f"above 0 in {sum(mean > 0 for mean in means)} of {len(means)}"
+        above = f"{sum(mean > 0 for mean in means)}/{len(means)} above 0"
         above += f" ({self._reasons.total()} left out)" * bool(self._reasons)
-        parts = p[self.verdict] * (self.n >= FEWEST), f"n = {self.n}", above, ends
-        return "; ".join(filter(None, parts))
+        parts = p[self.verdict] * (self.n >= FEWEST), f"n={self.n}", above, ends
+        return ", ".join(filter(None, parts))
 
 
 def shown(mean: float) -> str:

@@ -332,8 +332,9 @@ class Evidence:
         if self.found(*settings):
             named = f"{metric} ({variant})" if variant else metric
             return f"needs values of {named} at the same budgets: kvsim replay {rows} --out RUN"
+        lost = [setting for setting in settings if not any(map(setting.fits, self.results))]
         if any(setting.wanted for setting in settings):
-            options = [setting.command for setting in settings]
+            options = [setting.command for setting in lost or settings]
         else:
             options = [f"--policy {','.join(dict.fromkeys(x.policy for x in settings))}"]
         commands = ", ".join(f"kvsim replay {option} {rows} --out RUN" for option in options)

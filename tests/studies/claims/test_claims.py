@@ -144,11 +144,11 @@ def test_a_claim_says_its_test_or_what_it_needs():
     """Over the prompts that have all cells of enough of them; and what they can say."""
     one = Claim("", "", cells={"a": np.append(WRONG, np.nan), "b": np.append(np.nan, 3 * WRONG)})
     assert list(one.means.values()) == pytest.approx([WRONG[1:].mean(), 3 * WRONG[:-1].mean()])
-    assert one.result == "contrary p = 0.00049; n = 11; above 0 in 0 of 2; -2.864 to -1.045"
+    assert one.result == "contrary p=0.00049, n=11, 0/2 above 0, -2.864 to -1.045"
     few = Claim("", "", cells={"a": RIGHT, "b": np.append(RIGHT[:2], [np.nan] * 10)})
     assert few.omitted == "1 cell left out: too few prompts"
     five = Claim("", "", cells={"": RIGHT[:5]}, needs="needs more")
-    assert five.result == "n = 5; above 0 in 1 of 1; +0.682"
+    assert five.result == "n=5, 1/1 above 0, +0.682"
     assert five.why == "fewer than 6 prompts decide nothing; record 12"
     assert "of 6 prompts p is at least 0.016" in Claim("", "", cells={"": EITHER[:6]}).why
     assert Claim("", "", needs="needs more").why == "needs more"
@@ -164,6 +164,7 @@ def test_every_claim_is_there_and_says_what_it_needs():
     for (paper, of_paper), (name, numbers) in zip(found.items(), EVERY.items(), strict=True):
         assert paper.startswith(name)
         assert {one.number for one in of_paper} == numbers
+        assert len({(one.number, one.says) for one in of_paper}) == len(of_paper)
         for one in of_paper:
             assert one.verdict == OPEN
             assert one.why.startswith("needs ")
@@ -565,6 +566,18 @@ def test_sinks_and_recent_entries_are_those_of_ams():
 
     assert "--sink 4 --recent 32" in missing.why
     assert answer(ours, "Q8", "Keeping sinks").verdict == HOLDS
+
+
+def test_more_policies_and_budgets_make_no_more_claims():
+    """What a table has beside decides how many cells a sentence has."""
+    few = table(rows("tova", [1.0]), rows("ams", [2.0]))
+    pairs = [(name, f"ams+{name}") for name in ("knorm", "snapkv", "h2o")]
+    names = ("tova", "ams", *(name for pair in pairs for name in pair))
+    many = table(*(rows(name, [1.0], budget=budget) for name in names for budget in (32, 64)))
+
+    assert [(paper, [(x.number, x.says) for x in of]) for paper, of in claims(few).items()] == [
+        (paper, [(x.number, x.says) for x in of]) for paper, of in claims(many).items()
+    ]
 
 
 def test_scorers_and_named_policies_are_cells_of_one_sentence():
