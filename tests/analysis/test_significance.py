@@ -6,7 +6,7 @@ The loops try every choice of signs, pair by pair, in Python's floats.
 import itertools
 import math
 from fractions import Fraction
-from statistics import NormalDist, fmean, stdev, variance
+from statistics import NormalDist, fmean, pstdev, stdev, variance
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def with_bad(x, seed=0):
 
 
 @given(panel())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_the_set_of_the_best_is_that_of_plain_loops(x):
     """P-values equal a loop over every choice of signs, with and without tasks; 4 % is the cut."""
     for tasks in (None, TWO_TASKS[: len(x)]):
@@ -80,6 +80,7 @@ def test_the_set_of_the_best_is_that_of_plain_loops(x):
     [
         ([1, 2, 3, 4, 5, 6], 1),  # no other flip reaches the largest sum
         ([2.0] * 6, 1),  # no variance
+        ([4, 4, 4, 4, 2, -1], 2),  # -1 flipped, and nothing: 3.1 %
         (THREE_OF_64, 3),  # -2 flipped, and 1 or nothing in its place
         ([3, 1, 1, 1, 1, -1], 6),  # nothing, or one of five
         ([1, 1, 1, 1, 1, -1], 7),
@@ -98,7 +99,7 @@ def test_two_policies_have_the_p_value_worked_out_by_hand(gaps, flips):
 
 
 @given(st.lists(st.integers(-6, 9), min_size=6, max_size=9))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_rounding_decides_no_tie(tenths):
     """P-values of differences of tenths equal those counted in exact fractions."""
     tenths = tenths if sum(tenths) >= 0 else [-tenth for tenth in tenths]
@@ -148,7 +149,7 @@ def test_drawn_flips_have_nearly_the_p_values_of_all():
 
 
 @given(panel(prompts=(6, 8)), st.sampled_from([1e-6, 0.3, 7.0, 1e5]), st.randoms())
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_units_and_orders_change_no_verdict(x, factor, random):
     """Scaled values, permuted policies, and up to 12 prompts in another order."""
     order = random.sample(range(x.shape[1]), x.shape[1])
@@ -176,7 +177,7 @@ def test_units_and_orders_change_no_verdict(x, factor, random):
 
 
 @given(st.integers(0, 10_000), st.integers(6, 16))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_policy_far_behind_changes_no_set_and_no_bound(seed, prompts):
     """Nor does a copy of a policy, which shares its p-value, its bounds and its ranks."""
     x = skewed(prompts, 5, seed)
@@ -195,6 +196,7 @@ def test_a_policy_far_behind_changes_no_set_and_no_bound(seed, prompts):
         of_both, both = best_set(twice)
         assert of_both == pytest.approx([*p, p[j]])
         assert both[5] == inside[j]
+        assert excess(twice)[j, 5] == excess(twice)[5, j] == 0
         again = rank_intervals(twice)
         assert [each[5] for each in again] == [each[j] for each in again]
         assert (again[0][:5] >= low).all()
@@ -421,33 +423,31 @@ def test_opposite_winners_have_no_common_best():
     assert interaction(np.where(tasks[:, None] == "a", 100 * x, x), tasks) == interaction(x, tasks)
 
 
-def test_interaction_is_a_permutation_test():
-    """Near the share of all 70 labellings; one labelling and its mirror are as far apart as can be.
+@pytest.mark.parametrize("seed", [1, 4, 13])
+def test_interaction_is_a_permutation_test(seed):
+    """Within four standard errors of 999 draws of the share of all 420 labellings.
 
-    The p-values of 999 draws have a standard error below 0.016.
+    Tasks of unequal sizes, and a policy whose ratios vary more than those of others.
     """
-    tasks = np.array(list("aaaabbbb"))
-    for seed, step in ((0, 0.0), (1, 0.35), (2, 3.0)):
-        x = skewed(8, 3, seed)
-        x[4:, 0] *= math.exp(step)
-        logs = [[math.log(v) for v in row] for row in x.tolist()]
-        logs = [[v - fmean(row) for v in row] for row in logs]
-        spread = [
-            math.sqrt(fmean(v**2 for v in c) - fmean(c) ** 2) for c in zip(*logs, strict=True)
-        ]
-        middle = [fmean(c) for c in zip(*logs, strict=True)]
-        z = [[(v - m) / s for v, m, s in zip(r, middle, spread, strict=True)] for r in logs]
-        sizes = []
-        for chosen in itertools.combinations(range(8), 4):
-            parts = chosen, [p for p in range(8) if p not in chosen]
-            sizes.append(
-                sum(4 * sum(fmean(z[p][j] for p in part) ** 2 for j in range(3)) for part in parts)
-            )
-        exact = fmean(size >= sizes[0] - 1e-9 for size in sizes)
+    x, tasks = skewed(8, 3, seed), "aabbcccc"
+    x[:, 2] *= np.exp(np.random.default_rng(seed + 50).normal(size=8))
+    logs = [[math.log(v) for v in row] for row in x.tolist()]
+    centred = [[v - fmean(row) for v in row] for row in logs]
+    of_policies = [[(v - fmean(of)) / pstdev(of) for v in of] for of in zip(*centred, strict=True)]
 
-        assert interaction(x, tasks) == pytest.approx(exact, abs=0.06)
-        if step == 3.0:
-            assert exact == 2 / 70
+    def size(labels):
+        total = 0.0
+        for task, of in itertools.product("abc", of_policies):
+            part = [v for v, label in zip(of, labels, strict=True) if label == task]
+            total += len(part) * fmean(part) ** 2
+        return total
+
+    sizes = [size(labels) for labels in {*itertools.permutations(tasks)}]
+    exact = fmean(each >= size(tasks) - 1e-9 for each in sizes)
+
+    error = math.sqrt(exact * (1 - exact) / 999)
+    assert len(sizes) == 420
+    assert interaction(x, np.array(list(tasks))) == pytest.approx(exact, abs=4 * error)
 
 
 def test_zeros_count_as_the_smallest_value_above_0_in_any_unit():

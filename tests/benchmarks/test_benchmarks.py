@@ -54,6 +54,10 @@ FIGURES = {
     ),
     "paged": (lambda script: (script.SMALLEST,), {"head ragged 1", "layer ragged 1", ...}),
     "judge": (lambda script: (script.SHAPES["smallest"],), {"judged", "live"}),
+    "verdict_rates": (
+        lambda script: (2, script.PROMPTS[:1]),
+        {"set, seconds", ...},
+    ),
 }
 
 #: What must hold of the figures of a script beside being there.

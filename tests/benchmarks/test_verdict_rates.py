@@ -1,0 +1,46 @@
+"""The set of the best holds what it says on prompts drawn from our own pages, whose truth is known.
+
+Limits are four standard errors of so many independent draws from the rates in `docs/compare.md`.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from test_benchmarks import load
+
+rates = load("verdict_rates")
+
+
+def above(rate, draws):
+    """Four standard errors above a rate."""
+    return rate + 4 * math.sqrt(rate * (1 - rate) / draws)
+
+
+@pytest.mark.parametrize(
+    "draws", [pytest.param(8, id="few"), pytest.param(200, marks=pytest.mark.deep)]
+)
+def test_sets_hold_a_best_policy_and_ignore_bad_ones(draws):
+    """In 95 % of draws of 12 prompts with three policies of equal means; three more change few."""
+    found = rates.sets(draws, (12,), "three best equal")
+
+    columns = ("coverage", "size", "changed by bad")
+    coverage, size, changed = (np.mean([of[0][x] for of in found.values()]) for x in columns)
+    assert len(found) == 8
+    assert 1 - coverage <= above(0.05, 8 * draws)
+    assert 3 < size < 7
+    assert changed <= above(0.1, 8 * draws)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("prompts", rates.PROMPTS)
+def test_other_rates_are_those_of_the_page(prompts):
+    """Bounds, ranks, claims and tasks, at each number of prompts."""
+    margins = rates.margins(300, (prompts,))
+    ordinary = [of[0] for name, of in margins.items() if "extreme" not in name]
+    assert np.mean([of["false at the margin"] for of in ordinary]) <= above(0.05, 300)
+    right = [of[0]["right"] for of in rates.ranked(60, (prompts,)).values()]
+    assert 1 - np.mean(right) <= above(0.06, 60)
+    shown = {name: of[0]["shown"] for name, of in rates.claims(300, (prompts,)).items()}
+    assert shown["all of 4, one equal: false"] <= above(0.05, 300)
+    assert shown["most of 24, 12 strong and 12 equal: false"] <= above(0.06, 300)
