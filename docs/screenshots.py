@@ -2,8 +2,7 @@
 """Make the pictures of the dashboard in images/: every page, light and dark.
 
     python docs/screenshots.py              all of them, in a few minutes
-    python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run) or
-                                            reads (retention behind a reader)
+    python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run)
 
 It records twelve short prompts of the shipped model and replays four policies on them, as in
 compare.md, and shows the results next to the sample trace of SmolLM2. It needs Chromium.
@@ -35,23 +34,20 @@ SIZE, SCHEMES = {"width": 1440, "height": 900}, ("light", "dark")
 ALL = 900_000
 #: The first page in a folder without a run.
 START = "start"
-#: The page of retention behind a reader.
-READS = "reads"
-LINK_OF_READS = {
+#: An event of the page of a response, of the run with the KL of its tokens.
+LINK_OF_RESPONSE = {
+    "run": "runs/tokens",
     "trace": "traces/walk-1-paint-s0-000.zarr",
-    "layer": 2,
+    "layer": 1,
     "head": 0,
-    "policy": "h2o",
-    "policy_reader": "quest",
-    "beside": "full",
-    "beside_reader": "quest",
-    "budget": 64,
-    "event": 200,
-    "set": "dense_layers=0 page=4",
+    "result": "h2o, budget 64",
+    "event": 132,
 }
 COMMANDS = """\
 kvsim prompts --task walk,get --level 1 --n 12 --out many.jsonl
 kvsim capture --model tiny --prompts many.jsonl --out traces
+kvsim replay traces/walk*.zarr --policy h2o,tova --budget 64,96 --interval 16 --fit --judge
+ --metric response_kl_tokens --out runs/tokens
 kvsim replay traces/*.zarr --policy streaming_llm,h2o,tova,snapkv --budget 64,96 --interval 16 --fit
  --regret --judge --out runs/many
 """.replace("\n ", " ")
@@ -68,15 +64,15 @@ def prepare(folder: Path) -> None:
     shutil.copytree(sample_trace("smollm2"), folder / "sample-smollm2.zarr")
 
 
-def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any) -> None:
-    """Show pages in every scheme, and keep what is seen; title: in the names of files."""
+def shoot(folder: Path, pages: list[str], **link: Any) -> None:
+    """Show pages in every scheme, and keep what is seen."""
     with serve(folder) as address, chromium(address) as context:
         tab = Tab(context.new_page())
         for scheme in SCHEMES:
             tab.page.emulate_media(color_scheme=scheme)
             tab.page.set_viewport_size(SIZE)
             for page in pages:
-                name = f"images/dashboard-{title or page}-{SIZE['width']}-{scheme}.webp"
+                name = f"images/dashboard-{page}-{SIZE['width']}-{scheme}.webp"
                 tab.open(home(address), page.replace(START, PAGES[0]), **link)
                 tab.check()
                 if tab.overflow() > 0:
@@ -88,8 +84,8 @@ def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any)
 
 def main(pages: list[str]) -> None:
     """Make the pictures of these pages, or of all."""
-    if other := set(pages) - {START, *PAGES, READS}:
-        raise SystemExit(f"no pages {sorted(other)}; expected some of {[START, *PAGES, READS]}")
+    if other := set(pages) - {START, *PAGES}:
+        raise SystemExit(f"no pages {sorted(other)}; expected some of {[START, *PAGES]}")
     with tempfile.TemporaryDirectory() as place:
         full, empty = Path(place, "results"), Path(place, "empty")
         full.mkdir()
@@ -100,9 +96,10 @@ def main(pages: list[str]) -> None:
         rest = [page for page in pages if page != START]
         if rest:
             prepare(full)
-            shoot(full, [page for page in rest if page not in ("layers", READS)], layer=0, head=2)
-        if READS in rest:
-            shoot(full, ["retention"], READS, **LINK_OF_READS)
+            own = ("layers", "response")
+            shoot(full, [page for page in rest if page not in own], layer=0, head=2)
+        if "response" in rest:
+            shoot(full, ["response"], **LINK_OF_RESPONSE)
         if "layers" in rest:  # the sample has three layers that are no neighbours
             shoot(full, ["layers"], trace="traces/walk-1-paint-s0-000.zarr")
     total = sum(path.stat().st_size for path in DOCS.glob("images/dashboard-*.webp"))
@@ -112,4 +109,4 @@ def main(pages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [START, *PAGES, READS])
+    main(sys.argv[1:] or [START, *PAGES])

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.kept.states import TOKEN_STATES, text_of, token_states
+from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import kl_by_token
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
@@ -138,14 +139,15 @@ def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
     high, response = _height(placed), trace.n_pos - start
     part = "" if len(placed) == response else f"\nthe first {len(placed)} of {response} tokens"
     subject = f"{trace.name}: KL(full || evicted) of each token of the response{part}"
-    levels = set(table.filter(metric="response_kl", trace=trace.name)["fidelity"])
+    levels = set(table.filter(metric=KL_TOKENS, trace=trace.name)["fidelity"])
     figure, axis = _page(len(results) * (high + 2), subject, levels)
     for number, ((policy, budget), tokens) in enumerate(results.items()):
         top = number * (high + 2) + 1.3
         changed = tokens.filter(pl.col("changed") > 0)["position"].to_list()
         where = f", first at position {changed[0]}" if changed else ""
+        mean = float(tokens["kl"].to_numpy().mean())
         heading = (
-            f"{policy}, budget {budget}: {tokens['kl'].mean():.3g} nats a token, {len(changed)} of "
+            f"{policy}, budget {budget}: {mean:.3g} nats a token, {len(changed)} of "
             f"{tokens.height} changed{where}"
         )
         _write(axis, top - 1, 0, short_text(heading, COLUMNS), {"fontweight": "bold"})

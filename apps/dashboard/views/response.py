@@ -53,15 +53,19 @@ def page() -> None:
     where.button("Play", on_click=lambda: state.update(event=rows[0], playing=True))
     period = periods.row(by_predicate=pl.col("event") == row, named=True)
     _course(periods, row)
-    elements.reading(readings.response(period, periods["kl"].sum()))
+    elements.reading(readings.response(period, float(periods["kl"].sum())))
     left, right = st.columns(2)
     with left:
         layer, head = controls.layer(), controls.head()
         st.subheader(f"Text after row {row}, layer {layer}, KV head {head}", anchor=False)
         st.html(replays.LEGEND)
-        place = {"layer": layer, "head": head, "needed": cache.needed(source, layer, head)}
-        start = max(0, row + 1 - replays.WINDOW)
-        st.html(token_html(trace, record, row=row, **place, start=start, stop=row + 1))
+        part = {"start": max(0, row + 1 - replays.WINDOW), "stop": row + 1}
+        try:
+            needed = cache.needed(source, layer, head)
+            place = {"layer": layer, "head": head, "row": row, **part}
+            st.html(token_html(trace, record, needed=needed, **place))
+        except KvsimError as error:  # a layer with a window
+            st.text(str(error))
     with right:
         st.subheader(f"Response from position {period['start']}", anchor=False)
         st.html(KL_LEGEND)
