@@ -316,27 +316,3 @@ def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str
     figure.update_yaxes(type="category", autorange="reversed", **order_of)
     figure.update_layout(barmode="stack", showlegend=True, bargap=0.25)
     draw(figure, key, max(180, 26 * len(order) + 90))
-
-
-def between(differences: pl.DataFrame, *, key: str) -> None:
-    """Show the values of a stronger level minus those of a weaker one; of `between_levels`."""
-    label = pl.format("{}, budget {}: {} - {}", "policy", "requested", "stronger", "weaker")
-    differences = differences.with_columns(label=label)
-    labels = differences["label"].unique(maintain_order=True).to_list()
-    figure = go.Figure()
-    for name, look in styles(labels).items():
-        part = differences.filter(label=name).sort("layer", nulls_last=True)
-        places = ["none" if layer is None else str(layer) for layer in part["layer"]]
-        figure.add_scatter(
-            x=places,
-            y=part["mean"].to_list(),
-            name=elements.shortened(name, 60),
-            mode="lines+markers",
-            line={"color": look["color"], "dash": look["dash"], "width": 1.6},
-            marker={"symbol": look["symbol"], "size": 9},
-            error_y=_bars(part, look),
-        )
-    figure.add_hline(0, line={"color": GREY, "width": 1})
-    figure.update_xaxes(title="layer", type="category")
-    figure.update_yaxes(title="stronger minus weaker level")
-    draw(figure, key, 360)

@@ -255,13 +255,3 @@ def shares(counted: pl.DataFrame, column: str) -> str:
         f"{int(exact['values'].sum()):,} of {total:,} values are exact; {whole} of "
         f"{plural(bars, 'bar')} have exact values alone."
     )
-
-
-def between(differences: pl.DataFrame) -> str:
-    """Say which difference between levels is largest; of `between_levels`."""
-    row = differences.sort(pl.col("mean").abs()).row(-1, named=True)
-    place = "" if row.get("layer") is None else f" in layer {row['layer']}"
-    return (
-        f"The largest difference is that of {row['policy']} at budget {row['requested']}{place}: "
-        f"{row['mean']:+.3g} from {row['weaker']} to {row['stronger']}."
-    )

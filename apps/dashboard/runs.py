@@ -23,12 +23,11 @@ from kvsim.analysis.results import REQUESTED, labelled, mixed
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
-    between_levels,
     level_shares,
     stages,
     strongest,
 )
-from kvsim.analysis.table import available, columns_of, in_order
+from kvsim.analysis.table import available, columns_of
 from kvsim.errors import KvsimError, OutputError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.store.records import read_records
@@ -178,12 +177,6 @@ def verdict(
 def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
     """Count the values of a run at each level of fidelity."""
     return level_shares(load(origin).table, by)
-
-
-@st.cache_data(max_entries=32, show_spinner="pairing values of two levels")
-def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
-    """Compare values of runs that are there at two levels."""
-    return between_levels(in_order(load(origin).table for origin in origins), by)
 
 
 @st.cache_resource(max_entries=4, show_spinner="reading the records of the run")

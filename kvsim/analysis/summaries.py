@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import polars as pl
@@ -158,7 +157,7 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
     )
 
 
-def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance")) -> pl.DataFrame:
+def over_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`).
 
     Metrics of which each value counts alone are left out.
@@ -169,8 +168,8 @@ def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance"
     latest = event.max().over("share", *({*_PLACE} - {"head", "qhead", "event"}))
     table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
     listed = ~last & event.is_not_null()
-    place = [name for name in table.columns if name not in ("_row", "event", *columns)]
-    kept = pl.col("_row").min(), event.first(), pl.col(columns).mean()
+    place = [name for name in table.columns if name not in ("_row", "event", "value", "chance")]
+    kept = pl.col("_row").min(), event.first(), pl.col("value", "chance").mean()
     means = table.filter(listed).group_by(place).agg(*kept).select(table.columns)
     return pl.concat([table.filter(~listed), means]).sort("_row").drop("_row")
 
@@ -205,9 +204,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     )
 
 
-def over_layers(
-    table: pl.DataFrame, keys: Sequence[str], columns: Sequence[str] = ("value",)
-) -> pl.DataFrame:
+def over_layers(table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     """The Table with values whose mean over a result is the value of all its layers.
 
     keys: columns that distinguish results. Values of a metric whose layers add up are scaled such
@@ -218,12 +215,10 @@ def over_layers(
     if not summed.any():
         return table
     in_layer = list(dict.fromkeys([*keys, "layer"]))
-    scaled = table.filter(summed).select(
-        pl.col(name) * pl.col(name).count().over(keys) / pl.col(name).count().over(in_layer)
-        for name in columns
-    )
-    rows = summed.arg_true()
-    return table.with_columns(table[name].clone().scatter(rows, scaled[name]) for name in columns)
+    value = pl.col("value")
+    times = value.count().over(keys) / value.count().over(in_layer)
+    scaled = table.filter(summed).select(value * times)["value"]
+    return table.with_columns(table["value"].clone().scatter(summed.arg_true(), scaled))
 
 
 #: Fidelities from the strongest; in a mean of several the weakest speaks.
@@ -306,59 +301,6 @@ def strongest(table: pl.DataFrame) -> pl.DataFrame:
     """The Table with one value in each place: of several levels the strongest one."""
     level, place = _LEVEL.to_physical(), _place(table)
     return table.filter(level == level.min().over(*place, _GROWING)).unique(maintain_order=True)
-
-
-def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
-    """The same values at two levels of fidelity: a stronger level minus a weaker one.
-
-    Values are paired one by one, with the same trace, policy, parameters, budget in entries,
-    schedule, metric, layer, head and event; what only one level has is left out.
-
-    `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
-    prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
-    PolicyError for two different values of one level next to another level.
-    """
-    table, by = _split_beside(table, by, KEYS)
-    place = [*_place(table), "_growing"]
-    columns = [*place[:-1], *(name for name in by if name not in place), "share", "value"]
-    values = (
-        table.select(*columns, _GROWING, _level=pl.col("fidelity").cast(pl.String))
-        .filter(pl.col("_level").n_unique().over("policy", "metric", "layer") > 1)  # cheap; most go
-        .drop_nulls(["value", "policy"])
-        .unique(subset=[*place, "_level", "value"], maintain_order=True)
-        .filter(pl.col("_level").n_unique().over(*place) > 1)
-    )
-    if values.select(*place, "_level").is_duplicated().any():
-        raise PolicyError(
-            "two values of one policy, metric and place have the same level of fidelity and "
-            "differ; expected runs of the same traces: compare others one by one"
-        )
-    pairs = pl.concat(
-        values.filter(_level=stronger).join(
-            values.filter(_level=weaker), on=place, nulls_equal=True, maintain_order="left"
-        )
-        for stronger, weaker in combinations(_STRENGTH.categories, 2)
-    )
-    keys = [*by, *KEYS, "stronger", "weaker"]
-    paired = (
-        (pairs if "event" in by else over_events(pairs, ["value", "value_right"]))
-        .rename({"value": "at_stronger", "value_right": "at_weaker"})
-        .with_columns(
-            requested=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
-            stronger=pl.col("_level").cast(_LABEL),
-            weaker=pl.col("_level_right").cast(_LABEL),
-        )
-    )
-    within = (
-        over_layers(paired, [*keys, "trace"], ["at_stronger", "at_weaker"])
-        .with_columns(gap=pl.col("at_stronger") - pl.col("at_weaker"))
-        .group_by(*keys, "trace", maintain_order=True)
-        .agg(pl.col("at_stronger", "at_weaker", "gap").mean(), values=pl.len())
-    )
-    more = [pl.col("at_stronger", "at_weaker").mean(), pl.col("values").sum().cast(pl.Int64)]
-    return _with_intervals(within, keys, "gap", more).select(
-        *keys, "at_stronger", "at_weaker", *_NUMBERS, "values"
-    )
 
 
 def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:

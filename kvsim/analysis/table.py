@@ -107,8 +107,7 @@ def measure(
         are, layer, head (KV head) or qhead (query head), value, chance (its value by chance alone,
         if known) and fidelity. Policy, budget and schedule are null in rows about the trace.
         Without `events`, a row has the last event or the mean over events (`Metric.over_events`).
-        Facts about the policy are in the columns of
-        `kvsim.analysis.results.FACTS`.
+        Facts about the policy are in the columns `kvsim.analysis.results.FACTS`.
 
     Raises:
         PolicyError: an unknown metric, a metric of records without a record, or regret without
@@ -199,10 +198,9 @@ def choose(
 ) -> dict[str, Metric]:
     """The metrics by name, or the default ones of records or of a trace alone.
 
-    judged: with those of a judge (`JUDGED`).
-    beside: which records there are to compare with (`Metric.beside`); what compares with them is
-    among the default ones then. Raises PolicyError for an unknown name, and for a metric that needs
-    a record that there is not.
+    judged: with those of a judge (`JUDGED`). beside: records to compare with (`Metric.beside`),
+    whose metrics are among the default ones then. Raises PolicyError for an unknown name, and for a
+    metric whose record is missing.
     """
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}

@@ -13,7 +13,7 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import averages, between_levels, per_prompt, stages
+from kvsim.analysis.summaries import averages, per_prompt, stages
 from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
 from kvsim.schema import NEVER
@@ -245,16 +245,3 @@ def test_a_value_that_stands_twice_in_a_table_counts_once_in_the_sum(run):
     twice = per_prompt(pl.concat([table, again]))
 
     np.testing.assert_allclose(twice["value"], per_prompt(table)["value"])
-
-
-def test_two_levels_of_fidelity_are_compared_by_the_sum_of_the_layers_that_both_have(run):
-    """A stronger level that moves each of 6 layers by 0.5 moves the sum by 3."""
-    table = run.table.filter(pl.col("layer") > 0)
-    level = pl.lit("closed").cast(table.schema["fidelity"])
-    closed = table.with_columns(pl.col("value") + 0.5, fidelity=level)
-
-    levels = between_levels(pl.concat([table, closed]))
-
-    moved = {row["metric"]: row["mean"] for row in levels.to_dicts()}
-    assert moved["layer_error"] == pytest.approx(3.0)
-    assert moved["output_error"] == pytest.approx(0.5)

@@ -14,7 +14,6 @@ from kvsim.analysis.summaries import (
     RESAMPLES,
     Interval,
     averages,
-    between_levels,
     level_shares,
     per_prompt,
     stages,
@@ -163,7 +162,7 @@ def test_a_column_that_is_not_there_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["value", "chance", "fidelity"])
-@pytest.mark.parametrize("summary", [averages, per_prompt, level_shares, between_levels])
+@pytest.mark.parametrize("summary", [averages, per_prompt, level_shares])
 def test_results_cannot_be_split_by_what_was_measured(summary, name):
     """The error names the column."""
     values = table(row("a", "tova", 0.2), row("a", "ams", 0.1))
@@ -235,27 +234,12 @@ def test_listed_events_leave_every_summary_as_it_is():
 def test_a_head_counts_once_however_many_events_have_a_value():
     """Where events are listed, as where they are not; layers and heads act at different ones."""
     unit = {"metric": "wipeout_hazard", "variant": "length=32,threshold=0", "unit": "share"}
-    other = {"fidelity": "closed", **unit}
     first = [row("a", "tova", x, event=at, head=0, **unit) for at, x in ((9, 0.3), (19, 0.6))]
     last = [row("a", "tova", x, event=at, head=1, **unit) for at, x in ((9, None), (29, 0.05))]
     values = table(*first, *last)
-    lived = table(*({**each, "value": 0.0, **other} for each in [*first, last[1]]))
 
     assert per_prompt(values)["value"].to_list() == [pytest.approx((0.45 + 0.05) / 2)]
     assert summarise(values, ["wipeout_hazard"])["wipeout_hazard"][0] == pytest.approx(0.25)
-    assert between_levels(pl.concat([values, lived]))["at_weaker"][0] == pytest.approx(0.25)
-
-
-def test_levels_of_listed_events_are_compared_after_the_last():
-    """A mean over events would be neither level's wipe-out."""
-    events = {"metric": "wipeout", "variant": "length=32,threshold=0"}
-    values = table(
-        *(row("a", "tova", at / 100, event=at, **events) for at in (10, 20)),
-        *(row("a", "tova", at / 50, event=at, fidelity="closed", **events) for at in (10, 20)),
-    )
-    (found,) = between_levels(values).to_dicts()
-
-    assert (found["at_stronger"], found["at_weaker"], found["values"]) == (0.4, 0.2, 1)
 
 
 def test_stages_without_a_number_are_those_of_each_trace():
@@ -307,37 +291,6 @@ def test_shares_of_levels_are_counts(draws):
             assert (one["values"], one["of"]) == (count, len(own))
             assert one["share"] == pytest.approx(count / len(own))
         assert found["values"].sum() == len(rows)
-
-
-@given(DRAWS)
-def test_levels_are_compared_value_by_value(draws):
-    """Pairs of a plain loop: means within a trace, then over traces."""
-    values = levelled(draws)
-    rows = [one for one in values.to_dicts() if one["value"] is not None and one["policy"]]
-    found = between_levels(values)
-    expected = {}
-    for one in rows:
-        for other in rows:
-            same = all(one[key] == other[key] for key in ("trace", "policy", "layer"))
-            if same and LEVELS.index(one["fidelity"]) < LEVELS.index(other["fidelity"]):
-                key = one["policy"], one["fidelity"], other["fidelity"]
-                expected.setdefault(key, {}).setdefault(one["trace"], []).append(
-                    (one["value"], other["value"])
-                )
-
-    assert found.height == len(expected)
-    for one in found.to_dicts():
-        traces = expected[one["policy"], one["stronger"], one["weaker"]]
-        means = np.array([np.mean(pairs, 0) for pairs in traces.values()])
-        gap = Interval.of(means[:, 0] - means[:, 1])
-        assert (one["n"], one["values"]) == (len(traces), sum(map(len, traces.values())))
-        assert one["at_stronger"] == pytest.approx(means[:, 0].mean(), abs=1e-9)
-        assert one["at_weaker"] == pytest.approx(means[:, 1].mean(), abs=1e-9)
-        assert one["mean"] == pytest.approx(gap.mean, abs=1e-9)
-        if gap.n < 6:
-            assert one["low"] is None
-        else:
-            assert one["low"] == pytest.approx(gap.low, abs=1e-9)
 
 
 @given(DRAWS)
@@ -421,19 +374,6 @@ def test_shares_of_fidelity_leave_out_what_stands_for_no_policy():
     assert exact == [("tova", pytest.approx(1 / 3)), ("full", 1.0)]
 
 
-def test_budgets_of_levels_meet_in_entries():
-    """64 entries that were asked for as a share are 64 entries; another budget is no pair."""
-    values = table(
-        row("a", "asl", 0.5, share="25%"),
-        row("a", "asl", 0.2, fidelity="semi"),
-        row("a", "asl", 0.9, fidelity="semi", budget=65),
-    )
-    (found,) = between_levels(values).to_dicts()
-
-    assert (found["requested"], found["values"]) == ("25%", 1)
-    assert found["mean"] == pytest.approx(-0.3)
-
-
 def test_a_budget_that_grows_is_no_pair_of_one_that_does_not():
     """Both have the same entries at the last event alone."""
     values = table(
@@ -441,20 +381,5 @@ def test_a_budget_that_grows_is_no_pair_of_one_that_does_not():
         row("a", "asl", 0.4, share="50%so-far"),
         row("a", "asl", 0.9, share="50%"),
     )
-    (found,) = between_levels(values).to_dicts()
 
-    assert (found["requested"], found["at_weaker"]) == ("50%so-far", pytest.approx(0.4))
     assert strongest(values)["value"].to_list() == [0.5, 0.9]
-
-
-def test_two_values_of_one_level_cannot_be_compared():
-    """Equal ones are one value; different ones an error where another level could be beside."""
-    twice = [row("a", "asl", 0.5), row("a", "asl", 0.5)]
-    other, semi = row("a", "asl", 0.6), row("a", "asl", 0.7, fidelity="semi")
-
-    assert not between_levels(table(*twice, other)).height
-    assert between_levels(table(*twice, semi)).height == 1
-    with pytest.raises(PolicyError, match="same level"):
-        between_levels(table(*twice, other, semi))
-    with pytest.raises(PolicyError, match="did you mean 'layer'"):
-        between_levels(table(*twice), by=["layers"])

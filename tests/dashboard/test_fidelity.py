@@ -7,9 +7,9 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import between_levels, level_shares
+from kvsim.analysis.summaries import level_shares
 from kvsim.core.record import Record
 from kvsim.sweeps import Run, replay_all
 from traces import random_trace
@@ -100,26 +100,6 @@ def test_bars_are_the_shares(opened, folder):
         assert one["x"] == pytest.approx(expected.filter(fidelity=one["name"])["share"].to_list())
 
 
-@pytest.mark.parametrize("link", [{"run": "open", "other": "semi"}, {"run": "whole"}])
-def test_the_same_values_at_two_levels_are_compared(opened, folder, link):
-    """Whether one run holds both or two do; of the sets behind the selection."""
-    app = opened(folder, "fidelity", compared="wipeout", **link)
-    expected = between_levels(values(folder, *link.values()))
-    shown = app.dataframe[2].value
-    own = expected.filter(metric="wipeout", variant="length=32,threshold=0")
-
-    assert not app.exception
-    assert own.height == 1
-    assert own["stronger"].to_list() == ["semi"]
-    for name in ("at_stronger", "at_weaker", "mean", "n", "values"):
-        assert shown[name].to_list() == pytest.approx(own[name].to_list())
-    spec = json.loads(app.get("plotly_chart")[2].proto.spec)
-    by_layer = between_levels(values(folder, *link.values()), ["layer"]).filter(
-        metric="wipeout", variant="length=32,threshold=0"
-    )
-    assert spec["data"][0]["y"] == pytest.approx(by_layer.sort("layer")["mean"].to_list())
-
-
 def test_compare_takes_the_strongest_level_and_says_so(opened, folder):
     """Of a run that holds both."""
     app = opened(folder, "compare", run="whole", metric="wipeout")
@@ -128,32 +108,9 @@ def test_compare_takes_the_strongest_level_and_says_so(opened, folder):
     assert any("several levels" in one.value for one in app.caption)
 
 
-def test_without_two_levels_the_page_says_what_would_fill_it(opened, folder):
-    """Prefills that were computed again; and live runs, which there are none of."""
-    app = opened(folder, "fidelity", run="open")
-
-    assert any("a live run (closed), of `kvsim live`" in one.value for one in app.info)
-    assert any("kvsim.recompute" in one.value for one in app.info)
-
-
-def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path):
-    """Two values of the same level in the same place."""
-    first, again = (read_run(folder / name).table for name in ("open", "semi"))
-    other = first.with_columns(value=pl.col("value") + 1)
-    for name, table in {"one": first, "two": pl.concat([other, again])}.items():
-        (tmp_path / name).mkdir()
-        table.write_parquet(tmp_path / name / "results.parquet")
-        bind(tmp_path / name, {})
-    app = opened(tmp_path, "fidelity", run="one", other="two")
-
-    assert not app.exception
-    assert any("cannot be compared" in one.value for one in app.warning)
-
-
-@pytest.mark.parametrize("link", [{"run": "worse"}, {"run": "open", "other": "worse"}])
-def test_a_damaged_run_is_a_message(opened, folder, link):
-    """As the run, and beside another one."""
-    app = opened(folder, "fidelity", **link)
+def test_a_damaged_run_is_a_message(opened, folder):
+    """Instead of the page."""
+    app = opened(folder, "fidelity", run="worse")
 
     assert not app.exception
     assert "cannot be read" in app.error[0].value

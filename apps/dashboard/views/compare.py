@@ -116,7 +116,7 @@ def _over_budgets(comparison: Comparison) -> None:
     if runs.best(run.origin, metric, comparison.variant).height < every.height:
         st.caption(
             "This metric has some values at several levels of fidelity; this page takes the "
-            "strongest one, and the page *Fidelity* compares them."
+            "strongest one."
         )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
 

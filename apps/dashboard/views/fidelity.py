@@ -1,4 +1,4 @@
-"""Page *Fidelity*: how far each number of a run can be trusted, and what differs between levels."""
+"""Page *Fidelity*: how far each number of a run can be trusted."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import streamlit as st
 
 from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
-from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY_MEANING
 
-from .. import cache, controls, downloads, elements, line_charts, readings, runs
-
-#: The option for no other run.
-NOTHING = "no other run"
+from .. import controls, downloads, elements, line_charts, readings, runs
 
 
 def page() -> None:
-    """Show the levels of a run's values, and the same values at two levels."""
+    """Show the levels of a run's values."""
     elements.title(
         "Fidelity",
         "How far the numbers of a run can be trusted: some are exactly those of a live run, others "
@@ -35,7 +31,6 @@ def page() -> None:
         absent = "" if level in present else " None in this run."
         st.markdown(f"**{level}**: {meaning}.{absent}")
     _by_layer(run, counted, measured)
-    _two_levels(run)
     runs.provenance(run)
 
 
@@ -66,51 +61,3 @@ def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None
     downloads.table(
         counted.filter(metric=metric), f"{run.name}-fidelity-of-{metric}-by-layer", key="by-layer"
     )
-
-
-def _two_levels(run: runs.Run) -> None:
-    st.subheader("The same values at two levels", anchor=False)
-    folders = controls.runs().items()
-    others = {name: path for name, path in folders if cache.Source.of(path) != run.origin}
-    about = "a run of the same traces, policies and budgets at another level of fidelity"
-    other = controls.choose("Compare with the run", "other", [NOTHING, *others], help=about)
-    origins = [run.origin]
-    if other != NOTHING:
-        origins.append(runs.read(others[other]).origin)
-    try:
-        differences = runs.levels(tuple(origins), ())
-    except PolicyError as error:
-        st.warning("These runs cannot be compared.")
-        st.text(str(error))
-        return
-    if differences.height:
-        _differences(run, tuple(origins), differences)
-        return
-    st.info(
-        "No value is there at two levels. Two kinds of runs have such values, each with a replay "
-        "(open): a prefill that was computed again (semi), measured and saved in Python "
-        "(`kvsim.recompute`), and a live run (closed), of `kvsim live`."
-    )
-
-
-def _differences(
-    run: runs.Run, origins: tuple[runs.Origin, ...], differences: pl.DataFrame
-) -> None:
-    st.markdown(
-        "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
-        "schedule, metric, layer and head. The difference is what the weaker level left out."
-    )
-    metrics = differences["metric"].unique(maintain_order=True).to_list()
-    metric = controls.choose("Metric compared", "compared", metrics)
-    variant = runs.variant(differences.filter(metric=metric), metric, "compared_variant")
-    selected = {"metric": metric, "variant": variant}
-    st.dataframe(
-        differences.filter(**selected).drop("params", "prefill", "metric", "variant"),
-        hide_index=True,
-    )
-    by_layer = runs.levels(origins, ("layer",)).filter(**selected)
-    line_charts.between(by_layer, key="between")
-    elements.reading(readings.between(by_layer))
-    elements.fidelity(differences["stronger"])
-    downloads.table(differences, f"{run.name}-levels", key="levels")
-    downloads.table(by_layer, f"{run.name}-levels-of-{metric}-by-layer", key="levels-by-layer")
