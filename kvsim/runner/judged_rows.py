@@ -6,6 +6,7 @@ Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import torch
@@ -178,24 +179,26 @@ class JudgedRows:
         heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
         some = (of.last >= rows.start) & (of.first < rows.stop) & (of.last >= of.first)
         some = some.unflatten(1, (heads, group)).any(2)  # [B, H, M]
-        slot = some.cumsum(-1) - 1
-        m = int(slot.amax()) + 1
-        index = slot.new_zeros(*slot.shape[:-1], m + 1)
+        slot, counts = some.cumsum(-1) - 1, some.sum(-1, keepdim=True)
+        widths = counts.flatten(1).amax(-1).tolist()
+        index = slot.new_zeros(*slot.shape[:-1], max(widths) + 1)
         candidates = torch.arange(slot.shape[-1], device=slot.device)
-        index.scatter_(-1, slot.where(some, m), candidates.expand_as(slot))
-        index = index[..., :m]
-        valid = torch.arange(m, device=slot.device) < some.sum(-1, keepdim=True)
+        index.scatter_(-1, slot.where(some, max(widths)), candidates.expand_as(slot))
         # entries of KV heads and, of their queries, copies; masks, logits and weights
         numbers = (heads + q.shape[1]) * (of.keys.shape[2] + of.values.shape[2])
         numbers += 3 * q.shape[1] * q.shape[2]
-        size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
         parts = []
-        for start in range(0, len(q), size):
-            part = slice(start, start + size)
-            chosen = part, index[part], valid[part], q[part]
-            keys, values, seen, weights = self._seen(layer, of, rows, *chosen)
-            mask = kernel_mask(seen, q[part], added=self._added, weights=weights)
-            parts.append(attention(q[part], keys, values, mask))
+        # records of one width: a pad would change the shape of a product, and so its rounding
+        for m, alike in groupby(range(len(q)), widths.__getitem__):
+            size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
+            first, stop = (number := [*alike])[0], number[-1] + 1
+            for start in range(first, stop, size):
+                part = slice(start, min(start + size, stop))
+                valid = candidates[:m] < counts[part]
+                chosen = part, index[part, :, :m], valid, q[part]
+                keys, values, seen, weights = self._seen(layer, of, rows, *chosen)
+                mask = kernel_mask(seen, q[part], added=self._added, weights=weights)
+                parts.append(attention(q[part], keys, values, mask))
         return torch.cat(parts)
 
     def _seen(

@@ -4,6 +4,8 @@ Records of one trace are applied together. All rows that an eviction can reach g
 at once, those of several records as one sequence; in every layer a row attends to the entries that
 its record retains, with the keys and values that the layers below have made of the evictions. The
 rows before are those of the full cache, once for all records: recorded (`holds_cache`) or computed.
+Values do not depend on the records that are judged together: shapes of products are a record's own
+but for the number of rows, which changes no row of a product of `_LEAST` rows or more.
 
 A live run decides again on what its own evictions have changed; here the decisions are those of the
 replay. Where none would change, both are equal.
@@ -55,6 +57,9 @@ from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
 from kvsim.schema import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
+#: Rows that a batch has at least: libraries compute the products of a few rows in another order.
+_LEAST = 32
+
 
 class Judge:
     """A recorded sequence on its model, to which records of replays are applied.
@@ -87,7 +92,7 @@ class Judge:
         """
         running, trace = self.running, self.trace
         first = first_compared(running, trace, schedules)
-        if self._pass is None or first < self._pass.first:
+        if self._pass is None or first != self._pass.first:
             held = holds_cache(trace, running.described, running.model.dtype)
             behind = held and not running.has_states
             self._pass = FullPass(
@@ -113,19 +118,16 @@ class Judge:
         Raises PolicyError for a record that a forward pass cannot show (`check_judged`).
         """
         out: dict[int, Outcome] = {}
-        running, trace, end = self.running, self.trace, self.trace.prompt_len
+        end = self.trace.prompt_len
         for numbers, predictions, moved in self._batches(records):
-            full, start, first = self._full.predictions, self._full.predicts, self._full.first
+            full, start = self._full.predictions, self._full.predicts
             same, tokens = len(full) - len(predictions), self._ids[start + 1 :]
             of_each = compared([full[:same], predictions], full, tokens)
             full_nll = of_each.pop("full_nll")
             for place, number in enumerate(numbers):
-                begin = first_compared(running, trace, [records[number].schedule])
-                rows = slice(min(begin, end - 1) - start, None)
-                values: Any = {name: each[place, rows] for name, each in of_each.items()}
-                stream = moved[place][:, begin - first :]
-                forced = Forced(**values, full_nll=full_nll[rows], stream_error=stream)
-                out[number] = Outcome(forced.parted(end - begin))
+                values: Any = {name: each[place] for name, each in of_each.items()}
+                forced = Forced(**values, full_nll=full_nll, stream_error=moved[place])
+                out[number] = Outcome(forced.parted(end - self._full.first))
         return [out[number] for number in range(len(records))]
 
     def logits(self, records: Sequence[Record]) -> Tensor:
@@ -145,11 +147,10 @@ class Judge:
     def _batches(
         self, records: Sequence[Record]
     ) -> Iterator[tuple[list[int], Predictions, NDArray[np.float64]]]:
-        """Yield the numbers of records that are judged together, and what `_judge` returns."""
+        """Yield the numbers of records that are judged together, and what `_judge` predicts."""
         for record in records:
             check_judged(record, self.trace)
-        if records:
-            self.check(record.schedule for record in records)
+        firsts = [first_compared(self.running, self.trace, [x.schedule]) for x in records]
         starts = [
             first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
             for record in records
@@ -158,12 +159,18 @@ class Judge:
         # what mergers add differs by record
         alone = [n * isinstance(codec, Merger) for n, codec in enumerate(codecs, 1)]
         stored = [codec is not None for codec in codecs]
-        kinds = [*zip(starts, stored, alone, strict=True)]
-        order = sorted(range(len(records)), key=kinds.__getitem__)
-        for (start, rounds, _), group in groupby(order, kinds.__getitem__):
-            numbers, size = list(group), self._together(start, rounded=rounds)
+        kinds = [*zip(firsts, starts, stored, alone, strict=True)]
+        order = sorted(range(len(records)), key=lambda n: (kinds[n], records[n].budget))
+        for (_, start, rounds, merges), group in groupby(order, kinds.__getitem__):
+            numbers, rows = [*group], max(1, self.trace.n_pos - start)
+            self.check([records[numbers[0]].schedule])
+            size, single = self._together(start, rounded=rounds), self.running.has_states or merges
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-                yield part, *self._judge([records[number] for number in part], start)
+                times = 1 if single else -(-_LEAST // (rows * len(part)))
+                batch = self._judge([records[number] for number in part * times], start)
+                outputs, moved = (each[: len(part)] for each in batch)
+                before = self.trace.n_pos - 1 - outputs.shape[1]
+                yield part, Predictions(outputs, before, self.running.head), moved
 
     def _together(self, start: int, *, rounded: bool = False) -> int:
         """Records of a batch, whose rows begin at `start`; half of the room is for what they add.
@@ -185,12 +192,10 @@ class Judge:
         numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
         return max(1, int(self._room // 2 // (numbers * max(4, model.dtype.itemsize))))
 
-    def _judge(
-        self, records: Sequence[Record], start: int
-    ) -> tuple[Predictions, NDArray[np.float64]]:
+    def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns the last predictions, those before being as with the full cache, and
+        Returns outputs of the last predictions, those before being as with the full cache, and
         |h' - h| / |h| of the input of each layer [B, L, w], of the rows of the pass with it.
         """
         trace, full, n = self.trace, self._full, self.trace.n_pos
@@ -216,7 +221,7 @@ class Judge:
                 self._residual.following(),
             ):
                 outputs = self._forward(start, len(records), before)
-        return Predictions(outputs, n - 1 - outputs.shape[1], self.running.head), moved
+        return outputs, moved
 
     def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
         """Run the rows from `start` on of so many records; returns the decoder's outputs [B, w, D].
