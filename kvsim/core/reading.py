@@ -177,18 +177,19 @@ class Reads:
     bits: uint8 [layer, head, row, byte], row 0 the first after the prompt; page i of a row is a bit
     of byte i // 8, from the highest on; a large account is a file, mapped into memory. Layers in
     which everything is read have all bits set. The head axis counts query heads, KV heads or 1, as
-    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. summary: bits that the
-    summary of a page takes, and that a row reads. keys: whether rows read every key to choose.
-    weights: the reader that weights what it reads; None without weights.
+    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. reader: chose them, at
+    this budget. summary: bits that the summary of a page takes, and that a row reads. keys: whether
+    rows read every key to choose. weighted: whether the reader weights what it reads.
     """
 
     bits: NDArray[np.uint8]
     page: int
     heads: Heads
     first: int
+    reader: Reader | Spec
     summary: tuple[float, float] = (0.0, 0.0)
     keys: bool = False
-    weights: Reader | Spec | None = None
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         numbers = all(type(x) is int and x > 0 for x in (self.page, self.first))
@@ -202,8 +203,8 @@ class Reads:
     @classmethod
     def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
         """The account of a reader; dim: channels of a key."""
-        summary, weights = reader.summary_bits(dim), reader if reader.weighted else None
-        return cls(bits, reader.page, reader.heads, first, summary, reader.reads_keys, weights)
+        terms = reader.summary_bits(dim), reader.reads_keys, reader.weighted
+        return cls(bits, reader.page, reader.heads, first, reader, *terms)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:
         """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""

@@ -249,10 +249,9 @@ def record_document(record: Record) -> dict[str, Any]:
         if (part := getattr(record, name)) is not None:
             document[name] = asdict(part)
     if record.reads is not None:
-        names = ("page", "heads", "first", "summary", "keys")
+        names = ("page", "heads", "first", "summary", "keys", "weighted")
         document["reads"] = {name: getattr(record.reads, name) for name in names}
-        if record.reads.weights is not None:
-            document["reads"]["weights"] = Spec.of(record.reads.weights)._asdict()
+        document["reads"]["reader"] = Spec.of(record.reads.reader)._asdict()
     if record.codec is not None:
         document["codec"] = Spec.of(record.codec)._asdict()
     return document
@@ -277,8 +276,7 @@ def record_of(
         stored["response"] = Response(**{**written, **ids})
     if "reads" in document and bits is not None:
         account = {**document["reads"], "summary": tuple(document["reads"]["summary"])}
-        if "weights" in account:
-            account["weights"] = Spec(**account["weights"])
+        account["reader"] = Spec(**account["reader"])
         stored["reads"] = Reads(bits, **account)
         stored["reads"].check(evicted_at)
     if "codec" in document:

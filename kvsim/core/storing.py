@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -150,4 +150,6 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, piece: Piece | Spec) -> Spec:
         """The name and the parameters of a codec or a reader."""
-        return piece if isinstance(piece, Spec) else cls(piece.label, asdict(piece))  # type: ignore[call-overload]
+        if isinstance(piece, Spec):
+            return piece
+        return cls(piece.label, {each.name: getattr(piece, each.name) for each in fields(piece)})  # type: ignore[arg-type]

@@ -48,9 +48,10 @@ def read(
     bits = account(trace, reader, layers, memory)
     for at, layer in enumerate(layers):
         if not reads_all(trace, reader, layer):
-            gone = torch.from_numpy(evicted_at[at]).to(device)
-            for rows, chosen in _of_layer(trace, layer, reader, gone, budget):
-                note(bits[at], chosen, rows.start - first)
+            only, gone = slice(layer, layer + 1), torch.from_numpy(evicted_at[at]).to(device)
+            k, v = (trace.read(name, only)[0].to(device) for name in "kv")
+            q = trace.read("q", only, slice(first, None))[0].to(device)
+            read_layer(bits[at], trace, layer, reader, gone, budget, q, k, v)
     return Reads.of(reader, bits, first, trace.dim)
 
 
@@ -87,14 +88,24 @@ def note(bits: NDArray[np.uint8], chosen: Tensor, start: int) -> None:
     bits[:, start : start + packed.shape[1], : packed.shape[-1]] = packed
 
 
-def _of_layer(
-    trace: Trace, layer: int, reader: Reader, gone: Tensor, budget: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows after the prompt, and the pages that they read, bool [head, w, P]."""
-    only = slice(layer, layer + 1)
+def read_layer(
+    bits: NDArray[np.uint8],
+    trace: Trace,
+    layer: int,
+    reader: Reader,
+    gone: Tensor,
+    budget: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """Write the pages that rows after the prompt read to the account of a layer, `bits`.
+
+    gone: after which row each entry has left, int [H, T]; q [H * G, w, d] of these rows, and k, v
+    [H, T, d], recorded or of a pass. reader: with its values for this budget.
+    """
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
-    k, v = (trace.read(name, only)[0].to(gone.device) for name in "kv")
-    q = trace.read("q", only, slice(first, None))[0].to(gone.device).unflatten(0, (len(k), -1))
+    q = q.unflatten(0, (len(k), -1))
     for start, stop in periods(gone, first, n_pos):
         period = Period(k, v, gone[:, :stop] >= start, reader.page)
         pages = period.pages(trace, layer, reader, budget, of_layer)
@@ -102,7 +113,8 @@ def _of_layer(
         for begin in range(start, stop, min(ROWS, most)):
             rows = slice(begin, min(begin + min(ROWS, most), stop))
             queries = q[:, :, rows.start - first : rows.stop - first]
-            yield rows, choose(reader, queries, pages, period.slots[:, rows], budget)
+            chosen = choose(reader, queries, pages, period.slots[:, rows], budget)
+            note(bits, chosen, begin - first)
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple, cast
 
@@ -18,7 +19,10 @@ from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
-from kvsim.policies.naming import codec_of
+from kvsim.engine.layers import DEFAULT_MEMORY
+from kvsim.engine.reading import account, read_layer, reads_all
+from kvsim.engine.source import ended
+from kvsim.policies.naming import codec_of, reader_of
 from kvsim.recorder.hooks import Attention, kernel_mask
 from kvsim.runner.cache import computable
 from kvsim.runner.full import FullPass
@@ -34,6 +38,7 @@ class _Layer(NamedTuple):
 
     keys, values [H, n, d], those of all records one after the other; key_at, value_at [B, H, M]
     where candidates are in them. pos [M]; first, last [B, H or qhead, M]: the rows that see one.
+    reads: the account of each record, of this layer alone.
     """
 
     keys: Tensor
@@ -43,6 +48,7 @@ class _Layer(NamedTuple):
     pos: Tensor
     first: Tensor
     last: Tensor
+    reads: Sequence[Reads | None] = ()
 
 
 class JudgedRows:
@@ -74,6 +80,8 @@ class JudgedRows:
         layer, new = self._trace.layer_ids.index(layer), query.shape[2]
         q = query[0].unflatten(1, (len(self._records), -1)).transpose(0, 1)
         of_layer = self._of_layer(layer, key[0, :, -new:], value[0, :, -new:])
+        reads = [self._read(layer, of_layer, *each) for each in enumerate(q)]
+        of_layer = of_layer._replace(reads=reads)
         parts = []
         for first in range(self._start, self._trace.n_pos, _ROWS):
             rows = slice(first, min(first + _ROWS, self._trace.n_pos))
@@ -229,34 +237,53 @@ class JudgedRows:
         seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
         seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
         weights = None
-        for number, record in enumerate(self._records[records]):
-            if record.reads is None or layer not in record.layers:
+        for number, (record, reads) in enumerate(
+            zip(self._records[records], of.reads[records], strict=True)
+        ):
+            if reads is None:
                 continue
-            read = self._read(layer, record, record.reads, rows).to(index.device)
+            gone = self._gone(layer, record, heads)
+            read = _entries(reads, rows, gone)
             place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
             read = read.repeat_interleave(qheads // len(read), 0)
             place = place.expand(-1, read.shape[1], -1)
             seen[number] &= read.gather(-1, place)
-            if record.reads.weights is None:
-                continue
-            at = of.key_at[records][number, :, : rows.stop].unsqueeze(-1)  # exact keys come first
-            k = of.keys.gather(1, at.expand(-1, -1, of.keys.shape[-1]))
-            given = log_weights(
-                *(record, record.layers.index(layer), rows, self._gone(layer, record, heads)),
-                *(computable(x) for x in (q[number].unflatten(0, (heads, -1)), k)),
-            )
+            k = of.keys[:, self._rows[records][number, : rows.stop]]  # exact ones come first
+            own = (computable(x) for x in (q[number].unflatten(0, (heads, -1)), k))
+            given = log_weights(reads, 0, rows, gone, *own)
             if given is not None:
                 weights = torch.zeros_like(seen, dtype=given.dtype) if weights is None else weights
                 weights[number] = given.gather(-1, place)
         return keys, values, seen, weights
 
-    def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
-        """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
-        heads = record.evicted_at.shape[1]
-        gone, begin = self._gone(layer, record, heads), min(max(rows.start, reads.first), rows.stop)
-        everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
-        if begin == rows.stop:
-            return everything
-        read = reads.entries(record.layers.index(layer), slice(begin, rows.stop), gone)
-        everything = everything.to(read.device).repeat_interleave(len(read) // len(gone), 0)
-        return torch.cat([everything, read], dim=1)
+    def _read(self, layer: int, of: _Layer, number: int, q: Tensor) -> Reads | None:
+        """The pages that rows of a record choose to read in a layer; q [qhead, w, d] of its rows.
+
+        By queries and keys of this pass, as in a live run; keys and values are exact.
+        """
+        record = self._records[number]
+        if record.reads is None or layer not in record.layers:
+            return None
+        reader, trace = reader_of(record.reads.reader), ended(self._trace, record.reads.first)
+        bits = account(trace, reader, [layer], DEFAULT_MEMORY)
+        if not reads_all(trace, reader, layer):
+            gone, rows = self._gone(layer, record, len(of.keys)), self._rows[number]
+            rows_of = (
+                q[:, record.reads.first - self._start :],
+                of.keys[:, rows],
+                of.values[:, rows],
+            )
+            own = (computable(x) for x in rows_of)
+            read_layer(bits[0], trace, layer, reader, gone, record.budget, *own)
+        return replace(record.reads, bits=bits)
+
+
+def _entries(reads: Reads, rows: slice, gone: Tensor) -> Tensor:
+    """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
+    begin = min(max(rows.start, reads.first), rows.stop)
+    everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
+    everything = everything.to(gone.device)
+    if begin == rows.stop:
+        return everything
+    read = reads.entries(0, slice(begin, rows.stop), gone)
+    return torch.cat([everything.repeat_interleave(len(read) // len(gone), 0), read], dim=1)

@@ -17,7 +17,7 @@ from kvsim.schema import AXES, NEVER, object_at
 from kvsim.store.inputs import Digests, damaged, digests, read_document, read_file
 
 #: Version of the stored form of a Record.
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 
 # Most bytes of a layer of a record: 64 heads and a million tokens.
 _LARGEST = 256 << 20

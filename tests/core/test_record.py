@@ -7,6 +7,7 @@ import pytest
 
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record, Response, record_document, record_of
+from kvsim.core.storing import Spec
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
 
@@ -78,7 +79,7 @@ def test_responses_part_at_the_first_token_that_differs():
 
 
 #: An account of two query heads of one KV head: two rows after two of the prompt, pages of two.
-READS = Reads(np.full((1, 2, 2, 1), 128, np.uint8), 2, "query", 2)
+READS = Reads(np.full((1, 2, 2, 1), 128, np.uint8), 2, "query", 2, Spec("quest", {}))
 
 
 def test_an_account_of_reads_is_stored_with_its_record():

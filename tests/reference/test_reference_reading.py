@@ -422,12 +422,12 @@ def test_a_stored_record_names_the_reader_that_weights():
     record = kvsim.replay(trace, policy("magicpig", bits=2, local=2, dense_layers=0), 4)
     document = json.loads(json.dumps(record_document(record)))
     stored = record_of(document, record.evicted_at, record.reads.bits)
-    plain = replace(record, reads=replace(record.reads, weights=None))
+    plain = replace(record, reads=replace(record.reads, weighted=False))
 
     errors = [output_error(trace, [each])[0].error for each in (record, stored, plain)]
 
     np.testing.assert_array_equal(errors[0], errors[1])
     assert (errors[0] != errors[2]).any()
-    document["reads"]["weights"]["name"] = "mine"
+    document["reads"]["reader"]["name"] = "mine"
     with pytest.raises(PolicyError, match="under the reader 'mine', which kvsim does not have"):
         output_error(trace, [record_of(document, record.evicted_at, record.reads.bits)])

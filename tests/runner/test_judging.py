@@ -184,6 +184,9 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     policy = kvsim.policy(name, **(READING | ROUNDING)[name])
     record, expected = lived("llama", policy)
     plain = replace(record, reads=None, codec=None)
+    if record.reads is not None:  # they are chosen again, in the pass
+        empty = replace(record.reads, bits=np.zeros_like(record.reads.bits))
+        record = replace(record, reads=empty)
     judge = Judge(running("llama"), recorded("llama"))
 
     mine, unread = judge.logits([record, plain])

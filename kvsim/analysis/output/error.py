@@ -229,7 +229,7 @@ def _rows_of(
     if not whole:
         for number, ((record, index), of_record) in enumerate(zip(records, gone, strict=True)):
             reads = record.reads if record.codec is None else None
-            if reads is not None and reads.weights is not None:
+            if reads is not None and reads.weighted:
                 reads = None
             end = trace.n_pos if reads is None else reads.first
             each = partial(layer, record, index, trace, of_record, end)

@@ -142,17 +142,16 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
 
 
 def log_weights(
-    record: Record, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
+    reads: Reads | None, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
 ) -> Tensor | None:
     """Logarithms of the weights that rows give the entries that they read [qhead, w, rows.stop].
 
-    index: the layer's place in the record; gone: after which row each entry has left, int [H, T]; q
+    index: the layer's place in the account; gone: after which row each entry left, int [H, T]; q
     [H, G, w, d] of the rows and k [H, T, d], as the rows have them. None without weights.
     """
-    reads = record.reads
-    if reads is None or reads.weights is None or reads.dense(index) or rows.stop <= reads.first:
+    if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
         return None
-    reader, late = reader_of(reads.weights), slice(max(rows.start, reads.first), rows.stop)
+    reader, late = reader_of(reads.reader), slice(max(rows.start, reads.first), rows.stop)
     k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
     learned = reader.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
     weights = reader.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
@@ -182,7 +181,7 @@ def partial(
             read = visible(gone, rows)
         else:
             read = record.reads.entries(index, rows, gone)
-        weights = log_weights(record, index, rows, gone, layer.at(layer.q, rows), layer.k)
+        weights = log_weights(record.reads, index, rows, gone, layer.at(layer.q, rows), layer.k)
         yield _of_rows(layer, rows, read, stored, weights)
 
 

@@ -86,7 +86,7 @@ def reading_everything(trial: Trial) -> None:
     record, reader = trial.record, trial.policy.reader
     if record.reads is None or reader is None:
         return
-    full = replace(record.reads, bits=np.full_like(record.reads.bits, 255), weights=None)
+    full = replace(record.reads, bits=np.full_like(record.reads.bits, 255), weighted=False)
     accounts = [full]
     every = reader.fitted(trial.case.trace(), _MOST)
     if reader.bounded and every.count(_MOST) >= trial.case.n:
