@@ -8,6 +8,7 @@ be a regular file of reasonable size with its digest.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,10 @@ from kvsim.store.records import write_records
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 #: The configuration of a run, which is there from its beginning.
 CONFIG = "config.resolved.yaml"
+
+#: Largest difference of two judged values of a cell, relative to the larger one, or to `_LEAST`:
+#: logits of float32 are rounded by 1e-6, which moves a KL of 1e-3 nats by some 1e-8.
+TOLERANCE, _LEAST = 1e-5, 1e-3
 
 _AGAIN = "give the command that wrote it again, `kvsim replay` and `kvsim live` with --resume"
 
@@ -232,16 +237,20 @@ def as_table(given: Tabular) -> pl.DataFrame:
         raise PolicyError(
             f"table is {reprlib.repr(given)}; expected a Table, a run, or the folder of one"
         )
-    return joined([read_run(path) for path in paths])
+    return joined([read_run(path) for path in paths])[0]
 
 
-def joined(runs: Sequence[Saved]) -> pl.DataFrame:
-    """The Table of several runs; rows of several runs are there once.
+def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
+    """The Table of several runs, and their remarks; rows of several runs are there once.
+
+    Of judged values that differ by at most `TOLERANCE` the first counts, and a remark names the
+    largest difference.
 
     Raises:
         PolicyError: runs have different values in one and the same place, replayed different
             traces of one name, or some are live runs and others replays.
     """
+    remarks = [remark for run in runs for remark in run.remarks]
     loops: dict[bool, list[str]] = {}
     for run in runs:
         loops.setdefault(is_live(run.table), []).append(str(run.path))
@@ -268,11 +277,29 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
     )
     of_value = ("model", "value", "chance", "fidelity")
     place = [name for name in table.columns if name not in of_value]
-    twice = table.filter(table.select(place).is_duplicated())
-    if twice.height:
-        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
-        raise PolicyError(
-            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
-            f"{trace}, with the same parameters and schedule; take them one by one"
+    kept = table.unique(place, keep="first", maintain_order=True)
+    if kept.height == table.height:
+        return table, remarks
+    first, other = pl.col("value_first"), pl.col("value")
+    judged = pl.all_horizontal(pl.col("fidelity", "fidelity_first").eq_missing("judged"))
+    judged &= pl.col("chance").eq_missing(pl.col("chance_first"))
+    gap = (first - other).abs() / pl.max_horizontal(first.abs(), other.abs(), _LEAST)
+    # the kept rows have no gap
+    pairs = table.join(kept, on=place, suffix="_first", nulls_equal=True).filter(
+        pl.struct("value", "chance", "fidelity").ne_missing(
+            pl.struct(pl.col(f"{x}_first").alias(x) for x in of_value[1:])
         )
-    return table
+    )
+    pairs = pairs.with_columns(gap=pl.when(judged).then(gap).fill_nan(None).fill_null(math.inf))
+    worst = pairs.sort("gap", descending=True).row(0, named=True)
+    about = (
+        f"values of {worst['metric']} for {worst['policy'] or 'the trace'} on {worst['trace']}, "
+        f"{worst['value_first']} and {worst['value']}"
+    )
+    if worst["gap"] > TOLERANCE:
+        raise PolicyError(
+            f"two of the runs have different {about}, with the same parameters and schedule; take "
+            "them one by one"
+        )
+    rounded = f"judged values of the same cells differ by rounding, most of all the {about}"
+    return kept, [*remarks, f"{rounded}; those of the first run count"]

@@ -338,7 +338,7 @@ def read(
     from kvsim.analysis.summaries import layers_of
 
     saved = [read_run(run) for run in runs]
-    whole = joined(saved)
+    whole, remarks = joined(saved)
     table = labelled(whole)
     if policies is not None:
         policies = [label for name in policies for label in _labels_of(name, table)]
@@ -357,7 +357,6 @@ def read(
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
-    remarks = [remark for run in saved for remark in run.remarks]
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
     return Data(table=table, remarks=remarks, layers=layers_of(table))
 

@@ -78,7 +78,7 @@ def page(
     """The HTML page of runs and traces; see `write_report`."""
     if not runs and not traces:
         raise PolicyError("there is nothing to report; give a run or a trace")
-    table = joined(runs)
+    table, remarks = joined(runs)
     if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
     check_traces(traces, runs)
@@ -87,4 +87,5 @@ def page(
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
     # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls
-    return visible(PAGE.format(title=title, body=lines(sections(table, runs, metrics, of_traces))))
+    body = lines(sections(table, runs, remarks, metrics, of_traces))
+    return visible(PAGE.format(title=title, body=body))

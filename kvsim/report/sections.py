@@ -28,7 +28,11 @@ from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
 
 
 def sections(
-    table: pl.DataFrame, runs: Sequence[Saved], metrics: Sequence[str], traces: Study | None
+    table: pl.DataFrame,
+    runs: Sequence[Saved],
+    remarks: Sequence[str],
+    metrics: Sequence[str],
+    traces: Study | None,
 ) -> Iterator[str]:
     """The sections of runs and traces; a section without content is empty.
 
@@ -37,7 +41,7 @@ def sections(
     """
     shown = labelled(table)
     if runs:
-        yield _verdict(shown, runs, metrics)
+        yield _verdict(shown, remarks, metrics)
         yield _results(shown)
         yield from _splits(shown)
         yield _of_traces(shown)
@@ -62,10 +66,9 @@ _SHOWN = (
 )
 
 
-def _verdict(table: pl.DataFrame, runs: Sequence[Saved], metrics: Sequence[str]) -> str:
+def _verdict(table: pl.DataFrame, remarks: Sequence[str], metrics: Sequence[str]) -> str:
     """The sentences, one table, one figure, and what limits them."""
     comparison, said = answer(table, _SHOWN)
-    remarks = [remark for run in runs for remark in run.remarks]
     remarks = [*remarks, *filter(None, [uneven(layers_of(table)), few(_prompts(table))])]
     if comparison is None:
         note = html.broken(said) + html.broken(merged(remarks), "Note: ")

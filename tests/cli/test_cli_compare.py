@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import TOLERANCE, as_table, bind
 from kvsim.cli.comparing import latex, markdown
 
 
@@ -186,6 +186,43 @@ def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):
     _, out, _ = run("table", mixed, "--by", "model")
     assert len(re.findall(r"^(other|tiny) +tova +24 ", out, re.MULTILINE)) == 2
     assert "Means over up to 6 prompts" in out
+
+
+def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
+    """Its run has the values of the first one, in all commands; rounding is named, no more taken."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    terms = ["--budget", 48, "--interval", 32, "--metric", "output_error", "--judge"]
+    for out, policies in ((one, "adakv+snapkv,h2o+quest"), (two, "adakv+snapkv,pyramidkv")):
+        assert run("replay", "sample", "--policy", policies, *terms, "--out", out)[0] == 0
+    tables = [pl.read_parquet(each / "results.parquet") for each in (one, two)]
+    shared = [x.filter(policy="adakv+snapkv").drop("model") for x in tables]
+    moved = (shared[0]["value"] / shared[1]["value"] - 1).abs()
+    assert moved.max() < TOLERANCE / 10
+
+    def moving(metric, share):
+        wide = pl.when(metric=metric).then(pl.col("value") * (1 + share)).otherwise("value")
+        tables[1].with_columns(value=wide).write_parquet(two / "results.parquet")
+        bind(two, json.loads((two / "run.json").read_text()))
+
+    for metric, share in (("response_kl", 3e-5), ("output_error", 3e-6)):
+        moving(metric, share)
+        status, _, err = run("compare", one, two)
+        assert status == 2
+        assert f"different values of {metric} for adakv+snapkv on sample" in err
+    moving("response_kl", 3e-6)
+    remark = r"differ by rounding, most of all the values of response_kl for adakv[+]snapkv on sampl"
+    page, picture = tmp_path / "page.html", tmp_path / "picture.png"
+    for command, *out in (
+        ["compare"],
+        ["table"],
+        ["plot ranking", "--out", picture],
+        ["report", "--out", page],
+    ):
+        status, text, err = run(*command.split(), one, two, *out)
+        assert status == 0, err
+        text += page.read_text() if command == "report" else ""
+        assert re.search(remark, text + err), command
+    assert {"h2o+quest", "pyramidkv"} < {*as_table([one, two])["policy"]}
 
 
 def test_one_run_has_one_share_of_each_level(run, runs, tmp_path):
