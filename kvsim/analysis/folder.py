@@ -280,18 +280,13 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     kept = table.unique(place, keep="first", maintain_order=True)
     if kept.height == table.height:
         return table, remarks
-    first, other = pl.col("value_first"), pl.col("value")
-    judged = pl.all_horizontal(pl.col("fidelity", "fidelity_first").eq_missing("judged"))
-    judged &= pl.col("chance").eq_missing(pl.col("chance_first"))
-    gap = (first - other).abs() / pl.max_horizontal(first.abs(), other.abs(), _LEAST)
-    # the kept rows have no gap
-    pairs = table.join(kept, on=place, suffix="_first", nulls_equal=True).filter(
-        pl.struct("value", "chance", "fidelity").ne_missing(
-            pl.struct(pl.col(f"{x}_first").alias(x) for x in of_value[1:])
-        )
-    )
-    pairs = pairs.with_columns(gap=pl.when(judged).then(gap).fill_nan(None).fill_null(math.inf))
-    worst = pairs.sort("gap", descending=True).row(0, named=True)
+    pairs = table.join(kept, on=place, suffix="_first", nulls_equal=True)
+    same = [pl.col(name).eq_missing(pl.col(f"{name}_first")) for name in of_value[1:]]
+    a, b = pl.col("value"), pl.col("value_first")
+    gap = (a - b).abs() / pl.max_horizontal(a.abs(), b.abs(), _LEAST)
+    judged = pl.col("fidelity").eq_missing("judged") & same[1] & same[2]
+    gap = pl.when(*same).then(0.0).when(judged).then(gap).fill_nan(None).fill_null(math.inf)
+    worst = pairs.with_columns(gap=gap).sort("gap", descending=True).row(0, named=True)
     about = (
         f"values of {worst['metric']} for {worst['policy'] or 'the trace'} on {worst['trace']}, "
         f"{worst['value_first']} and {worst['value']}"

@@ -6,7 +6,7 @@ page, n entries, T tokens, d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, prod
@@ -49,9 +49,10 @@ def read(
     for at, layer in enumerate(layers):
         if not reads_all(trace, reader, layer):
             only, gone = slice(layer, layer + 1), torch.from_numpy(evicted_at[at]).to(device)
-            k, v = (trace.read(name, only)[0].to(device) for name in "kv")
-            q = trace.read("q", only, slice(first, None))[0].to(device)
-            read_layer(bits[at], trace, layer, reader, gone, budget, q, k, v)
+            q = trace.read("q", only, slice(first, None))
+            qkv = [x[0].to(device) for x in (q, trace.read("k", only), trace.read("v", only))]
+            for start, chosen in chosen_pages(trace, layer, reader, gone, budget, qkv):
+                note(bits[at], chosen, start - first)
     return Reads.of(reader, bits, first, trace.dim)
 
 
@@ -88,23 +89,16 @@ def note(bits: NDArray[np.uint8], chosen: Tensor, start: int) -> None:
     bits[:, start : start + packed.shape[1], : packed.shape[-1]] = packed
 
 
-def read_layer(
-    bits: NDArray[np.uint8],
-    trace: Trace,
-    layer: int,
-    reader: Reader,
-    gone: Tensor,
-    budget: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> None:
-    """Write the pages that rows after the prompt read to the account of a layer, `bits`.
+def chosen_pages(
+    trace: Trace, layer: int, reader: Reader, gone: Tensor, budget: int, qkv: Iterable[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of rows after the prompt: the first row, and the pages they read, bool [head, w, P].
 
-    gone: after which row each entry has left, int [H, T]; q [H * G, w, d] of these rows, and k, v
-    [H, T, d], recorded or of a pass. reader: with its values for this budget.
+    gone: after which row each entry has left, int [H, T]; qkv: queries [H * G, w, d] of these rows,
+    keys and values [H, T, d], recorded or of a pass. reader: with its values for this budget.
     """
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
+    q, k, v = qkv
     q = q.unflatten(0, (len(k), -1))
     for start, stop in periods(gone, first, n_pos):
         period = Period(k, v, gone[:, :stop] >= start, reader.page)
@@ -113,8 +107,7 @@ def read_layer(
         for begin in range(start, stop, min(ROWS, most)):
             rows = slice(begin, min(begin + min(ROWS, most), stop))
             queries = q[:, :, rows.start - first : rows.stop - first]
-            chosen = choose(reader, queries, pages, period.slots[:, rows], budget)
-            note(bits, chosen, begin - first)
+            yield begin, choose(reader, queries, pages, period.slots[:, rows], budget)
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
-from kvsim.engine.reading import account, read_layer, reads_all
+from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended
 from kvsim.policies.naming import codec_of, reader_of
 from kvsim.recorder.hooks import Attention, kernel_mask
@@ -237,13 +237,12 @@ class JudgedRows:
         seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
         seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
         weights = None
-        for number, (record, reads) in enumerate(
-            zip(self._records[records], of.reads[records], strict=True)
-        ):
+        pairs = zip(self._records[records], of.reads[records], strict=True)
+        for number, (record, reads) in enumerate(pairs):
             if reads is None:
                 continue
             gone = self._gone(layer, record, heads)
-            read = _entries(reads, rows, gone)
+            read = reads.entries(0, rows, gone)
             place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
             read = read.repeat_interleave(qheads // len(read), 0)
             place = place.expand(-1, read.shape[1], -1)
@@ -259,31 +258,17 @@ class JudgedRows:
     def _read(self, layer: int, of: _Layer, number: int, q: Tensor) -> Reads | None:
         """The pages that rows of a record choose to read in a layer; q [qhead, w, d] of its rows.
 
-        By queries and keys of this pass, as in a live run; keys and values are exact.
+        By the queries and keys of this pass, as in a live run. Its first row is the first that
+        reads, because nothing leaves before.
         """
-        record = self._records[number]
+        record, trace = self._records[number], ended(self._trace, self._start)
         if record.reads is None or layer not in record.layers:
             return None
-        reader, trace = reader_of(record.reads.reader), ended(self._trace, record.reads.first)
+        reader, gone = reader_of(record.reads.reader), self._gone(layer, record, len(of.keys))
         bits = account(trace, reader, [layer], DEFAULT_MEMORY)
         if not reads_all(trace, reader, layer):
-            gone, rows = self._gone(layer, record, len(of.keys)), self._rows[number]
-            rows_of = (
-                q[:, record.reads.first - self._start :],
-                of.keys[:, rows],
-                of.values[:, rows],
-            )
-            own = (computable(x) for x in rows_of)
-            read_layer(bits[0], trace, layer, reader, gone, record.budget, *own)
-        return replace(record.reads, bits=bits)
-
-
-def _entries(reads: Reads, rows: slice, gone: Tensor) -> Tensor:
-    """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
-    begin = min(max(rows.start, reads.first), rows.stop)
-    everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
-    everything = everything.to(gone.device)
-    if begin == rows.stop:
-        return everything
-    read = reads.entries(0, slice(begin, rows.stop), gone)
-    return torch.cat([everything.repeat_interleave(len(read) // len(gone), 0), read], dim=1)
+            mine = self._rows[number]  # exact ones come first
+            qkv = map(computable, (q, of.keys[:, mine], of.values[:, mine]))
+            for row, chosen in chosen_pages(trace, layer, reader, gone, record.budget, qkv):
+                note(bits[0], chosen, row - self._start)
+        return replace(record.reads, bits=bits, first=self._start)

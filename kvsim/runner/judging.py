@@ -148,18 +148,14 @@ class Judge:
         self, records: Sequence[Record]
     ) -> Iterator[tuple[list[int], Predictions, NDArray[np.float64]]]:
         """Yield the numbers of records that are judged together, and what `_judge` predicts."""
-        for record in records:
+        kinds = []
+        for number, record in enumerate(records, 1):
             check_judged(record, self.trace)
-        firsts = [first_compared(self.running, self.trace, [x.schedule]) for x in records]
-        starts = [
-            first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
-            for record in records
-        ]
-        codecs = [None if r.codec is None else codec_of(r.codec) for r in records]
-        # what mergers add differs by record
-        alone = [n * isinstance(codec, Merger) for n, codec in enumerate(codecs, 1)]
-        stored = [codec is not None for codec in codecs]
-        kinds = [*zip(firsts, starts, stored, alone, strict=True)]
+            codec = None if record.codec is None else codec_of(record.codec)
+            compared_from = first_compared(self.running, self.trace, [record.schedule])
+            start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
+            merges = number * isinstance(codec, Merger)  # what mergers add differs by record
+            kinds.append((compared_from, start, codec is not None, merges))
         order = sorted(range(len(records)), key=lambda n: (kinds[n], records[n].budget))
         for (_, start, rounds, merges), group in groupby(order, kinds.__getitem__):
             numbers, rows = [*group], max(1, self.trace.n_pos - start)
