@@ -36,8 +36,9 @@ def sections(
 ) -> Iterator[str]:
     """The sections of runs and traces; a section without content is empty.
 
-    table: of all runs, with the metrics of the traces. metrics: beside the one that ranks. Results
-    of one policy are called by what tells them apart (`kvsim.analysis.results.labels`).
+    table: of all runs, with the metrics of the traces. remarks: of the runs. metrics: beside the
+    one that ranks. Results of one policy are called by what tells them apart
+    (`kvsim.analysis.results.labels`).
     """
     shown = labelled(table)
     if runs:

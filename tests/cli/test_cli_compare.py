@@ -189,7 +189,7 @@ def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):
 
 
 def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
-    """Its run has the values of the first one, in all commands; rounding is named, no more taken."""
+    """Its run has the values of the first one, in all commands; rounding is named, more is not."""
     one, two = tmp_path / "one", tmp_path / "two"
     terms = ["--budget", 48, "--interval", 32, "--metric", "output_error", "--judge"]
     for out, policies in ((one, "adakv+snapkv,h2o+quest"), (two, "adakv+snapkv,pyramidkv")):
@@ -210,7 +210,7 @@ def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
         assert status == 2
         assert f"different values of {metric} for adakv+snapkv on sample" in err
     moving("response_kl", 3e-6)
-    remark = r"differ by rounding, most of all the values of response_kl for adakv[+]snapkv on sampl"
+    remark = r"differ by rounding, most of all the values of response_kl for adakv[+]snapkv on "
     page, picture = tmp_path / "page.html", tmp_path / "picture.png"
     for command, *out in (
         ["compare"],
