@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import per_prompt
+from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
@@ -87,7 +88,7 @@ def matrix(
 
 def _cell(x: Matrix, y: Matrix) -> str:
     of = correlation(x, y)
-    return "{between:.2f} [{between_low:.2f}, {between_high:.2f}], {within:.2f}".format(**of)
+    return show.interval(".2f", of["between"], of["low"], of["high"]) + f", {of['within']:.2f}"
 
 
 def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[str]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 
 import numpy as np
-from scipy.stats import rankdata
-from study import NAMED, read
+from study import NAMED
 
-from kvsim.analysis.significance import FEWEST
-from kvsim.analysis.summaries import RESAMPLES, Interval
-from kvsim.schema import plural
+from kvsim.analysis.significance import rank_correlation, rank_intervals
+from kvsim.analysis.summaries import Interval
+from results_page.answers import right_answers
+from results_page.best import ENOUGH, sentence, tasks_of, values
 from results_page.claims import differing
 from results_page.plan import PLANS, Plan
-from results_page.ranking import Row, markdown, shown
+from results_page.ranking import SETS, Row, correlated, markdown, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
-from results_page.statistics import Floats, Results
+from results_page.statistics import Results
 from results_page.text import command, sources
 from results_page.traces import ANSWER as ANSWERED
-from results_page.traces import ANSWERS, labels
+from results_page.traces import labels
 
 #: Columns of the table after KL: heading, metric, variant (None: the main one), format.
 _COLUMNS = (
@@ -29,7 +28,7 @@ _COLUMNS = (
     ("retained mass", "retained_mass", None, ".3f"),
     ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
 )
-#: Not compared: what no budget binds, and chance.
+#: Not in rank correlations: what no budget binds, and chance, which would raise them.
 REFERENCES = ("full", "random")
 
 
@@ -41,17 +40,21 @@ def long_page(
     parts = [
         *_opening(r, others),
         "## Which policy is best",
+        SETS,
+        "\n".join(f"* {_best(r, policies, budget)}" for budget in r.plan.budgets),
         _meaning(r),
         _table(r, policies),
         f"![KL and wiped-out regions of each policy]({figure})",
-        _DIFFERENT,
-        "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
         *_groups(r, policies),
         "## Do shorter prompts predict the ranking?"
         if r.plan.once
         else "## Do other prompts and models predict the ranking?",
         _prediction(r, others, [x for x in policies if x not in REFERENCES]),
-        *_live(r, policies),
+        *(
+            ["## Does judged KL predict right answers?", right_answers(r, policies)]
+            if r.plan.solved and not r.plan.sheets
+            else []
+        ),
         *_claims(r, others),
         *_needles(r, policies),
         "## Time and memory",
@@ -146,31 +149,14 @@ def _table(r: Results, policies: Sequence[str]) -> str:
     return markdown(head, rows)
 
 
-_DIFFERENT = (
-    "Policies differ where the 95 % interval of their difference, paired by prompt, excludes 0, "
-    "without a correction for the number of pairs:"
-)
-
-
-def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
-    """Which policies differ from the first, and how many pairs differ, beyond the intervals."""
-    names = [row.label for row in of_budget if row.label not in REFERENCES]
-    kl = {label: r.of(label, budget, "response_kl") for label in names}
-    first, *others = names
-    count = Interval.of(kl[first]).n
-    if count < FEWEST:
-        return f"Budget {budget}: {plural(count, 'prompt')}, too few to compare."
-    gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
-    level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
-    pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
-    beyond = sum(gap.low > 0 or gap.high < 0 for gap in pairs)
-    same = f"not distinguished from {', '.join(level)}" if level else "better than each other one"
-    chance = Interval.of(r.of("random", budget, "response_kl")).mean
-    worse = sum(Interval.of(values).mean > chance for values in kl.values())
-    return (
-        f"Budget {budget}: {shown(first)} is first, {same}; {beyond} of {len(pairs)} pairs differ."
-        + f" {worse} of {len(names)} policies have a higher mean KL than `random`." * (worse > 0)
-    )
+def _best(r: Results, policies: Sequence[str], budget: int) -> str:
+    names = [label for label in policies if label != "full"]
+    x, prompts = values(r, names, budget)
+    text = sentence(budget, [*map(shown, names)], x, tasks_of(r.plan, prompts))
+    if len(x) < ENOUGH:
+        return text
+    first, last = (ranks[names.index("random")] for ranks in rank_intervals(x))
+    return f"{text} `random` has a rank from {first} to {last}."
 
 
 def _groups(r: Results, policies: Sequence[str]) -> list[str]:
@@ -194,41 +180,14 @@ def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) 
     """The rank correlations with each of the other results."""
     text = (
         f"Rank correlation of the {len(policies)} policies, without `full` and `random`, by mean "
-        "KL here (columns) and elsewhere (rows); in brackets the 95 % interval over the prompts "
-        "here."
+        "KL here (columns) and elsewhere (rows); in brackets the 95 % interval for other policies "
+        "and other prompts of both sides, from 12 prompts of either on that order the policies "
+        "reliably. Of model, kind of text, length and budget several differ at once, mostly, so "
+        "that no difference has one cause."
     )
     if r.plan.once:
         text += " Elsewhere, evictions go on during the response."
     return "\n\n".join([text, *(_predicted(r, each, policies) for each in others)])
-
-
-def _live(r: Results, policies: Sequence[str]) -> list[str]:
-    """The rank correlation with wrong answers of live runs, where they were measured."""
-    if not r.plan.solved or r.plan.sheets:
-        return []
-    rows = [
-        row
-        for row in read(ANSWERS.with_name("qwen-live.jsonl"))
-        if row["model"] == r.plan.model.lower()
-    ]
-    names = [label for label in policies if label in {row["policy"] for row in rows}]
-    names = [label for label in names if label not in REFERENCES]
-    parts = []
-    for budget in r.plan.budgets:
-        right = [
-            np.mean([x["right"] for x in rows if (x["policy"], x["budget"]) == (label, budget)])
-            for label in names
-        ]
-        kl = np.array([r.of(label, budget, "response_kl") for label in names])
-        parts.append(f"{_correlation([-share for share in right], kl)} at {budget}")
-    text = (
-        f"Rank correlation of judged KL here with the share of [wrong answers of live runs]"
-        f"(qwen.md#answers-under-policies), over the {len(names)} policies that were run so: "
-        f"{', '.join(parts)} entries, in brackets the 95 % interval over the prompts here. A row "
-        "of the recorded answer counts the same whether the answer depends on it or not, and KL "
-        "does not see whether a wrong step is mended later."
-    )
-    return ["## Does judged KL predict right answers?", text]
 
 
 def _claims(r: Results, others: Sequence[Results]) -> list[str]:
@@ -243,38 +202,31 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
     known = [label for label in policies if shorter.has(label)]
     fewer = f" ({len(known)} policies)" if known != [*policies] else ""
-    policies, rows = known, []
-    same = shorter.plan.prompts if shorter.plan.beside else r.plan.prompts
+    same = bool(shorter.plan.beside)
+    here = {budget: values(r, known, budget) for budget in _compared(r)}
+    kinds = [] if r.plan.solved else [*dict.fromkeys(tasks_of(r.plan, np.arange(r.plan.prompts)))]
+    rows = []
     for short in shorter.plan.budgets:
-        before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
-        cells = []
-        for budget in _compared(r):
-            kl = np.array([r.of(label, budget, "response_kl") for label in policies])
-            cells.append(_correlation(before, kl[:, :same]))
-        rows.append([f"budget {short}", *cells])
+        other, places = values(shorter, known, short)
+        cells, apart = [], []
+        for x, prompts in here.values():
+            # other models have other digests
+            of = x[[prompts.tolist().index(place) for place in places]] if same else x
+            cells.append(correlated(*rank_correlation(of, other, same=same)))
+            parts = (x[np.array(tasks_of(r.plan, prompts)) == kind] for kind in kinds)
+            apart += [f"{rank_correlation(part, other, same=False)[0]:.2f}" for part in parts]
+        rows.append([f"budget {short}", *cells, *apart])
     tokens = np.array(shorter.sizes).T[0]
     of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {_model(shorter)}"
     of_prompts = (
-        f"On the first {same} of these answers, {of_lengths}, which did not write them"
-        if shorter.plan.beside
+        f"On the first {shorter.plan.prompts} of these answers, {of_lengths}, which did not write "
+        "them"
+        if same
         else f"On [{shorter.plan.prompts} prompts of {of_lengths}]({shorter.plan.page})"
     )
-    return f"{of_prompts}{fewer}:\n\n" + markdown(
-        ["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows
-    )
-
-
-def _correlation(before: Sequence[float], kl: Floats) -> str:
-    """Of [policy] and [policy, prompt], with an interval of resampled prompts."""
-    kl = kl[:, ~np.isnan(kl).any(0)]
-    drawn = np.random.default_rng(0).integers(0, kl.shape[1], (RESAMPLES, kl.shape[1]))
-    means = np.stack([kl.mean(1), *(kl[:, places].mean(1) for places in drawn)])
-    own, others = (x - (len(kl) + 1) / 2 for x in (rankdata(before), rankdata(means, axis=1)))
-    value, *values = others @ own / np.sqrt((others**2).sum(1) * (own**2).sum())
-    if kl.shape[1] < FEWEST:
-        return f"{value:.2f}"
-    low, high = np.quantile(values, [0.025, 0.975])
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    head = ["elsewhere", *(f"budget {budget}" for budget in here)]
+    head += [f"{kind} {budget}" for budget in here for kind in kinds]
+    return f"{of_prompts}{fewer}:\n\n" + markdown(head, rows)
 
 
 def _needles(r: Results, policies: Sequence[str]) -> list[str]:
@@ -334,6 +286,7 @@ def _measured(r: Results) -> str:
             "",
             *([_ANSWERS.format(least=plan.least), *_smaller(plan)] if plan.solved else texts),
             sources(r),
+            *([_NARROW] if r.plan.prompts <= ENOUGH else []),
             *(line.format(and_ams=_OF_AMS.format(**sizes) if sizes else "") for line in _LIMITS),
             limits,
         ]
@@ -360,8 +313,10 @@ _TEXTS = (
     "model writes {answer} tokens. The text is 28,000 tokens of Python's documentation, which "
     "prompts share: intervals say nothing of other texts."
 )
+_NARROW = (
+    "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean."
+)
 _LIMITS = (
-    "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
     "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
     "* `kvzip` (twice the positions) and policies [across layers](across-layers.md) are missing.",
 )

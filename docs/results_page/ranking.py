@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
-from scipy.stats import spearmanr
 
 from kvsim import Policy
-from kvsim.analysis.significance import FEWEST
-from kvsim.analysis.summaries import ROUNDING, Interval
+from kvsim.analysis.significance import FEWEST, rank_correlation, rank_intervals
+from kvsim.analysis.summaries import Interval
 from kvsim.policies import describe, names
-from results_page.statistics import Results
+from results_page.best import ENOUGH, sentence, tasks_of, values
+from results_page.statistics import Floats, Results
 
 #: Columns of the tables: heading, metric, variant (None: the main one), format.
 COLUMNS = (
@@ -37,10 +36,8 @@ ENTRIES = "entries"
 COLORS = ("#c8102e", "#e08a1e", "#7a9cc6", "#1f4e79")
 #: Places of the ranking.
 _PLACES = 8
-#: No candidates: no budget binds them, they look ahead, or they are chance.
-_REFERENCES = ("full", "oracle", "random", "rpc")
-#: The mark of policies that have learned from queries of another prompt.
-CALIBRATED = "†"
+#: Marks of policies that have learned from queries of another prompt, or read the context twice.
+CALIBRATED, PROBED = "†", "‡"
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,15 @@ class Row:
     chance: Interval
 
     @property
-    def family(self) -> str:
-        """The policy of which this is a preset, a setting or a combination."""
-        return re.split(r"[@+,]", self.label)[0]
+    def default(self) -> bool:
+        """Whether it is a policy, or a combination, as it is by default."""
+        return not {"@", ","} & {*self.label}
+
+    @property
+    def reference(self) -> bool:
+        """Whether it is not ranked: no budget binds it, or it knows more than others."""
+        parts = [describe(part) for part in _parts(self.label)]
+        return not self.bounded or any(part.clairvoyant for part in parts) or bool(_mark(parts))
 
     def mean(self, title: str) -> float:
         """The mean of a column; NaN without a value."""
@@ -92,95 +95,82 @@ def ranked(of_budget: Sequence[Row], title: str) -> list[Row]:
     return sorted(of_budget, key=place)
 
 
-def best(of_budget: Sequence[Row], title: str = KL) -> list[Row]:
-    """The best row of each family, without references."""
-    first: dict[str, Row] = {}
-    for row in ranked(of_budget, title):
-        if row.family not in _REFERENCES and row.values[title].n:
-            first.setdefault(row.family, row)
-    return list(first.values())
+def ranked_rows(of_budget: Sequence[Row]) -> list[Row]:
+    """The default of each policy by KL, without references."""
+    return [x for x in of_budget if x.default and not x.reference and x.values[KL].n]
 
 
-def opening(by_budget: Mapping[int, Sequence[Row]], figure: str) -> str:
+def opening(r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str) -> str:
     """The ranking of a page with the links to its two figures.
 
     figure: that of all policies, as the page links to it.
     """
-    leaders = {budget: best(of_budget) for budget, of_budget in by_budget.items()}
-    few = [budget for budget, found in leaders.items() if found[0].values[KL].n < FEWEST]
-    leaders = {budget: found for budget, found in leaders.items() if budget not in few}
-    lines = [
-        "| rank | " + " | ".join(f"budget {budget}" for budget in leaders) + " |",
-        "| ---: |" + " --- |" * len(leaders),
-    ]
-    columns = [_cells(by_budget[budget], found) for budget, found in leaders.items()]
-    for place, cells in enumerate(zip(*columns, strict=False), start=1):
-        lines.append(f"| {place} | {' | '.join(cells)} |")
-    meaning = (
-        "By judged KL: how far the model's predictions of the response move from those with the "
-        "full cache when each row sees what the replay kept, in nats per token. Mean and 95 % "
-        "interval over prompts, of the best preset or combination of each policy; in parentheses "
-        "the place by output error. *=* is a tie with the place above; overlapping intervals "
-        "decide nothing by themselves. Left out: policies without a budget, those that look "
-        f"ahead, and `random`. {CALIBRATED}: calibrated on another prompt of the same kind. "
-        "[All rows](#what-policies-keep-and-lose)."
+    lines, columns, agreed = [], [], []
+    for budget, of_budget in by_budget.items():
+        leaders = ranked_rows(of_budget)
+        policies = [row.label for row in leaders]
+        x, prompts = values(r, policies, budget)
+        lines.append("* " + sentence(budget, [*map(shown, policies)], x, tasks_of(r.plan, prompts)))
+        columns.append(_cells(leaders, x))
+        agreed.append([_agreement(r, policies, budget, x, prompts, m) for m in _ERRORS])
+    head = ["| rank | " + " | ".join(f"budget {budget}" for budget in by_budget) + " |"]
+    head.append("| ---: |" + " --- |" * len(by_budget))
+    places = enumerate(zip(*columns, strict=False), start=1)
+    rows_of = [f"| {place} | {' | '.join(cells)} |" for place, cells in places]
+    errors = "; ".join(
+        f"{name} {', '.join(of)}"
+        for name, of in zip(_ERRORS, zip(*agreed, strict=True), strict=True)
     )
-    if few:
-        budgets = ", ".join(map(str, few))
-        meaning += f" Not ranked: budget {budgets}, which takes at least {FEWEST} prompts."
-    parts = ["## Which policy is best", meaning]
-    if leaders:
-        parts += ["\n".join(lines), _apart({budget: by_budget[budget] for budget in leaders})]
-    alt = "KL and wiped-out regions of the best preset or combination of each policy"
-    parts += [
-        "A policy with a low KL can wipe out many regions:",
-        f"![{alt}]({beside(figure)})",
-        f"![KL of every policy at every budget]({figure})",
-    ]
-    return "\n\n".join(parts)
-
-
-def _cells(of_budget: Sequence[Row], leaders: Sequence[Row]) -> list[str]:
-    by_error = [row.family for row in best(of_budget, ERROR)]
-    cells, before = [], np.nan
-    for row in leaders[:_PLACES]:
-        mean = row.mean(KL)
-        tie = "= " * bool(abs(mean - before) <= ROUNDING * abs(mean))
-        before = mean
-        place = by_error.index(row.family) + 1
-        cells.append(f"{tie}{shown(row.label)} {row.values[KL].text('.3f')} ({place})")
-    return cells
-
-
-def _apart(by_budget: Mapping[int, Sequence[Row]]) -> str:
-    """Where the orders by KL and by errors part."""
-    agreed = {
-        title: ", ".join(_correlation(best(of), title) for of in by_budget.values())
-        for title in (LAYER_ERROR, ERROR)
-    }
-    middle = [*by_budget][(len(by_budget) - 1) // 2]
-    leaders = best(by_budget[middle])
-    by_kl, by_error = (
-        [row.family for row in best(by_budget[middle], title)] for title in (KL, ERROR)
-    )
-    moved = sorted(
-        leaders, key=lambda row: -abs(by_kl.index(row.family) - by_error.index(row.family))
-    )
-    apart = ", ".join(
-        f"{shown(row.label)} ({by_kl.index(row.family) + 1} by KL, "
-        f"{by_error.index(row.family) + 1} by output error)"
-        for row in moved[:3]
-    )
-    return (
-        f"Rank correlation with KL over {len(leaders)} policies at these budgets: output error "
-        f"{agreed[ERROR]}, layer error {agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: "
-        f"{apart}."
+    alt = "KL and wiped-out regions of the default of each policy"
+    return "\n\n".join(
+        [
+            "## Which policy is best",
+            _MEANING,
+            "\n".join(lines),
+            _TABLE,
+            "\n".join([*head, *rows_of]),
+            f"Rank correlation with KL over {len(policies)} policies at these budgets: {errors}.",
+            f"![{alt}]({beside(figure)})",
+            f"![KL of every policy at every budget]({figure})",
+        ]
     )
 
 
-def _correlation(leaders: Sequence[Row], title: str) -> str:
-    found = spearmanr(*([row.mean(name) for row in leaders] for name in (KL, title)))
-    return f"{found.statistic:.2f}"
+SETS = (
+    "Which policies could be the best, at 95 % for each budget and task by itself "
+    "([how](compare.md#how-differences-are-tested)); bounds are 95 % each:"
+)
+_MEANING = (
+    "By judged KL: how far the model's predictions of the response move from those with the full "
+    "cache when each row sees what the replay kept, in nats per token; of the default of each "
+    "policy and of combinations. Not ranked, as no budget binds them or they know more: `full`, "
+    f"`rpc`, oracles, policies calibrated on another prompt of the same kind ({CALIBRATED}), and "
+    f"those that read the context twice ({PROBED}). {SETS}"
+)
+_TABLE = (
+    "Means over prompts with 95 % intervals, and from 12 prompts on the ranks that are possible. "
+    "[All rows](#what-policies-keep-and-lose)."
+)
+_ERRORS = ("layer_error", "output_error")
+
+
+def _cells(leaders: Sequence[Row], x: Floats) -> list[str]:
+    cells = [f"{shown(row.label)} {row.values[KL].text('.3f')}" for row in leaders]
+    if len(x) >= ENOUGH:
+        cells = [f"{c} ({a} to {b})" for c, a, b in zip(cells, *rank_intervals(x), strict=True)]
+    return cells[:_PLACES]
+
+
+def _agreement(
+    r: Results, policies: Sequence[str], budget: int, x: Floats, prompts: Floats, metric: str
+) -> str:
+    errors = np.stack([r.of(label, budget, metric)[prompts] for label in policies], axis=1)
+    return correlated(*rank_correlation(x, errors))
+
+
+def correlated(value: float, low: float, high: float) -> str:
+    """A rank correlation as text, with its interval if it has one."""
+    return Interval(value, low, high, 1).text(".2f")
 
 
 def table(by_budget: Mapping[int, Sequence[Row]], budget: int) -> str:
@@ -225,9 +215,17 @@ def usual_entries(of_budget: Sequence[Row]) -> str:
 def shown(label: str) -> str:
     """A policy as tables name it, marked where it was calibrated."""
     name, comma, rest = label.partition(",")
-    parts = [part for part in name.split("+") if part in names()]
-    mark = CALIBRATED * any("calibration" in describe(part).required for part in parts)
-    return f"`{name}`{mark}{comma}{rest}"
+    return f"`{name}`{_mark([describe(part) for part in _parts(label)])}{comma}{rest}"
+
+
+def _parts(label: str) -> list[str]:
+    """The policies of the catalogue that a label combines."""
+    return [part for part in label.partition(",")[0].split("+") if part in names()]
+
+
+def _mark(parts: Sequence[Any]) -> str:
+    calibrated = any("calibration" in part.required for part in parts)
+    return CALIBRATED * calibrated + PROBED * any("probe_q" in part.needs for part in parts)
 
 
 def beside(figure: str) -> str:
@@ -236,13 +234,13 @@ def beside(figure: str) -> str:
 
 
 def figures(by_budget: Mapping[int, Sequence[Row]], path: Path, *, every: bool = True) -> None:
-    """Draw KL and wiped-out regions of the best of each family, and KL of every policy.
+    """Draw KL and wiped-out regions of the default of each policy, and KL of every policy.
 
     Without `every` the first alone has all policies, in the figure at `path`.
     """
     middle = by_budget[[*by_budget][(len(by_budget) - 1) // 2]]
     measured = [row for row in middle if row.values[KL].n and row.label != "full"]
-    leaders = best(middle) if every else measured
+    leaders = ranked_rows(middle) if every else measured
     ranking = Figure(figsize=(7.5, 0.17 * len(leaders) + 1.3), dpi=72)
     _draw([*ranking.subplots(1, 2, sharey=True)], [KL, WIPED], leaders, by_budget)
     images = {Path(beside(str(path))) if every else path: ranking}

@@ -15,7 +15,7 @@ from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
-from results_page.ranking import Row, best, markdown, opening, shown, table, usual_entries
+from results_page.ranking import Row, markdown, opening, ranked_rows, shown, table, usual_entries
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
@@ -31,7 +31,7 @@ def page(
     later = [shown(label) for label in table_policies(r.plan, "prefix:64").keys() - policies.keys()]
     unmeasured = f"\n* Not measured, as newer: {', '.join(sorted(later))}." if later else ""
     parts = [
-        _introduction(r, opening(by_budget, figure)) + unmeasured,
+        _introduction(r, opening(r, by_budget, figure)) + unmeasured,
         "## What policies keep and lose",
         reading(r, policies, usual_entries(by_budget[r.plan.budget])),
         table(by_budget, r.plan.budget),
@@ -49,7 +49,7 @@ def _of_a_real_model(r: Results, ranked: Sequence[Row]) -> list[str]:
     """Sections that tiny has no layers and no needles for."""
     return [
         "## What is left of the needle",
-        _needle(r, [*(row.label for row in best(ranked)), "oracle"]),
+        _needle(r, [*(row.label for row in ranked_rows(ranked)), "oracle"]),
         "## Where ASL selects",
         _selection(r),
     ]
@@ -243,8 +243,7 @@ def _needle(r: Results, policies: Sequence[str]) -> str:
         "*Recall*: share of the needle's tokens that the rows of the answer still see, mean over "
         f"layers and heads; random sets of the same size have {_and(chance)}. *Wiped out*: share "
         "of layers and heads that see nothing of it. A head that never reads the needle loses "
-        "nothing with it, so a low recall need not be a wrong answer. The best preset or "
-        "combination of each policy:\n\n"
+        "nothing with it, so a low recall need not be a wrong answer.\n\n"
     ) + markdown(["policy", *heads], [row for _, row in sorted(rows)])
 
 

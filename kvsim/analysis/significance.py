@@ -249,19 +249,25 @@ def at_least(gaps: Floats, cells: int) -> float:
     return float(_share(sums[weakest].max(0, keepdims=True))[0])
 
 
-def rank_correlation(x: Floats, y: Floats, draws: int = 1000) -> tuple[float, float, float]:
+def rank_correlation(
+    x: Floats, y: Floats, draws: int = 1000, *, same: bool = True
+) -> tuple[float, float, float]:
     """Spearman correlation of two rankings by means [prompt, policy], and its 95 % interval.
 
-    Prompts, the same of both, and policies are drawn with replacement; the interval is shifted by
-    what noise takes from the correlation. Meant for at least 8 policies and 12 prompts.
+    Policies and prompts, the same of both unless `same` is False, are drawn with replacement; the
+    interval is shifted by what noise takes from the correlation. It is NaN for fewer than 8
+    policies or 12 prompts, and where the `reliability` of a ranking is below 0.8.
     """
-    rng, (n, k) = np.random.default_rng(0), x.shape
-    share, at = rng.multinomial(n, np.full(n, 1 / n), draws) / n, rng.integers(0, k, (draws, k))
-    means, drawn = _spearman(x.mean(0), y.mean(0)), (share @ x, share @ y)
-    both = _atanh(_spearman(*(np.take_along_axis(each, at, 1) for each in drawn)))
-    shift = _atanh(means) - np.nanmedian(_atanh(_spearman(*drawn)))
-    low, high = np.tanh(np.nanquantile(both, [0.025, 0.975]) + shift)
-    return float(means), float(low), float(high)
+    rng, k, both = np.random.default_rng(0), x.shape[1], (x, y)
+    means = float(_spearman(x.mean(0), y.mean(0)))
+    if k < 8 or min(map(len, both)) < 12 or min(map(reliability, both)) < 0.8:
+        return means, np.nan, np.nan
+    shares = [rng.multinomial(n, np.full(n, 1 / n), draws) / n for n in (len(x), len(y))[same:]]
+    at, drawn = rng.integers(0, k, (draws, k)), (shares[0] @ x, shares[-1] @ y)
+    resampled = _atanh(_spearman(*(np.take_along_axis(each, at, 1) for each in drawn)))
+    shift = _atanh(np.array(means)) - np.nanmedian(_atanh(_spearman(*drawn)))
+    low, high = np.tanh(np.nanquantile(resampled, [0.025, 0.975]) + shift)
+    return means, min(float(low), means), max(float(high), means)
 
 
 def _spearman(a: Floats, b: Floats) -> Floats:

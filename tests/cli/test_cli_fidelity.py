@@ -32,8 +32,8 @@ def test_fidelity_prints_its_tables(run, tmp_path):
 
 def test_correlations_are_printed_for_each_budget(capsys):
     """A line for each budget and metric that has one; elsewhere the line says what is missing."""
-    names = [f"{name}{end}" for name in ("between", "within") for end in ("", "_low", "_high")]
-    numbers = dict(zip(names, (0.5, -0.125, 0.75, 0.25, 0.0, 0.375), strict=True))
+    names = ("between", "low", "high", "within")
+    numbers = dict(zip(names, (0.5, -0.125, 0.75, 0.25), strict=True))
     sizes = {"outcome": "response_kl", "prompts": 6, "policies": 5}
     rows = [
         {"budget": "64", "metric": "layer_error"} | sizes | numbers,
@@ -44,7 +44,7 @@ def test_correlations_are_printed_for_each_budget(capsys):
     out = capsys.readouterr().out
 
     assert re.search(
-        r"64 +layer_error +\+0\.50 \[-0\.12, \+0\.75\] +\+0\.25 \[\+0\.00, \+0\.38\] +6 +5$",
+        r"64 +layer_error +\+0\.50 \[-0\.12, \+0\.75\] +\+0\.25 +6 +5$",
         *(out, re.MULTILINE),
     )
     assert "needle_recall" not in out

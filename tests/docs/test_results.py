@@ -21,6 +21,8 @@ from kvsim.recorder import load_model
 from kvsim.studies.claims import CLAIMS, OPEN, Claim
 from qwen_card import SHEET
 from results_page import tables as measuring
+from results_page.answers import pairs
+from results_page.best import sentence
 from results_page.claims import claims_page, differing
 from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
@@ -49,7 +51,7 @@ def tables(text):
         if line.startswith("#"):
             heading = line.lstrip("# ")
         elif line.startswith("|"):
-            cells = [cell.strip().replace("†", "") for cell in line.strip("|").split("|")]
+            cells = [re.sub("[†‡]", "", cell.strip()) for cell in line.strip("|").split("|")]
             found.setdefault(heading, []).append(cells)
     return {heading: [rows[0], *rows[2:]] for heading, rows in found.items()}
 
@@ -65,6 +67,7 @@ def test_the_page_has_its_parts(page):
     found = tables(text)
 
     assert list(found) == [
+        "Which policy is best",
         "What policies keep and lose",
         "Parameters made smaller",
         "By stage, domain and task",
@@ -83,25 +86,43 @@ def test_the_page_has_its_parts(page):
 
 @pytest.mark.parametrize("name", results.WHOLE)
 def test_a_page_opens_with_the_ranking_of_its_tables(name):
-    """The first of each budget is the best candidate of its table; each policy stands once."""
+    """Defaults that no budget frees and that know nothing more, by the KL of the table."""
     text = results.PAGES[name].read_text("utf-8")
     found = tables(text)
     first, *ranked = zip(*found["Which policy is best"], strict=True)
     head, *every = found["What policies keep and lose"]
     columns = [number for number, title in enumerate(head) if title.startswith("KL ")]
+    opening = text.partition("| rank |")[0]
 
     assert next(iter(found)) == "Which policy is best"
     assert "| `triattention`† |" in text
-    assert re.search(r"`(\w+\+)?triattention`(?!†) [|\d]|`qfilter`(?!†) [|\d]", text) is None
+    assert "| `kvzip`‡ |" in text
+    assert re.search(r"`(\w+\+)?(triattention|qfilter|kvzip)`(?![†‡]) [|\d]", text) is None
+    assert [f"* Budget {n} (" in opening for n in PLANS[name].budgets] == [True] * len(columns)
     assert first[1:] == tuple(map(str, range(1, 9)))
     for (title, *places), column in zip(ranked, columns, strict=True):
         assert head[column] == title.replace("budget", "KL")
         kl = {row[0]: number(row[column]) for row in every if row[column]}
-        candidates = [each for each in kl if not re.match(r"`(full|random|oracle|rpc)\b", each)]
-        assert places[0].split("`")[1] in {each.split("`")[1] for each in candidates}
-        assert number(places[0].split("` ")[1]) == min(kl[each] for each in candidates)
-        families = [re.split("[@+,`]", place.strip("= `"))[0] for place in places]
-        assert len(set(families)) == len(families)
+        out = r"`(full|oracle|rpc|kvzip|kvcompose|[^`]*@)|.*(,|qfilter|triattention)"
+        candidates = sorted(kl[each] for each in kl if not re.match(out, each))
+        assert [number(place.split("` ")[1]) for place in places] == candidates[:8]
+
+
+def test_the_set_of_the_best_is_that_of_each_task_where_tasks_matter():
+    """One winner of a task is not the best of another; few prompts decide nothing."""
+    noise = np.random.default_rng(0).uniform(0.9, 1.1, (24, 3))
+    kinds = np.repeat(["a", "b"], 12)
+    swapped = noise * np.where(kinds[:, None] == "a", [1, 3, 9], [3, 1, 9])
+
+    same = sentence(64, ["x", "y", "z"], noise * [1, 2, 9], kinds)
+    assert same.startswith(
+        "Budget 64 (24 prompts): that the order depends on the task is not shown"
+    )
+    assert "; x of 3 policies. y is at most 1" in same
+    text = sentence(64, ["x", "y", "z"], swapped, kinds)
+    assert "(p = 0.001); a: x; b: y; on average over prompts: x or y of 3 policies" in text
+    few = sentence(64, ["x", "y", "z"], swapped[:5], kinds[:5])
+    assert few.startswith("Budget 64: x has the lowest KL and leads on 5 of 5 prompts, which say")
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
@@ -271,6 +292,14 @@ def test_values_of_another_model_are_on_the_page_of_its_answers(answers, tmp_pat
     assert files == ("claims.md", "page.md", "page.parquet", "results-qwen-0.5b.parquet")
     assert f"On the first {SMALLEST['qwen-0.5b'].prompts} of these answers" not in alone
     assert text.replace(_same_answers(text), "") == alone
+
+
+def test_pairs_of_a_wrong_and_a_right_answer():
+    """Each pair is of one policy; a tie counts half."""
+    kl = np.array([[1.0, 5.0], [2.0, 5.0], [3.0, 4.0]])
+    wrong = np.array([[0, 1], [1, 0], [0, 0]], bool)
+
+    assert pairs(kl, wrong).tolist() == [1, 0, 0.5, 1]
 
 
 def _same_answers(text):

@@ -30,7 +30,7 @@ def test_cells_are_the_correlations_of_the_stored_values(model):
     found = correlation(judged, live)
 
     assert found["between"] == pytest.approx(spearmanr(means["judged"], means["closed"]).statistic)
-    assert found["between_low"] <= found["between"] <= found["between_high"]
+    assert found["low"] <= found["between"] <= found["high"]
     assert found["within"] == pytest.approx(np.mean(within))
     assert judged.shape == (30, len(validity.POLICIES) - 1)
 

@@ -17,10 +17,11 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.evidence import OUTCOMES
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
-from kvsim.analysis.significance import FEWEST
+from kvsim.analysis.significance import FEWEST, rank_correlation
 from kvsim.analysis.summaries import KEYS, Interval, per_prompt
 from kvsim.analysis.wide_table import wide
 from kvsim.core.record import Record
@@ -82,61 +83,18 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
     """Spearman correlations over policies of values [prompt, policy] at one budget.
 
     Returns:
-        `between`, of means over prompts, and `within`, the mean over prompts of the correlation
-        within each, with the ends of their 95 % bootstrap intervals over prompts and policies
-        (`_low`, `_high`). All None for fewer than `FEWEST` prompts or `POLICIES` policies; a prompt
-        in which nothing varies does not count.
+        `between`, of means over prompts, with the ends `low` and `high` of the interval of
+        `rank_correlation`, where it has one, and `within`, the mean over prompts of the correlation
+        within each. All None for fewer than `FEWEST` prompts or `POLICIES` policies; a prompt in
+        which nothing varies does not count.
     """
-    n, policies = x.shape
-    numbers: dict[str, float | None] = dict.fromkeys(_NUMBERS)
-    if n < FEWEST or policies < POLICIES:
-        return numbers
-    equal = np.ones(n), np.ones(policies)
-    prompts, weights = resamples(n, policies)
-    each, resampled = _spearman(x, y, equal[1]), _spearman(x, y, weights[:, None])
-    mean_x, mean_y = ((prompts[..., None] * values).sum(1) for values in (x, y))
-    means = _spearman(mean_x, mean_y, weights)
-    if (~np.isnan(each)).sum() < FEWEST:
-        each = np.full(n, np.nan)
-    for name, estimate, draws in (
-        ("between", _spearman(x.mean(0), y.mean(0), equal[1]), means),
-        ("within", _mean(each, equal[0]), _mean(resampled, prompts)),
-    ):
-        if not np.isnan(estimate):
-            ends = np.nanquantile(draws, (0.025, 0.975)).tolist()
-            interval = (float(estimate), *ends)
-            numbers |= dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
-    return numbers
-
-
-def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """Spearman over the last axis, values weighted; NaN where one of the two does not vary."""
-    a, b = (  # ranks from the mean rank, twice
-        (np.sign(z[..., None] - z[..., None, :]) @ weights[..., None])[..., 0] for z in (x, y)
-    )
-    spread = (weights * a**2).sum(-1) * (weights * b**2).sum(-1)
-    with np.errstate(invalid="ignore"):
-        correlations: Floats = (weights * a * b).sum(-1) / np.sqrt(spread)
-    return correlations
-
-
-def _mean(values: Floats, weights: Floats) -> Floats:
-    """Mean over the last axis without NaN."""
-    present = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):
-        total = (np.where(present, values, 0) * weights).sum(-1)
-        mean: Floats = total / (present * weights).sum(-1)
-    return mean
-
-
-def resamples(prompts: int, policies: int) -> tuple[Floats, Floats]:
-    """How often each prompt [draw, prompt] and policy [draw, policy] is in 500 bootstrap draws."""
-    rng = np.random.default_rng(0)
-    first, second = (
-        np.stack([np.bincount(draw, minlength=n) for draw in rng.integers(n, size=(_DRAWS, n))])
-        for n in (prompts, policies)
-    )
-    return first.astype(np.float64), second.astype(np.float64)
+    if len(x) < FEWEST or x.shape[1] < POLICIES:
+        return dict.fromkeys(_NUMBERS)
+    within = spearman(x, y)
+    within = within[~np.isnan(within)]
+    mean = within.mean() if len(within) >= FEWEST else np.nan
+    numbers = zip(_NUMBERS, (*rank_correlation(x, y), float(mean)), strict=True)
+    return {name: None if np.isnan(number) else number for name, number in numbers}
 
 
 def errors_by_layer(
@@ -251,8 +209,7 @@ def _sign(name: str) -> int:
 #: Fewest policies of which a perfect order is beyond chance: 2 of the 5! orders.
 POLICIES = 5
 
-_DRAWS, _LOOPS = 500, ("open", "closed")
-_NUMBERS = tuple(f"{name}{end}" for name in ("between", "within") for end in ("", "_low", "_high"))
+_LOOPS, _NUMBERS = ("open", "closed"), ("between", "low", "high", "within")
 _CORRELATIONS = {
     **dict.fromkeys(("budget", "metric", "outcome"), pl.String),
     **dict.fromkeys(_NUMBERS, pl.Float64),

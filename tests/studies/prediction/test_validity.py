@@ -7,10 +7,11 @@ import statistics
 import numpy as np
 import polars as pl
 import pytest
-from scipy.stats import rankdata, spearmanr
+from scipy.stats import spearmanr
 
 import kvsim
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.table import in_order
 from kvsim.errors import PolicyError
 from kvsim.studies.prediction.validity import (
@@ -110,38 +111,55 @@ def test_correlations_equal_a_plain_loop():
     assert (row["prompts"], row["policies"]) == (8, 5)
 
 
-def test_intervals_are_over_prompts_and_policies():
-    """Ends are those of a loop that draws prompts and policies, of values with ties."""
+def drawn(rng, count):
+    """Numbers of as many prompts as there are, with replacement."""
+    times = rng.multinomial(count, np.full(count, 1 / count), 1000)
+    return [np.repeat(np.arange(count), each) for each in times]
+
+
+@pytest.mark.parametrize("rows", [12, 20])
+def test_intervals_are_over_prompts_and_policies(rows):
+    """Ends are those of a loop; prompts of other texts are drawn on their own."""
     rng = np.random.default_rng(5)
-    x, y = rng.integers(0, 6, (2, 7, 5)).astype(float)
-    x += y
-    out = correlation(x, y)
-    draws = np.random.default_rng(0)
-    rows, columns = (draws.integers(n, size=(500, n)) for n in (7, 5))
+    means = np.arange(9.0)
+    x, y = (means + rng.integers(0, 6, (n, 9)) for n in (12, rows))
+    y[:, :4] = y[:, 3::-1]
+    rng = np.random.default_rng(0)
+    prompts = drawn(rng, 12)
+    others = prompts if rows == 12 else drawn(rng, rows)
+    policies = rng.integers(0, 9, (1000, 9))
+    own, both = [], []
+    for a, b, c in zip(prompts, others, policies, strict=True):
+        of = x[a].sum(0), y[b].sum(0)
+        pairs = of, (of[0][c], of[1][c])
+        for out, pair in zip((own, both), pairs, strict=True):
+            out.append(np.arctanh(np.clip(spearmanr(*pair).statistic, -0.999, 0.999)))
+    rho = spearmanr(x.mean(0), y.mean(0)).statistic
+    ends = np.tanh(np.quantile(both, [0.025, 0.975]) + np.arctanh(rho) - np.median(own))
 
-    def rho(a, b):
-        a, b = rankdata(a), rankdata(b)
-        return np.nan if np.ptp(a) == 0 or np.ptp(b) == 0 else np.corrcoef(a, b)[0, 1]
+    found = rank_correlation(x, y, same=rows == 12)
 
-    between, within = [], []
-    for prompts, policies in zip(rows, columns, strict=True):
-        a, b = (each[prompts][:, policies] for each in (x, y))
-        between.append(rho(a.mean(0), b.mean(0)))
-        varied = [each for each in map(rho, a, b) if not np.isnan(each)]
-        within.append(statistics.fmean(varied) if varied else np.nan)
-
-    for name, values in (("between", between), ("within", within)):
-        ends = np.nanquantile(values, [0.025, 0.975])
-        assert [out[f"{name}_low"], out[f"{name}_high"]] == pytest.approx(ends)
-        assert ends[0] < out[name] < ends[1]
+    assert found == pytest.approx((rho, *ends), abs=1e-3)  # means of products round otherwise
+    assert ends[0] < rho < ends[1]
 
 
-@pytest.mark.parametrize(("prompts", "policies", "enough"), [(5, 9, 0), (6, 4, 0), (6, 5, 1)])
+def test_few_policies_few_prompts_and_noise_have_no_interval():
+    """The correlation is a number alone."""
+    x = np.arange(8.0) + np.random.default_rng(0).random((12, 8))
+    noise = x + 200 * np.random.default_rng(1).random((12, 8))
+    assert not np.isnan(rank_correlation(x, x)).any()
+    for a, b in ((x[:, 1:], x[:, 1:]), (x[1:], x[1:]), (x, noise), (noise, x)):
+        assert list(np.isnan(rank_correlation(a, b))) == [False, True, True]
+    alone = {"between": pytest.approx(1), "low": None, "high": None, "within": pytest.approx(1)}
+    assert correlation(x[1:], x[1:]) == alone
+
+
+@pytest.mark.parametrize(("prompts", "policies", "enough"), [(5, 9, 0), (6, 4, 0), (12, 8, 1)])
 def test_few_prompts_or_policies_have_no_number(prompts, policies, enough):
     """Neither a correlation nor an interval, and none where nothing varies."""
-    x = np.random.default_rng(0).random((prompts, policies))
+    x = np.random.default_rng(0).random((prompts, policies)) + np.arange(policies)
 
-    assert [value is not None for value in correlation(x, x).values()] == [enough] * 6
+    assert [value is not None for value in correlation(x, x).values()] == [enough] * 4
     assert set(correlation(x, np.ones_like(x)).values()) == {None}
 
 
