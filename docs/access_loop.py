@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from scipy.stats import rankdata
 from study import Rows, append, finished, of_models, put, read, traces_in
 
 import access
@@ -25,11 +24,13 @@ import kvsim
 from access import FREE, INTERVAL, MODELS, PAGE, ROOT, TITLES
 from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
+from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.summaries import Interval, averages
 from kvsim.core.policy import Policy
 from kvsim.recorder import load_model
 from kvsim.sweeps import Run
 from kvsim.sweeps.driver import replay_all
+from results_page.ranking import correlated
 
 RESULTS = ROOT / "docs/access-loop-results.jsonl"
 #: Policies of each model that run in the loop, and budgets: chosen once, the five with the smallest
@@ -220,16 +221,13 @@ def order(rows: pl.DataFrame) -> str:
     five = of_model["equals"].is_null().to_numpy()
     error, kl = (np.array(of_model[name].to_list()) for name in ("error", "kl"))  # [cell, prompt]
     prompts = error.shape[1]
-    again = np.random.default_rng(0).integers(prompts, size=(1000, prompts))
     parts = []
     for title, part in (("all ten rows", five | True), ("the five", five)):
-        x, y = error[part], kl[part]
-        drawn = [_rank(x[:, at], y[:, at]) for at in again]
-        low, high = np.quantile(drawn, [0.025, 0.975])
-        a, b = np.triu_indices(len(x), 1)
-        same = [np.sign(v.mean(1)[a] - v.mean(1)[b]) for v in (x, y)]
+        x, y = error[part].T, kl[part].T
+        a, b = np.triu_indices(x.shape[1], 1)
+        same = [np.sign(v.mean(0)[a] - v.mean(0)[b]) for v in (x, y)]
         parts.append(
-            f"{_rank(x, y):.2f} [{low:.2f}, {high:.2f}] over {title}, "
+            f"{correlated(*rank_correlation(x, y))} over {title}, "
             f"{(same[0] == same[1]).sum()} of {len(a)} pairs in the same order"
         )
     names = of_model.filter(five)["name"].to_list()
@@ -241,11 +239,6 @@ def order(rows: pl.DataFrame) -> str:
         f"prompts: {'; '.join(parts)}. Smaller divergence than the eviction of as many bytes, of "
         f"{prompts} prompts: {each}."
     )
-
-
-def _rank(x: Any, y: Any) -> float:
-    """Spearman's correlation of the means of two arrays [cell, prompt]."""
-    return float(np.corrcoef(*(rankdata(values.mean(1)) for values in (x, y)))[0, 1])
 
 
 def page() -> str:

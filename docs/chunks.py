@@ -22,7 +22,6 @@ from study import Rows, by_prompt, filled, read
 
 import kvsim
 from apps.tiny.card import table as markdown
-from kvsim.analysis.summaries import Interval
 from kvsim.recorder import load_model
 from kvsim.recorder.prompts import token_count
 from kvsim.sweeps import replay_all
@@ -88,7 +87,7 @@ def _counted(trace: kvsim.Trace, chunk: int | None) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the mean over prompts of each policy's values, and the ratio to one event."""
+    """Return the mean over prompts of each policy's values."""
     labels = ["one event" if x is None else f"chunks of {x}" for x in CHUNKS]
     heads = [f"{title}, {label}" for title in VALUES.values() for label in labels]
     lines = []
@@ -97,19 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for policy in POLICIES:
             means = [np.mean(_values(of_task, policy, name, x)) for name in VALUES for x in CHUNKS]
             lines.append([f"`{task}`", f"`{policy}`", *(f"{mean:.3f}" for mean in means)])
-        ratios = (_ratio(of_task, name, chunk) for name in VALUES for chunk in CHUNKS)
-        lines.append([f"`{task}`", "ratio to one event", *ratios])
     return markdown(["task", "policy", *heads], lines)
-
-
-def _ratio(rows: list[dict[str, Any]], name: str, chunk: int | None) -> str:
-    """The geometric mean over policies and prompts of ratios to one event, with its interval."""
-    if chunk is None:
-        return "1"
-    logs = [np.log([_values(rows, x, name, at) for x in POLICIES]) for at in (chunk, None)]
-    of_prompts = Interval.of((logs[0] - logs[1]).mean(0))
-    mean, low, high = np.exp([of_prompts.mean, of_prompts.low, of_prompts.high])
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _values(rows: list[dict[str, Any]], policy: str, name: str, chunk: int | None) -> list[float]:

@@ -263,6 +263,7 @@ def census() -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "access": access,
+    "answers": validity.answers,
     "census": census,
     "commands": commands,
     "figures": figures,

@@ -15,6 +15,7 @@ import polars as pl
 from matplotlib.figure import Figure
 from study import NAMED, picture, put
 
+from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
 from kvsim.analysis.significance import best_set
 from kvsim.analysis.summaries import Interval
@@ -85,6 +86,8 @@ def cells(rows: pl.DataFrame, **key: Any) -> str:
     of = rows.filter(**key)
     if not of.height:
         return "-"
+    if of["metric"][0] == "answer_right":
+        return proportion(int(sum(of["values"][0])), len(of["values"][0]))
     mean, low, high = (f"{x:.3f}" for x in of.select("mean", "low", "high").row(0))
     return mean if low == high else f"{mean} [{low}, {high}]"
 

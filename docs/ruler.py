@@ -22,7 +22,6 @@ import numpy as np
 from study import Rows, append, filled, read, run_command
 
 from apps.tiny.card import table as markdown
-from kvsim.analysis.summaries import Interval
 from kvsim.recorder import Prompt, load_model
 from kvsim.recorder.prompts import encode, token_count
 from kvsim.text.answers import score
@@ -68,7 +67,7 @@ def measure(count: int, batch: int, device: str) -> Iterator[dict[str, Any]]:
 
 
 def table(scores: list[Mapping[str, Any]]) -> str:
-    """Return the mean of each task and length in percent, and of lengths with all tasks.
+    """Return the mean of each task and length in percent.
 
     Tasks and lengths without a prompt are left out.
     """
@@ -83,16 +82,7 @@ def table(scores: list[Mapping[str, Any]]) -> str:
             f"{100 * np.mean(values):.0f} ({len(values)})" if values else "-" for values in of_task
         ]
         lines.append([f"`{task}`", *cells])
-    means = []
-    for n in lengths:
-        values = np.array([each["score"] for each in scores if each["length"] == n])
-        measured = {each["task"] for each in scores if each["length"] == n}
-        whole = Interval.of(values) if measured == {*RULER} else None
-        has_interval = whole is not None and not np.isnan(whole.low)
-        ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and has_interval else ""
-        means.append("-" if whole is None else f"{100 * whole.mean:.0f}{ends} ({whole.n})")
-    whole_lengths = [["all prompts", *means]] * any(x != "-" for x in means)
-    return markdown(["task", *(f"{n:,}" for n in lengths)], [*lines, *whole_lengths])
+    return markdown(["task", *(f"{n:,}" for n in lengths)], lines)
 
 
 def page(text: str) -> str:

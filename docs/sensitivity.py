@@ -21,7 +21,6 @@ import polars as pl
 import validity
 from numpy.typing import NDArray
 from scipy.optimize import nnls
-from scipy.stats import spearmanr
 
 import kvsim
 from kvsim.sweeps import replay_all
@@ -69,12 +68,10 @@ def scores(model: str) -> dict[str, Score]:
 
 
 def cell(rows: pl.DataFrame, score: Score) -> str:
-    """Rank correlation with live KL of means over prompts, and mean of those within prompts."""
+    """Rank correlations with live KL."""
     predicted = score(*(np.array(rows[name].to_list()) for name in ("layers", "sensitivity")))
     shape = rows["prompt"].n_unique(), -1
-    x, y = predicted.reshape(shape), rows["kl"].to_numpy().reshape(shape)
-    within = np.mean([spearmanr(*pair).statistic for pair in zip(x, y, strict=True)])
-    return f"{spearmanr(x.mean(0), y.mean(0)).statistic:.2f}, {within:.2f}"
+    return validity.cell(predicted.reshape(shape), rows["kl"].to_numpy().reshape(shape))
 
 
 def part() -> Iterator[str]:

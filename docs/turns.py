@@ -16,14 +16,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from study import Rows, by_prompt, filled, read
 
 import kvsim
+from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
 from kvsim.analysis.results import BEYOND
 from kvsim.analysis.significance import FEWEST
-from kvsim.analysis.summaries import Interval
 from kvsim.recorder import Options, Prompt, Turn, load_model
 from kvsim.recorder.capturing import capture_one
 from kvsim.recorder.prompts import token_count
@@ -112,16 +111,12 @@ def measure(count: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def cell(values: list[float]) -> str:
-    """Return the share of right answers, with its interval where there are prompts enough."""
-    if not values:
-        return "-"
-    share = Interval.of(np.array(values))
-    ends = "" if np.isnan(share.low) else f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
-    return f"{100 * share.mean:.0f}{ends}"
+    """Return the number of right answers."""
+    return proportion(int(sum(values)), len(values)) if values else "-"
 
 
 def table(answers: list[Mapping[str, Any]]) -> str:
-    """Return the right answers in percent by schedule, policy and turn."""
+    """Return the right answers by schedule, policy and turn."""
     turns = (1, 2, 3)
     heads = [f"{name}, turn {turn}" for name in SCHEDULES.values() for turn in turns]
     values: dict[tuple[str, str, int], list[float]] = {}

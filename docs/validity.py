@@ -3,6 +3,7 @@
 
     python docs/validity.py              print the tables of the stored values
     python docs/validity.py --measure    record, replay, judge and run live again: two hours
+    python docs/validity.py --answers    the same of answers: half an hour
 
 `validity-results.parquet` has a row for each model, prompt, policy, budget, metric and way: `open`
 the replay, `judged` its records judged by the model, `closed` the live run that is fed the recorded
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,23 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.summaries import per_prompt
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
-from results_page.plan import SMALL, Plan, Sizes
+from qwen_live import POLICIES as ANSWERED
+from results_page.answers import live_answers, pairs
+from results_page.plan import PLANS, SMALL, Plan, Sizes
 from results_page.policies import scaled
+from results_page.ranking import correlated, markdown
+from results_page.statistics import read_values
 from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("validity-results.parquet")
+#: Judged KL, and whether the answer of the live run is wrong, by prompt, policy and budget.
+ANSWERS = Path(__file__).with_name("answers-results.parquet")
 #: Policies that somebody might deploy, and `random`, which no correlation counts.
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),
@@ -86,7 +95,8 @@ def matrix(
     return sign * wide.drop("prompt").to_numpy().astype(np.float64)
 
 
-def _cell(x: Matrix, y: Matrix) -> str:
+def cell(x: Matrix, y: Matrix) -> str:
+    """Correlations between policies, with an interval if they have one, and within prompts."""
     of = correlation(x, y)
     return show.interval(".2f", of["between"], of["low"], of["high"]) + f", {of['within']:.2f}"
 
@@ -98,7 +108,7 @@ def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[
     yield f"| --- | {' | '.join('---:' for _ in budgets)} |"
     for label, (metric, way) in rows.items():
         cells = [
-            _cell(
+            cell(
                 matrix(model, budget, metric, way, **of),
                 matrix(model, budget, "response_kl", "closed", **of),
             )
@@ -140,6 +150,34 @@ def part() -> str:
     return "\n\n".join("\n".join(lines) for lines in (*blocks, [*_ratios()], *apart))
 
 
+def answers() -> str:
+    """How judged KL goes with wrong answers: of `ANSWERS`, then of the page of the 1.5B."""
+    rows = []
+    stored = pl.read_parquet(ANSWERS).sort("digest", "policy")
+    for budget in (64, 128):
+        kl, wrong = (
+            stored.filter(budget=budget).pivot(on="policy", index="digest", values=name)
+            for name in ("kl", "wrong")
+        )
+        of = kl.drop("digest").to_numpy(), wrong.drop("digest").to_numpy()
+        rows.append(_answered("needles and quotes of SmolLM2", budget, *of, *of, same=True))
+    plan = PLANS["qwen-1.5b"]
+    results = read_values(RESULTS.with_name(plan.values), plan)
+    for budget in plan.budgets:
+        part = live_answers(results, ANSWERED, budget)
+        rows.append(_answered("reasoning of the 1.5B", budget, *part, same=False))
+    head = ["answers", "entries", "wrong", "within a policy", "between policies"]
+    return markdown(head, rows)
+
+
+def _answered(
+    label: str, budget: int, kl: Matrix, wrong: Matrix, own: Matrix, lost: Matrix, *, same: bool
+) -> list[str]:
+    within = f"{pairs(own, lost).mean():.2f}"
+    between = correlated(*rank_correlation(kl, wrong.astype(np.float64), same=same))
+    return [label, str(budget), f"{wrong.mean():.0%}", within, between]
+
+
 # ---------------------------------------------------------------------------------- measuring
 
 
@@ -152,6 +190,36 @@ def measure() -> pl.DataFrame:
         live = kvsim.live(loaded[0], [trace], *cells, tokenizer=loaded[1], **terms)
         parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
         print(f"{trace.name} is done")
+    return pl.concat(parts)
+
+
+def measure_answers() -> pl.DataFrame:
+    """Record needles and quotes, judge every policy, and let the model answer under it."""
+    study, _, tokens = STUDIES["smollm2"]
+    plan = replace(study, tasks=("needle", "quote"), prompts=18, seed=65)
+    model, tokenizer = load_model(plan.model)
+    cells = [scaled(plan.sizes, each) for each in ANSWERED], (64, 128)
+    terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
+    parts = []
+    for prompt in samples(plan)[1:]:
+        with tempfile.TemporaryDirectory() as folder:
+            (trace,) = capture_many(model, tokenizer, [prompt], folder, max_new_tokens=tokens)
+            judged = replay_all(
+                [trace], *cells, judge=plan.model, metrics=["entries_seen"], **terms
+            )
+            terms_of = terms | {"tokenizer": tokenizer, "max_new_tokens": tokens}
+            live = kvsim.live(model, [trace], *cells, metrics=["answer_right"], **terms_of)
+            kl, right = (
+                per_prompt(run.table.filter(metric=name)).select(
+                    "policy", pl.col("requested").cast(pl.Int32).alias("budget"), value
+                )
+                for run, name, value in (
+                    (judged, "response_kl", pl.col("value").alias("kl")),
+                    (live, "answer_right", (pl.col("value") < 1).alias("wrong")),
+                )
+            )
+            of = kl.join(right, on=["policy", "budget"])
+            parts.append(of.select(pl.lit(trace.digest).alias("digest"), pl.all()))
     return pl.concat(parts)
 
 
@@ -199,4 +267,6 @@ def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame
 if __name__ == "__main__":
     if "--measure" in sys.argv[1:]:
         measure().write_parquet(RESULTS)
-    print(part())
+    if "--answers" in sys.argv[1:]:
+        measure_answers().write_parquet(ANSWERS)
+    print(part(), answers(), sep="\n\n")

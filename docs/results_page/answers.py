@@ -26,34 +26,41 @@ def pairs(kl: Floats, wrong: Bools) -> Floats:
     return np.concatenate(each)
 
 
-def right_answers(r: Results, policies: Sequence[str]) -> str:
-    """Whether KL orders policies by their wrong answers, and tells these from right ones."""
+def live_answers(
+    r: Results, policies: Sequence[str], budget: int
+) -> tuple[Floats, Bools, Floats, Bools]:
+    """KL and wrong answers [prompt, policy], of all prompts, then of those that have both."""
     rows = {
         (row["policy"], row["budget"], row["task"], row["index"]): not row["right"]
         for row in read(ANSWERS.with_name("qwen-live.jsonl"))
         if row["model"] == r.plan.model.lower()
     }
-    names = [x for x in policies if x != "full" and x in {name for name, *_ in rows}]
-    asked = sorted({key[2:] for key in rows if key[0] in names})
+    asked = sorted({key[2:] for key in rows if key[0] in policies})
+    wrong = np.array([[rows[name, budget, *of] for name in policies] for of in asked])
+    kl, prompts = values(r, policies, budget)
     ids = [prompt.id.rsplit("-", 2)[1:] for prompt in samples(r.plan)[1:]]
     known = [(task, int(index)) for task, index in ids]
+    both = [(at, asked.index(known[p])) for at, p in enumerate(prompts) if known[p] in asked]
+    at, of = np.array(both).T
+    return kl, wrong, kl[at], wrong[of]
+
+
+def right_answers(r: Results, policies: Sequence[str]) -> str:
+    """Whether KL orders policies by their wrong answers, and tells these from right ones."""
     between, within = [], []
     for budget in r.plan.budgets:
-        wrong = np.array([[rows[name, budget, *of] for name in names] for of in asked])
-        kl, prompts = values(r, names, budget)
+        kl, wrong, own, lost = live_answers(r, policies, budget)
         found = rank_correlation(kl, wrong.astype(np.float64), same=False)
         between.append(f"{correlated(*found)} at {budget}")
-        both = [(at, asked.index(known[p])) for at, p in enumerate(prompts) if known[p] in asked]
-        at, of = np.array(both).T
-        within.append(f"{pairs(kl[at], wrong[of]).mean():.2f} at {budget}")
+        within.append(f"{pairs(own, lost).mean():.2f} at {budget}")
     return (
-        f"Of [{len(asked)} live answers](qwen.md#answers-under-policies), the share of wrong ones "
-        f"orders the {len(names)} policies as judged KL here with a rank correlation of "
+        f"Of [{len(wrong)} live answers](qwen.md#answers-under-policies), the share of wrong ones "
+        f"orders the {len(policies)} policies as judged KL here with a rank correlation of "
         f"{', '.join(between)} entries; in brackets the 95 % interval for other policies and "
         "prompts, which leaves all open. Of pairs of a wrong and a right answer under one policy, "
-        f"on the {len(at)} questions that both have, the wrong one has the larger KL in a share of "
-        f"{', '.join(within)} (chance is 0.50). A row of the recorded answer counts the same "
+        f"on the {len(lost)} questions that both have, the wrong one has the larger KL in a share "
+        f"of {', '.join(within)} (chance is 0.50). A row of the recorded answer counts the same "
         "whether the answer depends on it or not, KL does not see whether a wrong step is mended "
-        "later, and answers that ran into the limit of 600 tokens count as wrong or right as they "
-        "stand: under `tova` 46 and 34 of 48."
+        "later, and answers that ran into the limit of 600 tokens count as they stand: under "
+        "`tova` 46 and 34 of 48."
     )

@@ -10,6 +10,7 @@ from study import NAMED
 
 from kvsim.analysis.significance import rank_correlation, rank_intervals
 from kvsim.analysis.summaries import Interval
+from qwen_live import POLICIES
 from results_page.answers import right_answers
 from results_page.best import ENOUGH, sentence, tasks_of, values
 from results_page.claims import differing
@@ -51,7 +52,7 @@ def long_page(
         else "## Do other prompts and models predict the ranking?",
         _prediction(r, others, [x for x in policies if x not in REFERENCES]),
         *(
-            ["## Does judged KL predict right answers?", right_answers(r, policies)]
+            ["## Does judged KL predict right answers?", right_answers(r, POLICIES)]
             if r.plan.solved and not r.plan.sheets
             else []
         ),

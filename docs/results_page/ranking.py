@@ -35,7 +35,7 @@ ENTRIES = "entries"
 #: Of the budgets in the figures, from the smallest on.
 COLORS = ("#c8102e", "#e08a1e", "#7a9cc6", "#1f4e79")
 #: Places of the ranking.
-_PLACES = 8
+_PLACES = 5
 #: Marks of policies that have learned from queries of another prompt, or read the context twice.
 CALIBRATED, PROBED = "†", "‡"
 

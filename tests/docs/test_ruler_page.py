@@ -15,7 +15,7 @@ def test_the_page_has_the_scores_so_far():
     assert len({(x["task"], x["length"], x["index"]) for x in scores}) == len(scores)
 
 
-def test_means_are_those_of_the_prompts_with_their_interval():
+def test_means_are_those_of_the_prompts():
     """What has no prompt is left out; a length has a mean once all tasks have prompts."""
     scores = [
         {"task": "vt", "length": 1024, "score": value, "index": i}
@@ -24,5 +24,3 @@ def test_means_are_those_of_the_prompts_with_their_interval():
     lines = ruler.table([*scores, {"task": "cwe", "length": 1024, "score": 1.0, "index": 0}])
 
     assert lines.splitlines()[2:] == ["| `vt` | 40 (3) |", "| `cwe` | 100 (1) |"]
-    whole = [{"task": task, "length": 2048, "score": 0.5, "index": 0} for task in RULER]
-    assert "| all prompts | - | 50 [50, 50] (11) |" in ruler.table([*scores, *whole])

@@ -46,7 +46,7 @@ def test_the_page_has_the_table():
 
     assert "\n".join(lines) in page
     weighted, plain = (
-        [float(cell.split(",")[0]) for cell in line.split(" | ")[1:-1]]
+        [float(cell.split()[0].strip(",")) for cell in line.split(" | ")[1:-1]]
         for line in (lines[5], lines[2])
     )
     assert np.greater(weighted, plain).all()

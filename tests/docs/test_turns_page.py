@@ -16,8 +16,7 @@ def test_the_page_has_the_answers_so_far():
     assert {each["value"] for each in answers} <= {0.0, 1.0}
 
 
-def test_cells_are_shares_in_percent():
-    """An interval comes with six prompts, and a cell without an answer is empty."""
-    assert turns.cell([1.0, 0.0]) == "50"
-    assert turns.cell([1.0] * 6) == "100 [100, 100]"
+def test_cells_are_shares_with_wilsons_interval():
+    """None of twelve says little; a cell without an answer is empty."""
+    assert turns.cell([0.0] * 12) == "0/12 (0-24 %)"
     assert turns.cell([]) == "-"
