@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from study import NAMED
 
-from kvsim.analysis.significance import rank_correlation, rank_intervals
+from kvsim.analysis.significance import ENOUGH, rank_correlation, rank_intervals
 from kvsim.analysis.summaries import Interval
 from qwen_live import POLICIES
 from results_page.answers import right_answers
-from results_page.best import ENOUGH, sentence, tasks_of, values
+from results_page.best import sentence, tasks_of, values
 from results_page.claims import differing
 from results_page.plan import PLANS, Plan
 from results_page.ranking import SETS, Row, correlated, markdown, shown

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvsim import Policy
-from kvsim.analysis.significance import FEWEST, rank_correlation, rank_intervals
+from kvsim.analysis.significance import ENOUGH, FEWEST, rank_correlation, rank_intervals
 from kvsim.analysis.summaries import Interval
 from kvsim.policies import describe, names
-from results_page.best import ENOUGH, sentence, tasks_of, values
+from results_page.best import sentence, tasks_of, values
 from results_page.statistics import Floats, Results
 
 #: Columns of the tables: heading, metric, variant (None: the main one), format.
@@ -138,7 +138,7 @@ def opening(r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str) -> 
 
 SETS = (
     "Which policies could be the best, at 95 % for each budget and task by itself "
-    "([how](compare.md#how-differences-are-tested)); bounds are 95 % each:"
+    "([how](compare.md#what-it-means)); bounds are 95 % each:"
 )
 _MEANING = (
     "By judged KL: how far the model's predictions of the response move from those with the full "

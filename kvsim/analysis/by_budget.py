@@ -35,7 +35,7 @@ class Budget:
 def means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:
     """One row per result and prompt that has a value; NaN is none."""
     means = per_prompt(main_variants(table, [metric]), "task" if "task" in table else ())
-    means = means.with_columns(pl.col("value").fill_nan(None)).drop_nulls("value")
+    means = means.with_columns(pl.col("value").cast(pl.Float64).fill_nan(None)).drop_nulls("value")
     if means.height:
         return means
     measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)

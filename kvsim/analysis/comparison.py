@@ -75,8 +75,8 @@ class Comparison:
     """The outcome of `compare`.
 
     table: rows by budget, task and rank; its columns are those of `compare`. verdicts: of each
-    budget with two policies. better: the direction in which `metric` is better. relative: whether
-    `worse_by` and `margin` are shares, or in the unit of the metric. traces: the prompts behind any
+    budget with two policies. better: the direction in which `metric` is better. scale: the margin,
+    and whether it and `worse_by` are shares, or in the unit of the metric. traces: the prompts behind any
     mean. remarks: limits of the comparison. unranked: candidates without a value of `metric`.
     weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget where none
     of them could be the best by `metric`.
@@ -88,8 +88,7 @@ class Comparison:
     better: str
     against: str | None
     target: float | None
-    margin: float | None
-    relative: bool
+    scale: Scale
     traces: tuple[str, ...]
     remarks: tuple[str, ...]
     unranked: tuple[str, ...]
@@ -208,7 +207,7 @@ def compare(
     remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
     measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
     return Comparison(
-        *(rows, verdicts, metric, entry.better, against, target, margin, relative),
+        *(rows, verdicts, metric, entry.better, against, target, scale),
         tuple(sorted({trace for budget in budgets for trace in budget.traces})),
         tuple(remarks),
         tuple(name for name in measured if name not in names and name not in outside),

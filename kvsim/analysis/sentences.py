@@ -18,12 +18,14 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
 from kvsim.analysis.summaries import ROUNDING
-from kvsim.analysis.verdict import Verdict
+from kvsim.analysis.verdict import Scale, Standing, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
 
 #: Most policies that a sentence names, and how many of more: the first in rank.
 _NAMES, _FIRST = 6, 3
+#: A larger bound is not said.
+_LARGE = 10.0
 
 
 def answer(
@@ -52,7 +54,7 @@ def answer(
 def lines(comparison: Comparison) -> Iterator[str]:
     """Yield sentences for each verdict, then what is odd, then what the metric is worth."""
     for verdict in comparison.verdicts:
-        yield said(verdict, comparison)
+        yield said(verdict, comparison.metric, comparison.scale)
     if comparison.verdicts:
         yield from _reversed(comparison)
         yield basis(comparison)
@@ -70,12 +72,16 @@ def _reversed(comparison: Comparison) -> Iterator[str]:
         yield f"Worse with more entries on these prompts: {_listed(found)}."
 
 
-def said(verdict: Verdict, of: Comparison) -> str:
+def said(verdict: Verdict, metric: str, scale: Scale) -> str:
     """The verdict at a budget in sentences."""
-    about = f"{of.metric}, {plural(verdict.prompts, 'prompt')}"
+    about = f"{metric}, {plural(verdict.prompts, 'prompt')}"
     if verdict.order is not None and verdict.order <= ALPHA:
         parts = [f"the order depends on the task (p = {verdict.order:.2g}; {about})"]
-        parts += [f"{each.task}: {_could(each)}" for each in verdict.tasks]
+        few = [each for each in verdict.tasks if each.prompts < FEWEST]
+        parts += [f"{each.task}: {_could(each)}" for each in verdict.tasks if each not in few]
+        if few:
+            best = [f"{each.task} {_listed(each.first)} ({each.prompts})" for each in few]
+            parts.append(f"First on too few prompts to tell: {', '.join(best)}")
         parts.append(f"On average over tasks: {_could(verdict)}")
         every = [x for x in verdict.policies if all(x in each.best for each in verdict.tasks)]
         if verdict.one is False:
@@ -85,9 +91,9 @@ def said(verdict: Verdict, of: Comparison) -> str:
         else:
             parts.append("That no policy is the best in all tasks takes 12 prompts of each to show")
     elif verdict.prompts < FEWEST:
-        parts = [_lowest(verdict, of)]
+        parts = [_lowest(verdict, metric, scale)]
     else:
-        parts = [*_best(verdict, of)]
+        parts = [*_best(verdict, metric, scale)]
         if verdict.order is not None:
             p = f"p = {verdict.order:.2g}"
             parts.append(f"That the order depends on the task is not shown ({p})")
@@ -99,10 +105,10 @@ def said(verdict: Verdict, of: Comparison) -> str:
     return f"Budget {verdict.requested}: {'. '.join(parts)}."
 
 
-def _best(verdict: Verdict, of: Comparison) -> Iterator[str]:
+def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
     """Yield which policies could be the best, how good they are, and what would tell more."""
     best, count = verdict.best, len(verdict.policies)
-    about = f"by {of.metric} (95 %, {plural(verdict.prompts, 'prompt')})"
+    about = f"by {metric} (95 %, {plural(verdict.prompts, 'prompt')})"
     alone = best == verdict.first and (verdict.equal or len(best) == 1)
     if len(best) == count and not alone:
         left = "both" if count == 2 else f"all {count}"
@@ -120,10 +126,11 @@ def _best(verdict: Verdict, of: Comparison) -> Iterator[str]:
         yield f"{len(best)} of {count} policies could be the best {about}: {_listed(best)}"
     if alone:
         after = next((each for each in verdict.standings if each.policy not in best), None)
-        if after is not None and after.worse_by is not None:
-            yield f"The next, {after.policy}, is at most {_amount(after.worse_by, of)} worse"
+        if after is not None and _bounded(after):
+            amount = _amount(after.worse_by or 0.0, metric, scale)
+            yield f"The next, {after.policy}, is at most {amount} worse"
     else:
-        yield from _good(verdict, of)
+        yield from _good(verdict, metric, scale)
         if len(best) <= _NAMES and verdict.needed:
             about_n, least, most = (_count(number) for number in verdict.needed)
             span = f" ({least} to {most})" if least != most else ""
@@ -138,25 +145,29 @@ def _best(verdict: Verdict, of: Comparison) -> Iterator[str]:
         yield f"{verdict.prompts} prompts are coarse; record {ENOUGH}"
 
 
-def _good(verdict: Verdict, of: Comparison) -> Iterator[str]:
+def _bounded(standing: Standing) -> bool:
+    return standing.worse_by is not None and standing.worse_by <= _LARGE
+
+
+def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
     """Yield which of the set are as good as the best, or how good the surest one is."""
-    known = [each for each in verdict.standings if each.could_be_best and each.worse_by is not None]
+    known = [each for each in verdict.standings if each.could_be_best and _bounded(each)]
     good = [each.policy for each in known if each.as_good]
-    if good and of.margin is not None:
+    if good and scale.margin is not None:
         are = "is" if len(good) == 1 else "are"
-        yield f"{_listed(good)} {are} within {_amount(of.margin, of)} of the best"
+        yield f"{_listed(good)} {are} within {_amount(scale.margin, metric, scale)} of the best"
     elif known:
         surest = min(known, key=lambda each: each.worse_by or 0.0)
-        amount = _amount(surest.worse_by or 0.0, of)
+        amount = _amount(surest.worse_by or 0.0, metric, scale)
         yield f"{surest.policy} is at most {amount} worse than the best"
 
 
-def _lowest(verdict: Verdict, of: Comparison) -> str:
+def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
     """What the prompts show where they are too few to say more."""
     first, one = verdict.first, verdict.prompts == 1
-    most = "highest" if of.better == "higher" else "lowest"
+    most = "highest" if scale.higher else "lowest"
     has = "share" if len(first) > 1 else "has"
-    text = f"{_listed(first)} {has} the {most} mean {of.metric}, "
+    text = f"{_listed(first)} {has} the {most} mean {metric}, "
     text += rounded(verdict.standings[0].mean, ".3g")
     after = next((each for each in verdict.standings if each.rank > 1), None)
     if one:
@@ -169,8 +180,6 @@ def _lowest(verdict: Verdict, of: Comparison) -> str:
 
 def _could(verdict: Verdict) -> str:
     """The policies that could be the best, in a few words."""
-    if verdict.prompts < FEWEST:
-        return f"{_listed(verdict.first)} on {plural(verdict.prompts, 'prompt')}, too few to tell"
     if len(verdict.best) == len(verdict.policies):
         return "any of them"
     return _listed(verdict.best, "or")
@@ -178,13 +187,13 @@ def _could(verdict: Verdict) -> str:
 
 def bound(value: float | None, of: Comparison) -> str:
     """By how much a policy is worse at most, `12 %` or in the unit; empty without a bound."""
-    return "" if value is None else _amount(value, of)
+    return "" if value is None else _amount(value, of.metric, of.scale)
 
 
-def _amount(value: float, of: Comparison) -> str:
-    if of.relative:
+def _amount(value: float, metric: str, scale: Scale) -> str:
+    if scale.relative:
         return f"{ceil(100 * value - 1e-9)} %"
-    return f"{rounded(value, '.2g')} {METRICS[of.metric].unit}"
+    return f"{rounded(value, '.2g')} {METRICS[metric].unit}"
 
 
 def _count(number: int | None) -> str:

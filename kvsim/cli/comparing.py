@@ -114,7 +114,7 @@ def _document(
         "better": comparison.better,
         "against": comparison.against,
         "target": comparison.target,
-        "margin": comparison.margin,
+        "margin": comparison.scale.margin,
         "prompts": comparison.traces,
         "verdict": [verdict.describe() for verdict in comparison.verdicts],
         "verdict_text": [*lines(comparison)],

@@ -329,7 +329,7 @@ def test_a_margin_is_a_share_or_a_number_in_the_unit():
     loose = {"tova": hard, "h2o": hard * rng.normal(1, 0.1, 24)}
     (verdict,) = compare(table(loose), against="tova").table["verdict"].drop_nulls()
     assert verdict == "equivalent"
-    assert compare(signed).margin is None
+    assert compare(signed).scale.margin is None
     assert compare(signed).table["as_good"].count() == 0
     in_nats = compare(signed, margin=0.05).table
     assert in_nats["as_good"].to_list() == [True, True]

@@ -129,10 +129,9 @@ def test_tasks_come_first_where_the_order_depends_on_them(each):
     text = answer(tasks(values, labels), ["output_error"])[1][0]
 
     assert text.startswith("Budget 64: the order depends on the task (p = 0.00")
-    few = " on 3 prompts, too few to tell" * (each < 6)
-    assert f". chat: tova{few}. code: tova{few}. needle: h2o{few}. text: h2o{few}" in text or (
-        each > 3
-    )
+    few = ". First on too few prompts to tell: chat tova (3), code tova (3), needle h2o (3), text"
+    assert (few in text) == (each < 6)
+    assert (". chat: tova" in text) == (each >= 6)
     assert ". On average over tasks: tova" in text
     shown = "No policy is the best in all tasks." in text
     open_ = "That no policy is the best in all tasks takes 12 prompts of each to show."
