@@ -463,8 +463,7 @@ def test_zeros_count_as_the_smallest_value_above_0_in_any_unit():
 
 def test_rank_correlations_are_spearmans_of_means():
     """The interval is that of a plain loop which draws prompts and policies, and shifts it."""
-    x, y = skewed(12, 9, 0), skewed(12, 9, 1)
-    y[:, [2, 6, 4]] = y[:, [6, 2, 4]]
+    x, y = skewed(12, 9, 4, 0.1), skewed(12, 9, 5, 0.1)
     rng = np.random.default_rng(5)
     both, noisy = [], []
     for _ in range(600):
@@ -478,10 +477,11 @@ def test_rank_correlations_are_spearmans_of_means():
     found = rank_correlation(x, y)
 
     assert found[0] == pytest.approx(r)
-    assert np.arctanh(found[1:]) == pytest.approx(ends, abs=0.25)
+    assert np.arctanh(found[1:]) == pytest.approx(ends, abs=0.1)
     assert found == rank_correlation(x, y)
     assert found[1] < r < found[2]
-    assert rank_correlation(x, 3 * x)[0] == pytest.approx(1)
+    noisy_order = skewed(12, 9, step=0.01)  # the same prompts are drawn of both
+    assert rank_correlation(noisy_order, 3 * noisy_order) == pytest.approx((1, 0.999, 0.999))
     assert rank_correlation(x, -x)[0] == pytest.approx(-1)
 
 

@@ -311,7 +311,11 @@ def claims(draws: int, prompts: tuple[int, ...] = PROMPTS) -> dict[str, list[Fig
     """How often a sentence about cells is shown: false ones at the margin, and true ones."""
 
     def normal(*effects: float) -> Callable[[np.random.Generator, int], Array]:
-        return lambda rng, n: rng.normal(effects, size=(n, len(effects)))
+        """Cells of the same prompts, correlated at 0.5."""
+        half = np.sqrt(0.5)
+        return lambda rng, n: (
+            effects + half * (rng.normal(size=(n, 1)) + rng.normal(size=(n, len(effects))))
+        )
 
     def uneven(rng: np.random.Generator, n: int) -> Array:
         """Better on each prompt, on one of them by far; and a cell without an effect."""
@@ -355,7 +359,6 @@ def by_task(draws: int, prompts: tuple[int, ...] = (6, 12, 24)) -> dict[str, lis
                         size=(len(labels), 8)
                     )
                     logs += rng.normal(size=(len(labels), 1)) + 2 * uneven * labels[:, None]
-                    logs[:, 1] -= 1 / 7  # as good as the first
                     logs[swap, 0] += np.log(factor)
                     logs[~swap, 1] += np.log(factor)
                     x = np.exp(logs)
