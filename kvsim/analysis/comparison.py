@@ -76,10 +76,10 @@ class Comparison:
 
     table: rows by budget, task and rank; its columns are those of `compare`. verdicts: of each
     budget with two policies. better: the direction in which `metric` is better. scale: the margin,
-    and whether it and `worse_by` are shares, or in the unit of the metric. traces: the prompts behind any
-    mean. remarks: limits of the comparison. unranked: candidates without a value of `metric`.
-    weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget where none
-    of them could be the best by `metric`.
+    and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts
+    behind any mean. remarks: limits of the comparison. unranked: candidates without a value of
+    `metric`. weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget
+    where none of them could be the best by `metric`.
     """
 
     table: pl.DataFrame
