@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import NamedTuple, cast
 
 import torch
@@ -52,10 +51,7 @@ class _Layer(NamedTuple):
 
 
 class JudgedRows:
-    """The attention of rows from `start` on under each of some records.
-
-    memory: bytes that the attention of a block of rows may take.
-    """
+    """The attention of rows from `start` on under each of some records."""
 
     def __init__(
         self,
@@ -64,10 +60,9 @@ class JudgedRows:
         records: Sequence[Record],
         start: int,
         running: RunningModel,
-        memory: int,
     ) -> None:
         self._trace, self._full, self._records, self._start = trace, full, records, start
-        self._added, self._memory = running.added, memory
+        self._added = running.added
         self._pos = torch.arange(trace.n_pos, device=running.device)
         own = torch.arange(len(records), device=running.device)[:, None] * (trace.n_pos - start)
         #: where the rows of each record are, behind those that all share [B, T]
@@ -192,21 +187,13 @@ class JudgedRows:
         index = slot.new_zeros(*slot.shape[:-1], max(widths) + 1)
         candidates = torch.arange(slot.shape[-1], device=slot.device)
         index.scatter_(-1, slot.where(some, max(widths)), candidates.expand_as(slot))
-        # entries of KV heads and, of their queries, copies; masks, logits and weights
-        numbers = (heads + q.shape[1]) * (of.keys.shape[2] + of.values.shape[2])
-        numbers += 3 * q.shape[1] * q.shape[2]
         parts = []
-        # records of one width: a pad would change the shape of a product, and so its rounding
-        for m, alike in groupby(range(len(q)), widths.__getitem__):
-            size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
-            first, stop = (number := [*alike])[0], number[-1] + 1
-            for start in range(first, stop, size):
-                part = slice(start, min(start + size, stop))
-                valid = candidates[:m] < counts[part]
-                chosen = part, index[part, :, :m], valid, q[part]
-                keys, values, seen, weights = self._seen(layer, of, rows, *chosen)
-                mask = kernel_mask(seen, q[part], added=self._added, weights=weights)
-                parts.append(attention(q[part], keys, values, mask))
+        for number, m in enumerate(widths):  # a pad to the widest would change sums by rounding
+            chosen = index[number, :, :m], candidates[:m] < counts[number], q[number]
+            keys, values, seen, weights = self._seen(layer, of, rows, number, *chosen)
+            one = q[number : number + 1]
+            mask = kernel_mask(seen[None], one, added=self._added, weights=weights)
+            parts.append(attention(one, keys[None], values[None], mask))
         return torch.cat(parts)
 
     def _seen(
@@ -214,46 +201,37 @@ class JudgedRows:
         layer: int,
         of: _Layer,
         rows: slice,
-        records: slice,
+        number: int,
         index: Tensor,
         valid: Tensor,
         q: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Keys and values [B, H, m, d] of candidates, and which rows see them [B, qhead, w, m].
+        """Keys and values [H, m, d] of candidates, and which rows see them [qhead, w, m].
 
-        Last the logarithms of their weights, None where no record has weights. index: the
-        candidates [B, H, m] of some records, of which those that are `valid` count; q [B, qhead, w,
-        d] of the rows.
+        Last the logarithms of their weights, None without weights. index: the candidates [H, m] of
+        a record, of which those that are `valid` count; q [qhead, w, d] of the rows.
         """
-        heads, group, qheads = len(of.keys), of.last.shape[1] // len(of.keys), q.shape[1]
+        heads, group, qheads = len(of.keys), of.last.shape[1] // len(of.keys), len(q)
         base = torch.arange(heads, device=index.device)[:, None] * of.keys.shape[1]
         keys, values = (
-            table.flatten(0, 1)[at[records].gather(-1, index) + base]
+            table.flatten(0, 1)[at[number].gather(-1, index) + base]
             for table, at in ((of.keys, of.key_at), (of.values, of.value_at))
         )
-        wide = index.repeat_interleave(group, 1)
-        first, last = (x[records].gather(-1, wide)[:, :, None] for x in (of.first, of.last))
+        wide = index.repeat_interleave(group, 0)
+        first, last = (x[number].gather(-1, wide)[:, None] for x in (of.first, of.last))
         row = torch.arange(rows.start, rows.stop, device=index.device)[:, None]
-        seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
-        seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
-        weights = None
-        pairs = zip(self._records[records], of.reads[records], strict=True)
-        for number, (record, reads) in enumerate(pairs):
-            if reads is None:
-                continue
-            gone = self._gone(layer, record, heads)
-            read = reads.entries(0, rows, gone)
-            place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
-            read = read.repeat_interleave(qheads // len(read), 0)
-            place = place.expand(-1, read.shape[1], -1)
-            seen[number] &= read.gather(-1, place)
-            k = of.keys[:, self._rows[records][number, : rows.stop]]  # exact ones come first
-            own = (computable(x) for x in (q[number].unflatten(0, (heads, -1)), k))
-            given = log_weights(reads, 0, rows, gone, *own)
-            if given is not None:
-                weights = torch.zeros_like(seen, dtype=given.dtype) if weights is None else weights
-                weights[number] = given.gather(-1, place)
-        return keys, values, seen, weights
+        seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 0)[:, None]
+        seen = seen.repeat_interleave(qheads // len(seen), 0)
+        if (reads := of.reads[number]) is None:
+            return keys, values, seen, None
+        gone = self._gone(layer, self._records[number], heads)
+        read = reads.entries(0, rows, gone)
+        place = of.pos[index].repeat_interleave(qheads // heads, 0)[:, None].expand_as(seen)
+        seen &= read.repeat_interleave(qheads // len(read), 0).gather(-1, place)
+        k = of.keys[:, self._rows[number, : rows.stop]]  # exact ones come first
+        own = (computable(x) for x in (q.unflatten(0, (heads, -1)), k))
+        weights = log_weights(reads, 0, rows, gone, *own)
+        return keys, values, seen, None if weights is None else weights.gather(-1, place)[None]
 
     def _read(self, layer: int, of: _Layer, number: int, q: Tensor) -> Reads | None:
         """The pages that rows of a record choose to read in a layer; q [qhead, w, d] of its rows.

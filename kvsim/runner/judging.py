@@ -156,7 +156,7 @@ class Judge:
             start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
             merges = number * isinstance(codec, Merger)  # what mergers add differs by record
             kinds.append((compared_from, start, codec is not None, merges))
-        order = sorted(range(len(records)), key=lambda n: (kinds[n], records[n].budget))
+        order = sorted(range(len(records)), key=kinds.__getitem__)
         for (_, start, rounds, merges), group in groupby(order, kinds.__getitem__):
             numbers, rows = [*group], max(1, self.trace.n_pos - start)
             self.check([records[numbers[0]].schedule])
@@ -169,10 +169,7 @@ class Judge:
                 yield part, Predictions(outputs, before, self.running.head), moved
 
     def _together(self, start: int, *, rounded: bool = False) -> int:
-        """Records of a batch, whose rows begin at `start`; half of the room is for what they add.
-
-        A quarter is for their attention (`JudgedRows`), the rest for what they share.
-        """
+        """Records of a batch, whose rows begin at `start`; they may add half of the room."""
         if self.running.has_states:  # they go from row to row, also from one record to the next
             return 1
         model, trace = self.running.model, self.trace
@@ -199,7 +196,7 @@ class Judge:
         moved = np.zeros((len(records), trace.n_layers, n - full.first))
         outputs = full.predictions.outputs[:0].expand(len(records), -1, -1)
         if start < n:
-            entries = JudgedRows(trace, full, records, start, self.running, self._room // 4)
+            entries = JudgedRows(trace, full, records, start, self.running)
 
             def receive(call: KernelCall) -> None:
                 place = trace.layer_ids.index(call.layer)
