@@ -119,7 +119,7 @@ def _means(
     if not means.height:
         raise OptionError(
             f"the runs have no mean of {', '.join(metrics)} over prompts; `kvsim metrics "
-            f"{metrics[0]}` says what its values are; --by variant has all variants"
+            f"{metrics[0]}` says what its values are"
         )
     return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 

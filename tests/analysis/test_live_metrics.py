@@ -61,6 +61,8 @@ def test_likelihoods_are_means_over_the_response_after_its_first_token():
     assert values(table)["nll_increase"] == pytest.approx((1.0 + 2.0 - 2 * 0.5) / 2)
     assert values(table)["top_agreement"] == pytest.approx(1 / 2)
     tokens = measure_live([subject()], ["response_kl_tokens"])
+    assert values(tokens.filter(metric="response_kl")) == {"response_kl": pytest.approx(0.25)}
+    tokens = tokens.filter(metric="response_kl_tokens")
     rows = [(22, "", 0.2), (23, "", 0.3), (22, "changed", 1.0), (23, "changed", 0.0)]
     assert tokens["event", "variant", "value"].rows() == rows
     assert tokens["unit"].to_list() == ["nats", "nats", "share", "share"]

@@ -82,7 +82,8 @@ def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
             or (entry.kind == "sets" and entry.default)
             or name in LIVE_ROWS
         }
-    chosen = {name: metric(name) for name in metrics}
+    mean = ["response_kl"] * (KL_TOKENS in metrics)  # without it a summary would be empty
+    chosen = {name: metric(name) for name in (*mean, *metrics)}
     for name, entry in chosen.items():
         if entry.kind not in ("live", "sets") and name not in LIVE_ROWS:
             raise PolicyError(
