@@ -404,7 +404,7 @@ def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
     means = averages(main_variants(labelled(table), metrics)).filter(pl.col("mean").is_not_null())
     if not means.height:
         measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
-        raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {measured}")
+        raise PolicyError(f"no mean of {', '.join(metrics)} in the table of {measured}")
     return means
 
 
