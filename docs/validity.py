@@ -33,7 +33,7 @@ from kvsim.recorder import capture_many, load_model
 from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
 from qwen_live import POLICIES as ANSWERED
-from results_page.answers import live_answers, pairs
+from results_page.answers import auc, live_answers
 from results_page.plan import PLANS, SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.ranking import correlated, markdown
@@ -153,7 +153,11 @@ def part() -> str:
 def answers() -> str:
     """How judged KL goes with wrong answers: of `ANSWERS`, then of the page of the 1.5B."""
     rows = []
-    stored = pl.read_parquet(ANSWERS).sort("digest", "policy")
+    stored = (
+        pl.read_parquet(ANSWERS)
+        .with_columns(pl.col("kl").cast(pl.Float64))
+        .sort("digest", "policy")
+    )
     for budget in (64, 128):
         kl, wrong = (
             stored.filter(budget=budget).pivot(on="policy", index="digest", values=name)
@@ -173,9 +177,8 @@ def answers() -> str:
 def _answered(
     label: str, budget: int, kl: Matrix, wrong: Matrix, own: Matrix, lost: Matrix, *, same: bool
 ) -> list[str]:
-    within = f"{pairs(own, lost).mean():.2f}"
     between = correlated(*rank_correlation(kl, wrong.astype(np.float64), same=same))
-    return [label, str(budget), f"{wrong.mean():.0%}", within, between]
+    return [label, str(budget), f"{wrong.mean():.0%}", auc(own, lost), between]
 
 
 # ---------------------------------------------------------------------------------- measuring

@@ -26,6 +26,14 @@ def pairs(kl: Floats, wrong: Bools) -> Floats:
     return np.concatenate(each)
 
 
+def auc(kl: Floats, wrong: Bools) -> str:
+    """The share of `pairs`, and its 95 % interval over prompts."""
+    draws = np.random.default_rng(0).integers(0, len(kl), (1000, len(kl)))
+    parts = (pairs(kl[at], wrong[at]) for at in draws)
+    ends = np.quantile([part.mean() for part in parts if len(part)], [0.025, 0.975])
+    return correlated(pairs(kl, wrong).mean(), *ends)
+
+
 def live_answers(
     r: Results, policies: Sequence[str], budget: int
 ) -> tuple[Floats, Bools, Floats, Bools]:
@@ -52,7 +60,7 @@ def right_answers(r: Results, policies: Sequence[str]) -> str:
         kl, wrong, own, lost = live_answers(r, policies, budget)
         found = rank_correlation(kl, wrong.astype(np.float64), same=False)
         between.append(f"{correlated(*found)} at {budget}")
-        within.append(f"{pairs(own, lost).mean():.2f} at {budget}")
+        within.append(f"{auc(own, lost)} at {budget}")
     return (
         f"Of [{len(wrong)} live answers](qwen.md#answers-under-policies), the share of wrong ones "
         f"orders the {len(policies)} policies as judged KL here with a rank correlation of "

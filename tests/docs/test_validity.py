@@ -1,5 +1,7 @@
 """docs/validity.py: the correlations of the page on fidelity, from the values in the repository."""
 
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pytest
@@ -8,6 +10,7 @@ from scipy.stats import spearmanr
 
 from kvsim.analysis.evidence import WORTH
 from kvsim.studies.prediction.validity import correlation
+from results_page.answers import pairs
 
 
 @pytest.mark.parametrize("model", validity.STUDIES)
@@ -54,3 +57,16 @@ def test_more_is_better_turns_the_sign():
     """Retained mass and live KL order alike where more mass goes with less divergence."""
     mass = validity.matrix("tiny", 96, "retained_mass", "open")
     assert (mass <= 0).all()
+
+
+def test_answers_are_of_every_policy_prompt_and_budget():
+    """18 prompts; the page has the shares of pairs and the correlations of these values."""
+    rows = pl.read_parquet(validity.ANSWERS)
+    cells = rows.select("digest", "policy", "budget")
+
+    assert cells.n_unique() == rows.height == 18 * len(validity.ANSWERED) * 2
+    of = rows.filter(budget=128, policy="snapkv").select("kl", "wrong").to_numpy()
+    lost, kept = (of[of[:, 1] == wrong, 0] for wrong in (1, 0))
+    share = pairs(of[:, :1], of[:, 1:].astype(bool)).mean()
+    assert share == pytest.approx((lost[:, None] > kept).mean())
+    assert validity.answers() in Path(validity.__file__).with_name("fidelity.md").read_text("utf-8")
