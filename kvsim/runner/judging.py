@@ -163,8 +163,8 @@ class Judge:
             size, single = self._together(start, rounded=rounds), self.running.has_states or merges
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
                 times = 1 if single else -(-_LEAST // (rows * len(part)))
-                batch = self._judge([records[number] for number in part * times], start)
-                outputs, moved = (each[: len(part)] for each in batch)
+                outputs, moved = self._judge([records[number] for number in part * times], start)
+                outputs, moved = outputs[: len(part)], moved[: len(part)]
                 before = self.trace.n_pos - 1 - outputs.shape[1]
                 yield part, Predictions(outputs, before, self.running.head), moved
 
