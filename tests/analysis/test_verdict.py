@@ -34,8 +34,8 @@ def worth(metric):
 
 
 KL = (
-    " KL is not answers: with the share of wrong ones its ranking correlated at "
-    f"{ANSWERS[0]:.2f} to {ANSWERS[1]:.2f}."
+    " KL is not answers: with that by wrong ones its ranking correlated at "
+    f"{ANSWERS[0]:.2f} to {ANSWERS[1]:.2f} in four cases."
 )
 
 

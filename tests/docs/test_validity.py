@@ -8,7 +8,7 @@ import pytest
 import validity
 from scipy.stats import spearmanr
 
-from kvsim.analysis.evidence import WORTH
+from kvsim.analysis.evidence import ANSWERS, WORTH
 from kvsim.studies.prediction.validity import correlation
 from results_page.answers import pairs
 
@@ -33,7 +33,10 @@ def test_cells_are_the_correlations_of_the_stored_values(model):
     found = correlation(judged, live)
 
     assert found["between"] == pytest.approx(spearmanr(means["judged"], means["closed"]).statistic)
-    assert found["low"] <= found["between"] <= found["high"]
+    if model == "tiny":
+        assert found["low"] <= found["between"] <= found["high"]
+    else:  # its means are not sure enough
+        assert found["low"] is found["high"] is None
     assert found["within"] == pytest.approx(np.mean(within))
     assert judged.shape == (30, len(validity.POLICIES) - 1)
 
@@ -69,4 +72,6 @@ def test_answers_are_of_every_policy_prompt_and_budget():
     lost, kept = (of[of[:, 1] == wrong, 0] for wrong in (1, 0))
     share = pairs(of[:, :1], of[:, 1:].astype(bool)).mean()
     assert share == pytest.approx((lost[:, None] > kept).mean())
+    between = [float(line.split("|")[5].split()[0]) for line in validity.answers().split("\n")[2:]]
+    assert (min(between), max(between)) == ANSWERS
     assert validity.answers() in Path(validity.__file__).with_name("fidelity.md").read_text("utf-8")
