@@ -163,10 +163,9 @@ class Judge:
             size, single = self._together(start, rounded=rounds), self.running.has_states or merges
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
                 times = 1 if single else -(-_LEAST // (rows * len(part)))
-                outputs, moved = self._judge([records[number] for number in part * times], start)
-                outputs, moved = outputs[: len(part)], moved[: len(part)]
-                before = self.trace.n_pos - 1 - outputs.shape[1]
-                yield part, Predictions(outputs, before, self.running.head), moved
+                outputs, moved = self._judge([records[i] for i in part * times], start)
+                before, outputs = self.trace.n_pos - 1 - outputs.shape[1], outputs[: len(part)]
+                yield part, Predictions(outputs, before, self.running.head), moved[: len(part)]
 
     def _together(self, start: int, *, rounded: bool = False) -> int:
         """Records of a batch, whose rows begin at `start`; they may add half of the room."""

@@ -406,7 +406,7 @@ def test_magicpig_reads_each_entry_as_often_as_its_weight_says():
         params = {"bits": 2, "tables": 4, "sink": 1, "local": 2, "dense_layers": 0}
         record = kvsim.replay(case.trace(), policy("magicpig", seed=seed, **params), 4)
         gone, q, k = (torch.from_numpy(x) for x in (record.evicted_at[0], case.q, case.k))
-        logs = log_weights(record, 0, slice(15, 16), gone, q[:, :, 15:], k[0])
+        logs = log_weights(record.reads, 0, slice(15, 16), gone, q[:, :, 15:], k[0])
         read = sorted(reading.unpacked(record.reads.bits[0, 0, 0], 16))
         total[read] += logs[0, 0, read].exp().numpy()
 

@@ -71,7 +71,7 @@ def gap(live, layer, record, end=None):
         seen[:, first:] &= read.repeat_interleave(len(q) // len(read), 0)
     z = (q @ new_k.mT).where(late_k, q @ k.mT) * live.decoding.sketch.formulas[layer].scale
     q_of_heads, keys = live.q[layer].unflatten(0, (len(gone), -1)), live.k[layer]
-    weights = log_weights(record, at, slice(0, LENGTH), gone, q_of_heads, keys)
+    weights = log_weights(record.reads, at, slice(0, LENGTH), gone, q_of_heads, keys)
     if weights is not None:
         z += weights
     weight = z.masked_fill(~seen, -torch.inf).softmax(-1)
