@@ -44,6 +44,7 @@ OTHERS = {
     "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/knowledge.png": "docs/learned.py",
     "figures/access.png": "docs/access.py",
+    "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "docs/distillation.py",
     "figures/reinforcement.png": "docs/distillation.py",
     "figures/needle-tiny.png": "docs/needle.py",
