@@ -127,17 +127,28 @@ def _p(value: float) -> str:
     return f"p = {value:.3f}" if value >= 0.001 else "p < 0.001"
 
 
+def _least(of: Mapping[str, float]) -> tuple[float, str]:
+    """The smallest of several p-values, times their number, and whose it is, if below 5 %."""
+    name = min(of, key=of.__getitem__)
+    p = min(1.0, len(of) * of[name])
+    return p, _p(p) + f", `{name}`" * (p <= ALPHA)
+
+
 def _as_good(values: Values, policy: str) -> Verdict:
     """Whether a policy is not worse than any scorer with the prompt protected."""
     x = values.kl(PROMPT, policy)
-    scorers = [values.kl(PROMPT, each) for each in values.workload.scorers]
-    bound = max(not_worse(x, y) for y in scorers)
-    against = min(1, len(scorers) * min(better(y, x) for y in scorers))
-    return _decided(bound <= MARGIN, against, f"at most {_times(bound)} times; {_p(against)}")
+    scorers = {each: values.kl(PROMPT, each) for each in values.workload.scorers}
+    bound = max(not_worse(x, y) for y in scorers.values())
+    against, whose = _least({name: better(y, x) for name, y in scorers.items()})
+    return _decided(bound <= MARGIN, against, f"{_at_most(bound)}; {whose}")
 
 
 def _times(bound: float) -> str:
     return f"{1 + bound:.3g}" if np.isfinite(bound) else "no bound"
+
+
+def _at_most(bound: float) -> str:
+    return f"at most {_times(bound)} times" if np.isfinite(bound) else "no bound"
 
 
 def _gap(values: Values) -> Verdict:
@@ -159,21 +170,21 @@ def _needs_a_score(values: Values) -> Verdict:
 
 
 def _mended(values: Values) -> Verdict:
-    gains = [values.kl(NOTHING, each) - values.kl(ENDS, each) for each in COMPARED]
-    cells = np.concatenate(gains, axis=1)
+    gains = {each: values.kl(NOTHING, each) - values.kl(ENDS, each) for each in COMPARED}
+    cells = np.concatenate([*gains.values()], axis=1)
     p = at_least(cells, cells.shape[1])
-    against = min(1, len(gains) * min(at_least(-each, each.shape[1]) for each in gains))
-    return _decided(p <= ALPHA, against, _p(min(p, against)))
+    against, whose = _least({each: at_least(-x, x.shape[1]) for each, x in gains.items()})
+    return _decided(p <= ALPHA, against, _p(p) if p < against else whose)
 
 
 def _equivalent(values: Values) -> Verdict:
-    lru = values.kl(ENDS, LRU)
-    others = [values.kl(ENDS, each) for each in TO_LRU]
-    bound = max(max(not_worse(x, lru), not_worse(lru, x)) for x in others)
-    far = 1 + MARGIN
-    ways = [better(far * x, lru) for x in others] + [better(far * lru, x) for x in others]
-    against = min(1, len(ways) * min(ways))
-    return _decided(bound <= MARGIN, against, f"at most {_times(bound)} times; {_p(against)}")
+    lru, far = values.kl(ENDS, LRU), 1 + MARGIN
+    others = {each: values.kl(ENDS, each) for each in TO_LRU}
+    bound = max(max(not_worse(x, lru), not_worse(lru, x)) for x in others.values())
+    ways = {f"{each} better": better(far * x, lru) for each, x in others.items()}
+    ways |= {f"{each} worse": better(far * lru, x) for each, x in others.items()}
+    against, whose = _least(ways)
+    return _decided(bound <= MARGIN, against, f"{_at_most(bound)}; {whose}")
 
 
 def _dominates(values: Values) -> Verdict:
@@ -299,6 +310,13 @@ def opening(every: Mapping[str, Values]) -> str:
             f"workload are better than random sets at all budgets, {numbers[WORSE]} worse, "
             f"{numbers[SAME]} equivalent within {100 * MARGIN:.0f} %; {numbers[OPEN]} are not "
             "decided."
+        )
+    prompts = [values.prompts for values in every.values()]
+    planned = max(each.prompts for each in WORKLOADS.values())
+    if len(every) < len(WORKLOADS) or min(prompts) < planned:
+        sentences.append(
+            f"Measured so far: {len(every)} of {len(WORKLOADS)} workloads, {min(prompts)} to "
+            f"{max(prompts)} of {planned} prompts each; what is said may still change."
         )
     first = {BETTER: "It does here.", WORSE: "It harms here.", SAME: "It hardly does here."}
     alike = len({*most}) == 1
