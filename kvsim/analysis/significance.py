@@ -262,8 +262,8 @@ def rank_correlation(
     """
     rng, k, both = np.random.default_rng(0), x.shape[1], (x, y)
     means = float(_spearman(x.mean(0), y.mean(0)))
-    sure = min(map(reliability, both)) >= (0.8 if k <= 12 else 0.95)
-    if k < 8 or min(map(len, both)) < ENOUGH or not sure:
+    least = 0.8 if k <= 12 else 0.95
+    if k < 8 or min(map(len, both)) < ENOUGH or min(map(reliability, both)) < least:
         return means, np.nan, np.nan
     shares = [rng.multinomial(n, np.full(n, 1 / n), draws) / n for n in (len(x), len(y))[same:]]
     at, drawn = rng.integers(0, k, (draws, k)), (shares[0] @ x, shares[-1] @ y)

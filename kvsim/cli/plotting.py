@@ -145,9 +145,9 @@ def plot(
     }
     _check_given(name, figure, sources, runs, given)
     texts = [source for source in sources if source not in runs]
-    if figure.single and len(texts) != 1:
-        raise OptionError(f"{name} shows one trace, but {len(texts)} were given")
     traces = shared.open_traces(texts) if texts else []
+    if figure.single and len(traces) != 1:
+        raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
     if runs:
         data = replace(read(runs, replayed.policy, replayed.budget), traces=traces)
     else:

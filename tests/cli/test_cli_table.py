@@ -67,7 +67,7 @@ def test_no_cell_of_csv_is_a_formula(run, folder, tmp_path, label, shown):
     read_run(folder).table.with_columns(task=pl.lit(label)).write_parquet(table)
     for command in (["table", table, "--by", "task"], ["compare", table]):
         rows = list(csv.DictReader(io.StringIO(run(*command, "--format", "csv")[1])))
-        assert {row.get("task", shown) for row in rows} == {shown}
+        assert {row["task"] for row in rows} == {shown if command[0] == "table" else ""}
         assert all(float(row["mean"]) > -9 for row in rows)
     assert csv_text(pl.DataFrame({"x": ["\t1", "\rq"]})) == "x\n'\t1\n\"'\rq\"\n"
 

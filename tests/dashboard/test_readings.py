@@ -247,14 +247,3 @@ def test_shares_count_exact_values():
         "3 of 6 values are exact; 1 of 2 bars have exact values alone."
     )
     assert readings.shares(counted[:2], "metric").startswith("1 of 4 values")
-
-
-def test_the_largest_difference_between_levels_is_named():
-    """With its sign and its layer."""
-    rows = means(("a", "64", 0.1), ("b", "64", -0.2), layer=[0, 3])
-    rows = rows.with_columns(stronger=pl.lit("semi"), weaker=pl.lit("open"))
-
-    assert readings.between(rows) == (
-        "The largest difference is that of b at budget 64 in layer 3: -0.2 from open to semi."
-    )
-    assert "that of a at budget 64 in layer 0: +0.1" in readings.between(rows[:1])

@@ -98,7 +98,7 @@ def test_a_page_opens_with_the_ranking_of_its_tables(name):
     assert "| `triattention`† |" in text
     assert "| `kvzip`‡ |" in text
     assert re.search(r"`(\w+\+)?(triattention|qfilter|kvzip)`(?![†‡]) [|\d]", text) is None
-    assert [f"* Budget {n} (" in opening for n in PLANS[name].budgets] == [True] * len(columns)
+    assert [f"* Budget {n}: " in opening for n in PLANS[name].budgets] == [True] * len(columns)
     assert first[1:] == tuple(map(str, range(1, 6)))
     for (title, *places), column in zip(ranked, columns, strict=True):
         assert head[column] == title.replace("budget", "KL")
@@ -116,13 +116,17 @@ def test_the_set_of_the_best_is_that_of_each_task_where_tasks_matter():
 
     same = sentence(64, ["x", "y", "z"], noise * [1, 2, 9], kinds)
     assert same.startswith(
-        "Budget 64 (24 prompts): that the order depends on the task is not shown"
+        "Budget 64: x is the best of 3 policies by response_kl (95 %, 24 prompts)"
     )
-    assert "; x of 3 policies. y is at most 1" in same
+    assert ". The next, y, is at most 1" in same
+    assert "That the order depends on the task is not shown" in same
     text = sentence(64, ["x", "y", "z"], swapped, kinds)
-    assert "(p = 0.001); a: x; b: y; on average over prompts: x or y of 3 policies" in text
+    assert (
+        ". a: x. b: y. On average over tasks: x or y. No policy is the best in all tasks." in text
+    )
     few = sentence(64, ["x", "y", "z"], swapped[:5], kinds[:5])
-    assert few.startswith("Budget 64: x has the lowest KL and leads on 5 of 5 prompts, which say")
+    assert few.startswith("Budget 64: x has the lowest mean response_kl, ")
+    assert few.endswith("and leads on 5 of 5 prompts.")
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
@@ -392,19 +396,19 @@ def test_a_claim_about_most_layers_follows_from_its_values():
     least = 0.01
 
     def p_value(gaps, cells):
-        gaps = gaps / np.sqrt((gaps**2).sum(0))
-        weakest = sorted(gaps.T, key=sum)[: 30 - cells + 1]
-        signs = np.random.default_rng(7).choice([-1, 1], (4000, 46))
-        flipped = [max(flip @ gap for gap in weakest) for flip in signs]
-        return np.mean(np.array(flipped) >= max(map(sum, weakest)))
+        signs = np.vstack([np.ones(46), np.random.default_rng(7).choice([-1, 1], (4000, 46))])
+        sums = signs @ gaps
+        less = np.array([[np.sum(of < x) for x in of] for of in sums.T])  # [cell, flip]
+        weakest = less[np.argsort(less[:, 0])[: 30 - cells + 1]].max(0)
+        return np.mean(weakest >= weakest[0])
 
     assert sum(shares.mean(0) > least) == 19
-    assert p_value(shares - least, 16) < 0.002  # at least 16 of 30
+    assert p_value(shares - least, 16) < 0.005  # at least 16 of 30
     assert p_value(-shares - least, 15) > 0.9
     text = results.CLAIMS_PAGE.read_text("utf-8")
     (row,) = (line for line in text.splitlines() if line.startswith("| G4 ") and "all keys" in line)
     assert row.split(" | ")[5] == (
-        "**holds**; p=0.00024, n=46, 19/30 above 0, "
+        "**holds**; p=0.0022, n=46, 19/30 above 0, "
         f"{shares.mean(0).min():+.3f} to {shares.mean(0).max():+.3f}"
     )
 

@@ -55,7 +55,7 @@ def test_a_folder_without_records_is_refused(tmp_path):
 
     with pytest.raises(OutputError, match="holds no records"):
         read_records(tmp_path / "nothing.zarr")
-    with pytest.raises(OutputError, match="version None, expected 2"):
+    with pytest.raises(OutputError, match="version None, expected 3"):
         read_records(tmp_path / "other.zarr")
 
 

@@ -314,7 +314,7 @@ def test_the_command_learns_and_says_what_it_is_worth(monkeypatch, paths, tmp_pa
     assert text.exit_code == 0, text.output
     assert "on 4 prompts; it sees position, attention, keys, values." in text.stdout
     assert "Measured on 2 prompts that it has not seen." in text.stdout
-    assert "has the lowest output_error" in text.stdout
+    assert "has the lowest mean output_error" in text.stdout
     done = CliRunner().invoke(app(), [*command, "--overwrite", "--json", "--ahead", "2"])
     document = json.loads(done.stdout)
     assert document["features"][-1] == "future"
