@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal or in a notebook, elsewhere a line every so often."""
+"""Progress: a bar on a terminal, elsewhere a line every so often."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
-from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from kvsim.schema import visible
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,21 +36,12 @@ def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
     return show
 
 
-def notebook_shell() -> Any:
-    """Return the shell of the notebook that this process runs; None elsewhere."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell if hasattr(shell, "kernel") else None
-
-
 @contextmanager
 def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
     """Return a function that shows (done, total, label).
 
     unit: of the count. label: the first label; a call without one keeps it.
     """
-    if notebook_shell() is not None:
-        yield from _notebook_bar(unit, label)
-        return
     if not sys.stderr.isatty():
         yield progress_lines(unit, label)
         return
@@ -72,25 +59,6 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
             progress.update(task, completed=done, total=total, description=label)
 
         yield show
-
-
-def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
-    """Yield the function of a bar that a notebook displays; rich would need ipywidgets there."""
-    empty = {"text/plain": "", "text/html": ""}
-    handle = import_module("IPython.display").display(empty, raw=True, display_id=True)
-    now, bar = label, Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
-
-    def show(done: int, total: int, label: str | None = None) -> None:
-        nonlocal now
-        now = now if label is None else label
-        text = f"{done} of {total} {unit}" + (f": {visible(now)}" if now else "")
-        html = str(bar.format(done / max(1, total), text))
-        handle.update({"text/plain": text, "text/html": html}, raw=True)
-
-    try:
-        yield show
-    finally:
-        handle.update(empty, raw=True)
 
 
 def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[F], F]:

@@ -1,7 +1,4 @@
-"""What consoles and notebooks show: one short line of an object, and a bar of progress."""
-
-import sys
-from types import ModuleType, SimpleNamespace
+"""What consoles show: one short line of an object, and progress."""
 
 import pytest
 
@@ -45,36 +42,7 @@ def test_texts_are_one_short_line(swept):
     assert "prompts=2" in repr(kvsim.compare(swept))
 
 
-def test_a_bar_in_a_notebook(monkeypatch):
-    """`progress=True` shows how much is done, where the output of a cell is, and removes it."""
-    shown = []
-
-    def display(first, *, raw, display_id):
-        assert raw
-        assert display_id
-        shown.append(first)
-        return SimpleNamespace(update=lambda each, *, raw: shown.append(each) if raw else None)
-
-    shell = SimpleNamespace(kernel=object())
-    modules = {"IPython": ModuleType("IPython"), "IPython.display": ModuleType("IPython.display")}
-    modules["IPython"].get_ipython = lambda: shell
-    modules["IPython.display"].display = display
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-    kvsim.sweep(
-        traces=make_trace("<b>"), policies="tova", budgets=8, metrics="output_error", progress=True
-    )
-
-    plain = [each["text/plain"] for each in shown]
-    assert (plain[0], plain[1], plain[-1]) == ("", "0 of 1 cells", "")
-    assert "1 of 1 cells: <b>" in plain
-    assert shown[-2]["text/html"] == (
-        '<progress value="1.000"></progress> <small>1 of 1 cells: &lt;b&gt;</small>'
-    )
-
-
-def test_no_bar_outside_of_notebooks_and_terminals(capsys):
+def test_no_bar_outside_of_terminals(capsys):
     """In a pipe short work prints nothing."""
     with progress_bar("cells") as show:
         show(1, 2, "half")

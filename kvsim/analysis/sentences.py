@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 
 import polars as pl
 
@@ -24,7 +24,7 @@ from kvsim.schema import plural, rounded
 
 #: Most policies that a sentence names, and how many of more: the first in rank.
 _NAMES, _FIRST = 6, 3
-#: A larger bound is not said.
+#: A larger share is not said.
 _LARGE = 10.0
 
 
@@ -94,9 +94,8 @@ def said(verdict: Verdict, metric: str, scale: Scale) -> str:
         parts = [_lowest(verdict, metric, scale)]
     else:
         parts = [*_best(verdict, metric, scale)]
-        if verdict.order is not None:
-            p = f"p = {verdict.order:.2g}"
-            parts.append(f"That the order depends on the task is not shown ({p})")
+        if (p := verdict.order) is not None:
+            parts.append(f"That the order depends on the task is not shown (p = {p:.2g})")
     if verdict.unfair:
         parts.append(
             f"Rows see more entries under {_listed(verdict.unfair)} than under others, so this is "
@@ -118,15 +117,14 @@ def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
         equal = ", equal on every prompt, are" if verdict.equal else " is"
         yield f"{_listed(best)}{equal} the best of {count} policies {about}"
     elif len(best) <= _NAMES:
-        rest = (
-            "the other one is" if count - len(best) == 1 else f"the other {count - len(best)} are"
-        )
-        yield f"{_listed(best, 'or')} is the best of {count} policies {about}; {rest} not"
+        others = count - len(best)
+        rest = "other one is" if others == 1 else f"other {others} are"
+        yield f"{_listed(best, 'or')} is the best of {count} policies {about}; the {rest} not"
     else:
         yield f"{len(best)} of {count} policies could be the best {about}: {_listed(best)}"
     if alone:
         after = next((each for each in verdict.standings if each.policy not in best), None)
-        if after is not None and _bounded(after):
+        if after is not None and _bounded(after, scale):
             amount = _amount(after.worse_by or 0.0, metric, scale)
             yield f"The next, {after.policy}, is at most {amount} worse"
     else:
@@ -145,13 +143,14 @@ def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
         yield f"{verdict.prompts} prompts are coarse; record {ENOUGH}"
 
 
-def _bounded(standing: Standing) -> bool:
-    return standing.worse_by is not None and standing.worse_by <= _LARGE
+def _bounded(standing: Standing, scale: Scale) -> bool:
+    large = _LARGE if scale.relative else inf
+    return standing.worse_by is not None and standing.worse_by <= large
 
 
 def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
     """Yield which of the set are as good as the best, or how good the surest one is."""
-    known = [each for each in verdict.standings if each.could_be_best and _bounded(each)]
+    known = [each for each in verdict.standings if each.could_be_best and _bounded(each, scale)]
     good = [each.policy for each in known if each.as_good]
     if good and scale.margin is not None:
         are = "is" if len(good) == 1 else "are"
@@ -180,9 +179,8 @@ def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
 
 def _could(verdict: Verdict) -> str:
     """The policies that could be the best, in a few words."""
-    if len(verdict.best) == len(verdict.policies):
-        return "any of them"
-    return _listed(verdict.best, "or")
+    every = len(verdict.best) == len(verdict.policies)
+    return "any of them" if every else _listed(verdict.best, "or")
 
 
 def bound(value: float | None, of: Comparison) -> str:

@@ -1,14 +1,11 @@
 """Which policies could be the best, how much worse a policy may be, and how many prompts tell.
 
-X [prompt, policy] are means of a metric within a prompt, lower is better, none missing. Prompts are
-the only unit; with a task of each prompt [prompt] the mean is that over tasks, each counting the
-same.
+X [prompt, policy] are means of a metric within a prompt, none missing. Prompts are the only unit;
+with a task of each prompt [prompt] the mean is that over tasks, each counting the same.
 
-If two policies were equally good, each prompt could as well have shown the opposite difference. So
-differences are compared with those under flips of signs (Fisher 1935, The Design of Experiments,
-21). This assumes no distribution of differences but symmetry; with values of extreme skew a set of
-the best is less sure than 95 %. Seeds are fixed and rounding decides no tie, so that the order of
-prompts is all that the result depends on beside the values: sort them by what is in them.
+If two policies were equally good, each prompt could as well have shown the opposite difference
+(Fisher 1935, The Design of Experiments, 21). So differences are compared with those under flips of
+signs, which assumes symmetry alone; with values of extreme skew less is sure than said.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ RESAMPLES = 4000
 #: Values are equal that differ by no more than this share, as sums in another order do.
 ROUNDING = 1e-6
 
-# Results that are resampled at once, and values of all their resamples that are in memory at once.
-_TOGETHER, _DRAWN = 64, 1 << 22
+# Values of all resamples that are in memory at once.
+_DRAWN = 1 << 22
 
 #: Columns that distinguish results of a trace; `requested` is the requested budget.
 KEYS = ("policy", "params", "requested", "interval", "prefill", "metric", "variant", "unit")
@@ -81,15 +81,12 @@ class Interval:
         intervals = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
         for size in np.unique(sizes[sizes > 0]).tolist():
             places = np.flatnonzero(sizes == size)
-            for part in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
-                values = np.stack([present[place] for place in part])
-                numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
-                # a mean of equal values may be rounded past them
-                numbers = numbers.clip(
-                    *(edge(1, keepdims=True) for edge in (values.min, values.max))
-                )
-                for place, (mean, low, high) in zip(part, numbers.tolist(), strict=True):
-                    intervals[place] = cls(mean, low, high, size)
+            values = np.stack([present[place] for place in places])
+            numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
+            # a mean of equal values may be rounded past them
+            numbers = numbers.clip(*(edge(1, keepdims=True) for edge in (values.min, values.max)))
+            for place, (mean, low, high) in zip(places, numbers.tolist(), strict=True):
+                intervals[place] = cls(mean, low, high, size)
         return intervals
 
     def text(self, form: str) -> str:
@@ -113,15 +110,8 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
         for start in range(0, RESAMPLES, batch)
     )
     means = np.concatenate([np.mean(values[:, places], axis=2) for places in drawn], axis=1)
-    means.sort(axis=1)
-    return _quantile(means, tail), _quantile(means, 1 - tail)
-
-
-def _quantile(ascending: Floats, share: float) -> Floats:
-    """The quantile of [result, sample], linear between two samples, to the bit as scipy's."""
-    place, part = divmod(share * ascending.shape[1] + 1 - share, 1)
-    below, above = ascending[:, int(place) - 1], ascending[:, int(place)]
-    return np.asarray((1 - part) * below + part * above)
+    low, high = np.quantile(means, (tail, 1 - tail), axis=1)
+    return low, high
 
 
 def stage_of(layer: int, n_layers: int) -> str:

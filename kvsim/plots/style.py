@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -37,7 +38,6 @@ from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
-from kvsim.progress import notebook_shell
 from kvsim.schema import rounded, size_in_bytes
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
@@ -404,8 +404,8 @@ def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) ->
 
 def draw_in_notebooks() -> None:
     """Let a notebook show figures as pictures, which it does by itself once pyplot is loaded."""
-    shell = notebook_shell()
-    if shell is None:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):
         return
     png = shell.display_formatter.formatters["image/png"]
     if Figure not in png.type_printers:

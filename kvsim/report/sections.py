@@ -13,7 +13,6 @@ from markupsafe import Markup, escape
 from kvsim.analysis.evidence import OUTCOMES, ranking
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.overview import fidelity_shares
-from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer, tabulated
 from kvsim.analysis.significance import few
@@ -45,7 +44,6 @@ def sections(
         yield _verdict(shown, remarks, metrics)
         yield _results(shown)
         yield from _splits(shown)
-        yield _of_traces(shown)
     if traces is not None:
         yield from _of("traces", traces)
     yield from _of("results", table)
@@ -145,25 +143,6 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
         ]
         head = [label, "policy", "budget", "metric", "mean", "prompts"]
         yield section(f"By {label}", "", details(table_of(head, rows, right=4)))
-
-
-def _of_traces(table: pl.DataFrame) -> str:
-    of_runs = [name for name, entry in METRICS.items() if entry.default]
-    means = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
-    rows = [
-        [
-            *(html.metric_name(row["metric"]), row["variant"], html.interval(row)),
-            "" if row["chance"] is None else f"{row['chance']:.3f}",
-            f"{row['n']} of {row['of']}",
-        ]
-        for row in means.to_dicts()
-        if row["mean"] is not None
-    ]
-    if not rows:
-        return ""
-    head = ["metric", "variant", "mean", "chance", "prompts"]
-    note = "What the traces are like, whatever evicts from them."
-    return section("The traces", note, details(table_of(head, rows, right=2)))
 
 
 def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:

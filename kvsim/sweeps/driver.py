@@ -84,7 +84,7 @@ def sweep(
         shard: (i, n), every n-th task, from the i-th on.
         scheduler: computes on the workers of a dask cluster, by its address or the file that it
             writes.
-        progress: called with a Standing; True shows a bar, in notebooks too.
+        progress: called with a Standing; True shows a bar.
         **options: the options of `kvsim.experiment.SweepOptions`.
 
     Raises:

@@ -65,7 +65,7 @@ def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys)
 
     assert (status, capsys.readouterr().out) == (0, f"Written to {out}.\n")
     assert f"{error:.3f}" in page.text
-    for part in ("Verdict", "Results", "every metric", "The traces", "What the papers say"):
+    for part in ("Verdict", "Results", "every metric", "What the papers say"):
         assert part in page.text
     assert "AMS wipes out fewer regions" in page.text
     assert "not decided" in page.text
