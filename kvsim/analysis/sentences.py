@@ -225,8 +225,8 @@ def basis(comparison: Comparison) -> str:
     if metric == EVIDENCE[0]:
         low, high = ANSWERS
         parts.append(
-            f"KL is not answers: with that by wrong ones its ranking correlated at {low:.2f} to "
-            f"{high:.2f} in four cases"
+            f"KL does not count answers: its ranking and that by wrong answers correlated at "
+            f"{low:.2f} to {high:.2f} in four cases"
         )
     found: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, budgets in comparison.weaker.items():

@@ -34,7 +34,7 @@ def worth(metric):
 
 
 KL = (
-    " KL is not answers: with that by wrong ones its ranking correlated at "
+    " KL does not count answers: its ranking and that by wrong answers correlated at "
     f"{ANSWERS[0]:.2f} to {ANSWERS[1]:.2f} in four cases."
 )
 
