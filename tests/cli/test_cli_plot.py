@@ -129,7 +129,7 @@ def test_a_text_by_kl_is_that_of_a_run_or_judged_for_it(run, tmp_path):
     assert out[0].read_bytes() == out[1].read_bytes()
     refused = {
         ("sample", tmp_path / "plain"): "the table has no response_kl_tokens of the tokens of sam",
-        ("sample", "sample", tmp_path / "judged"): "kl_text shows one trace, but 2 were given",
+        ("sample", "sample-smollm2", tmp_path / "judged"): "kl_text shows one trace, but 2 were",
         (tmp_path / "judged",): "kl_text shows one trace, but 0 were given",
     }
     for sources, message in refused.items():
