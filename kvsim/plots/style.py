@@ -405,7 +405,7 @@ def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) ->
 def draw_in_notebooks() -> None:
     """Let a notebook show figures as pictures, which it does by itself once pyplot is loaded."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if not hasattr(shell, "kernel"):
+    if shell is None or not hasattr(shell, "kernel"):
         return
     png = shell.display_formatter.formatters["image/png"]
     if Figure not in png.type_printers:
