@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Strings
+from kvsim.analysis.significance import weights
 from kvsim.analysis.summaries import KEYS, main_variants, per_prompt
 from kvsim.analysis.verdict import task_labels
 from kvsim.errors import PolicyError
@@ -30,6 +31,11 @@ class Budget:
     values: Floats
     traces: tuple[str, ...]
     tasks: Strings | None
+
+    @property
+    def weights(self) -> Floats:
+        """Factors of the prompts such that a mean over prompts is that over tasks."""
+        return len(self.traces) * weights(len(self.traces), self.tasks)
 
 
 def means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:

@@ -236,7 +236,7 @@ def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
         for standing in each.standings
     ]
     alone = 0 if verdict else budget.ranked
-    others = budget.values[budget.ranked - alone :]
+    others = budget.weights * budget.values[budget.ranked - alone :]
     intervals = Interval.of_each([*np.where(np.isfinite(others), others, np.nan)])
     names = budget.results["policy"][budget.ranked - alone :]
     for place, (name, end) in enumerate(zip(names, intervals, strict=True)):
@@ -278,10 +278,11 @@ def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame
                 continue
             two, alike = np.stack([values[name], other], axis=1), False
             if scale.relative and scale.margin is not None and len(two) >= FEWEST:
-                alike = bool((excess(two, higher=scale.higher) <= scale.margin).all())
+                far = excess(two, budget.tasks, higher=scale.higher)
+                alike = bool((far <= scale.margin).all())
             verdict = "equivalent" if alike else "undecided"
             found.append({"policy": name, "requested": budget.requested, "verdict": verdict})
-            gaps.append(two[:, 0] - two[:, 1])
+            gaps.append(budget.weights * (two[:, 0] - two[:, 1]))
     p = np.array([sign_flip(gap[None])[0] for gap in gaps])
     for row, gap, of_one, corrected in zip(found, gaps, p.tolist(), holm(p).tolist(), strict=True):
         row |= {"against": base, "p": of_one, "p_holm": corrected, "difference": gap.mean()}
@@ -307,7 +308,7 @@ def _at_target(
     for budget in budgets:
         n = len(budget.traces)
         if n >= FEWEST:
-            ranked = budget.values[: budget.ranked]
+            ranked = budget.weights * budget.values[: budget.ranked]
             reach = scipy.special.stdtrit(n - 1, 0.975) * ranked.std(1, ddof=1) / np.sqrt(n)
             ends = ranked.mean(1) + (-reach if higher else reach)
             policies = budget.results["policy"][: budget.ranked]
@@ -341,15 +342,16 @@ def _weaker(
 ) -> dict[str, dict[str, tuple[str, ...]]]:
     """By weaker metrics than this, the policies of the lowest mean that could not be the best."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    prompts = {budget.requested: budget.traces for budget in budgets}
+    weights = {x.requested: dict(zip(x.traces, x.weights, strict=True)) for x in budgets}
     for name in EVIDENCE[EVIDENCE.index(metric) + 1 :] if metric in EVIDENCE else ():
         values = per_prompt(main_variants(table, [name])).drop_nulls("value")
         for verdict in verdicts:
-            of, traces = verdict.policies, prompts[verdict.requested]
-            chosen = pl.col("trace").is_in(traces) & pl.col("policy").is_in(of)
+            of, weight = verdict.policies, weights[verdict.requested]
+            chosen = pl.col("trace").is_in([*weight]) & pl.col("policy").is_in(of)
             part = values.filter(chosen, requested=verdict.requested)
-            if part.height == len(of) * len(traces):
-                means = part.group_by("policy", maintain_order=True).agg(pl.col("value").mean())
+            if part.height == len(of) * len(weight):
+                weighted = pl.col("value") * pl.col("trace").replace_strict(weight)
+                means = part.group_by("policy", maintain_order=True).agg(weighted.mean())
                 lowest = pl.col("value") <= pl.col("value").min() * (1 + ROUNDING)
                 first = tuple(means.filter(lowest)["policy"])
                 if not {*first} & {*(verdict.best or verdict.first)}:

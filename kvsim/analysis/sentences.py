@@ -65,7 +65,8 @@ def _reversed(comparison: Comparison) -> Iterator[str]:
     sign, found = -1 if comparison.better == "higher" else 1, list[str]()
     for part in comparison.overall.drop_nulls("rank").partition_by("policy", maintain_order=True):
         for less, more in pairwise(part.sort("entries").iter_rows(named=True)):
-            if sign * (more["mean"] - less["mean"]) > ROUNDING * abs(less["mean"]):
+            worse = sign * (more["mean"] - less["mean"]) > ROUNDING * abs(less["mean"])
+            if worse and less["n"] == more["n"]:
                 of = (f"{rounded(x['mean'], '.3g')} at {x['requested']}" for x in (less, more))
                 found.append(f"{less['policy']} ({', '.join(of)})")
     if found:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvsim.analysis.folder import Saved, joined, read_run
+from kvsim.analysis.registry import metric
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError, local_path
@@ -59,6 +60,8 @@ def write_report(
     """
     target = local_path(out, OutputError)
     check_output(target, overwrite=overwrite)
+    for name in metrics:
+        metric(name)
     if target.suffix.lower() not in (".html", ".htm"):
         raise OutputError(
             f"{out} is to be a report, which is an HTML page; expected FILE.html, or `kvsim table "

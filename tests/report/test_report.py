@@ -138,6 +138,9 @@ def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
     assert "wipeout" in rows[0][5]
     with pytest.raises(PolicyError, match="'wiped'"):
         write_report([run], tmp_path / "x.html", metrics=["wiped"])
+    alone = saved(tmp_path / "alone", {"tova": [0.3, 0.5]})
+    with pytest.raises(PolicyError, match="'wiped'"):  # also where there is no verdict
+        write_report([alone], tmp_path / "x.html", metrics=["wiped"])
 
 
 def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
