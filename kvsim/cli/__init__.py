@@ -73,6 +73,11 @@ _COMMANDS: dict[str, Command] = {
 COMMANDS: Registry[Command] = Registry(
     "command", "kvsim.commands", (FunctionType, typer.Typer), _COMMANDS
 )
+#: Commands of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
+GONE = {
+    "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",
+    "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",
+}
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
 # click's class of usage errors, or typer's own copy of it
@@ -193,6 +198,9 @@ def _status(argv: list[str]) -> int:
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
         alone = argv[:1] if argv and argv[0] in COMMANDS else None
+        for name in (" ".join(argv[:2]), *argv[:1]):
+            if name in GONE and name not in COMMANDS:
+                raise OptionError(f"kvsim {name} was removed: {GONE[name]}")
         command = typer.main.get_command(_app(alone) if alone else app())
         done = command.main(argv or ["--help"], prog_name="kvsim", standalone_mode=False)
         sys.stdout.flush()

@@ -10,19 +10,16 @@ import sys
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from command_line import one_line
 
-import kvsim
-from kvsim.cli import main
+from kvsim.cli import GONE, main
 from kvsim.cli.shared import OptionError, parse_memory, parse_set
 from kvsim.errors import KvsimError
 from kvsim.studies.language.tasks import prompts
-from kvsim.sweeps import replay_all
 from kvsim.sweeps.grid import Dumper, Loader
 from traces import random_trace
 
@@ -171,21 +168,13 @@ def test_an_interrupt_in_an_import_is_not_lost(tmp_path, warm_kvsim):
     assert (process.returncode, out, one_line(err)) == (130, "", "interrupted")
 
 
-@pytest.mark.parametrize("command", ["learn", "match"])
-def test_an_interrupt_of_replays_ends_their_command(run, trace, tmp_path, monkeypatch, command):
-    """What was replayed until then is no result."""
-    part = replace(replay_all([kvsim.open_trace(trace)], "tova", 16), interrupted=True)
-    monkeypatch.setattr("kvsim.studies.price.sizes.replay_all", lambda *_, **__: part)
-    monkeypatch.setattr("kvsim.studies.learning.learn.replay_all", lambda *_, **__: part)
-    options = {
-        "match": ["--policy", "dms+h2o", "--set", "dms.window=8"],
-        "learn": ["--out", tmp_path / "x.safetensors", "--test", trace],
-    }
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_is_gone_says_what_to_do(run, name):
+    """One line with its name, and status 2."""
+    status, out, err = run(*name.split(), "x", "--option")
 
-    status, out, err = run(command, trace, "--budget", "16", *options[command])
-
-    assert (status, out) == (130, "")
-    assert one_line(err).startswith("interrupted")
+    assert (status, out) == (2, "")
+    assert one_line(err) == f"error: kvsim {name} was removed: {GONE[name]}"
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "cp437", "latin-1"])

@@ -1,1 +1,0 @@
-"""What constraints cost: the optimum under each, and the best policies that obey it."""
