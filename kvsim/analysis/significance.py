@@ -255,7 +255,7 @@ def rank_correlation(
     Policies and prompts, the same of both unless `same` is False, are drawn with replacement; the
     interval is shifted by what noise takes from the correlation. It is NaN for fewer than 8
     policies or 12 prompts, and where the `reliability` of a ranking is below 0.8, of more than 12
-    policies 0.95: there it missed the correlation too often (tests/benchmarks/verdict_rates.py).
+    policies 0.95: there it missed the correlation too often in simulations.
     """
     rng, k, both = np.random.default_rng(0), x.shape[1], (x, y)
     means = float(_spearman(x.mean(0), y.mean(0)))

@@ -15,14 +15,31 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from replay import Size, arrays, fresh
 
 import kvsim
 from harness import cpu_seconds
 from kvsim.analysis.output.error import output_error
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of one run."""
+
+    layers: int
+    heads: int
+    group: int
+    dim: int
+    tokens: int
+    prompt: int
+    budget: int
+    interval: int | None
+    repeats: int = 3
+    matrix: int = 2048
+
 
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "knorm"),
@@ -31,6 +48,24 @@ POLICIES = (
 HERE = Path(__file__).resolve().parents[2]
 AIM = Size(1, 4, 7, 128, tokens=2048, prompt=512, budget=256, interval=128, repeats=2)
 SMALLEST = Size(1, 2, 2, 32, tokens=192, prompt=96, budget=48, interval=32, repeats=1)
+
+
+def arrays(size: Size) -> dict[str, torch.Tensor]:
+    """Random q, k, v with their full attention."""
+    torch.manual_seed(0)
+    rows = (size.layers, size.heads * size.group, size.tokens, size.dim)
+    entries = (size.layers, size.heads, size.tokens, size.dim)
+    given = {"q": torch.randn(rows), "k": torch.randn(entries), "v": torch.randn(entries)}
+    if size.interval != 1:
+        trace = fresh(size, given)
+        given["attn_out"], given["lse"] = trace.attn_out, trace.lse
+    return given
+
+
+def fresh(size: Size, given: dict[str, torch.Tensor]) -> kvsim.Trace:
+    """A trace that has cached nothing."""
+    rope = kvsim.Rope.default(size.dim)
+    return kvsim.Trace.from_arrays(**given, prompt_len=size.prompt, rope=rope)
 
 
 def turn(size: Size) -> dict[str, float]:

@@ -3,7 +3,6 @@
     python tests/benchmarks/capture.py            # the shape of a 0.5B model: some minutes
     python tests/benchmarks/capture.py --smallest # seconds; what the test suite runs
     python tests/benchmarks/capture.py --model smollm2 # a language model on real text: minutes
-    python tests/benchmarks/capture.py --model FILE.gguf # the same of a file, one turn
 
 A random model of the shape of Qwen2-0.5B answers a prompt with and without a capture of q, k, v and
 attention output to disk, in turns, in one process; the ratio is of the fastest turns.
@@ -16,8 +15,8 @@ block does, which leaves the most to hold.
 The least that a trace can take is q, k and v in the model's precision, uncompressed; beside it
 stands what the same arrays and the attention output take.
 
-With `--model` the prompt is documentation that comes with Python; with SmolLM2 host memory is that
-of a prompt of 4,095 tokens.
+With SmolLM2 the prompt is documentation that comes with Python, and host memory that of a prompt of
+4,095 tokens.
 """
 
 import argparse
@@ -65,62 +64,11 @@ class Shape:
         return self.hidden // self.qheads
 
 
-AIM = Shape(
-    layers=24,
-    hidden=896,
-    intermediate=4864,
-    qheads=14,
-    heads=2,
-    vocabulary=151936,
-    prompt=512,
-    new=64,
-    turns=3,
-)
-SMALLEST = Shape(
-    layers=2,
-    hidden=64,
-    intermediate=128,
-    qheads=4,
-    heads=2,
-    vocabulary=256,
-    prompt=300,
-    new=20,
-    turns=1,
-)
+AIM = Shape(24, 896, 4864, 14, 2, vocabulary=151936, prompt=512, new=64, turns=3)
+SMALLEST = Shape(2, 64, 128, 4, 2, vocabulary=256, prompt=300, new=20, turns=1)
 REAL = Shape(
-    layers=30,
-    hidden=576,
-    intermediate=1536,
-    qheads=9,
-    heads=3,
-    vocabulary=49152,
-    prompt=512,
-    new=64,
-    turns=3,
-    model="smollm2",
-    longest=4096,
+    *(30, 576, 1536, 9, 3, 49152), prompt=512, new=64, turns=3, model="smollm2", longest=4096
 )
-
-
-def shape_of(name: str) -> Shape:
-    """The shape of a model by its name or path."""
-    if name == REAL.model:
-        return REAL
-    config = load_model(name)[0].config
-    return replace(
-        REAL,
-        layers=config.num_hidden_layers,
-        hidden=config.head_dim * config.num_attention_heads,
-        intermediate=config.intermediate_size,
-        qheads=config.num_attention_heads,
-        heads=config.num_key_value_heads,
-        vocabulary=config.vocab_size,
-        prompt=256,
-        new=32,
-        turns=1,
-        model=name,
-        longest=None,
-    )
 
 
 def build(shape: Shape) -> PreTrainedModel:
@@ -243,7 +191,7 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     }
     lines = [
         f"threads {torch.get_num_threads()}, torch {torch.__version__}",
-        f"{replace(shape, model=shape.model and Path(shape.model).name)}",
+        f"{shape}",
         (
             f"a new token takes {token * 1e3:.1f} ms alone, {token_too * 1e3:.1f} ms recorded: "
             f"{ratios['generation']:.3f} times ({1 / token:.1f} and {1 / token_too:.1f} tokens/s)"
@@ -269,14 +217,13 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.add_argument("--model", help="a real model on real text: smollm2, or a path")
+    parser.add_argument("--model", choices=["smollm2"], help="a real model on real text")
     parser.add_argument("--once", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--recorded", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.once:
         once(Shape(**given.once), recorded=given.recorded)
     else:
-        named = shape_of(given.model) if given.model else AIM
-        _, lines = run(SMALLEST if given.smallest else named)
-        name = f" {Path(given.model).stem.lower()}" if given.model else ""
-        publish(lines, given.doc, f"capture{name}")
+        aim = REAL if given.model else AIM
+        _, lines = run(SMALLEST if given.smallest else aim)
+        publish(lines, given.doc, "capture smollm2" if given.model else "capture")

@@ -44,7 +44,7 @@ class Shape:
 
 SHAPES = {
     "full": Shape("smollm2", 400, 256, (200, 400, 800, 1600), (64, 128, 256, 512)),
-    "smallest": Shape("tiny", 100, 40, (100, 140), (40, 64)),
+    "smallest": Shape("tiny", 100, 40, (100,), (40,)),
 }
 
 

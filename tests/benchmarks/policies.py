@@ -17,8 +17,8 @@ import kvsim
 from kvsim.policies import CATALOGUE, names
 
 sys.path.append(str(Path(__file__).parents[1]))
+from against import Size, arrays, fresh
 from probes import repeated
-from replay import Size, arrays, fresh
 
 from harness import best, matrix_rate, report
 

@@ -22,61 +22,21 @@ def load(name):
 
 #: Script: the arguments of its smallest run, and what it has figures of.
 FIGURES = {
-    "replay": (
-        lambda script: (script.SMALLEST, script.SMALLEST_ROWS),
-        {"tova", "snapkv", "bare", "tova row", "h2o row"},
-    ),
-    "policies": (
-        lambda script: (script.SMALLEST,),
-        {"ams", "expected_attention", "gkv", "adakv+tova", ...},
-    ),
-    "optimum": (lambda script: (script.SMALLEST,), {"events", "tokens", "gap"}),
-    "against": (lambda script: (script.SMALLEST, script.HERE), {"tova after every row", ...}),
-    "cells": (
-        lambda script: (script.SMALLEST, (64,)),
-        {"replays", "output errors", "other metrics", "all", "ms on the sample"},
-    ),
+    "policies": (lambda script: (script.SMALLEST,), {"ams", "gkv", "adakv+tova"}),
+    "against": (lambda script: (script.SMALLEST, script.HERE), {"tova after every row"}),
     "sweep": (
         lambda script: (script.SMALLEST, False),
         {"smallest: cell after cell", "smallest: one process, one thread"},
     ),
-    "slopes": (lambda script: (script.SMALLEST,), {"errors, outputs recorded, tokens"}),
-    "lengths": (lambda script: script.SMALLEST, {"capture, seconds", "judge, memory", ...}),
-    "study": (lambda script: script.SMALLEST, {"capture, seconds", "planned bytes", ...}),
-    "capture": (
-        lambda script: (script.SMALLEST,),
-        {"generation", "prompt", "memory in blocks", "bytes"},
-    ),
-    "live": (
-        lambda script: (script.SMALLEST,),
-        {f"{name} 128" for name in ("full", "streaming_llm", "snapkv", "tova", "h2o", "ams")}
-        | {"adakv+snapkv 128", "expected_attention 128"},
-    ),
-    "paged": (lambda script: (script.SMALLEST,), {"head ragged 1", "layer ragged 1", ...}),
+    "capture": (lambda script: (script.SMALLEST,), {"generation", "memory in blocks", "bytes"}),
     "judge": (lambda script: (script.SHAPES["smallest"],), {"judged", "live"}),
-    "verdict_rates": (
-        lambda script: (2, script.PROMPTS[:1]),
-        {"set, seconds", ...},
-    ),
-}
-
-#: What must hold of the figures of a script beside being there.
-HOLDS = {
-    "optimum": lambda figures, _: abs(figures["gap"]) < 1e-9,
-    "capture": lambda figures, _: figures["bytes"] > 1,
-    "sweep": lambda _, lines: "values equal" in lines[1],
-    "paged": lambda figures, _: (
-        all(each["blocks"] > 0 for each in figures.values())
-        and figures["head ragged 1"]["empty"] == 0 < figures["layer ragged 1"]["empty"]
-    ),
-    "study": lambda figures, _: (
-        figures["planned files"] == figures["full, files"]
-        and abs(figures["planned bytes"] / figures["full, bytes"] - 1) < 0.3
-    ),
+    "verdict_rates": (lambda script: (2, script.PROMPTS[:1]), {"as measured, results 32, size, 6"}),
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.deep) if x == "against" else x for x in FIGURES]
+)
 def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
     """Each script runs at its smallest size, and has a figure of everything that it names."""
     module, (arguments, expected) = load(name), FIGURES[name]
@@ -87,13 +47,9 @@ def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
 
     with capsys.disabled():
         print("", *lines, sep="\n")
-    others = set(figures) - expected
-    assert expected - {...} <= set(figures)
-    assert not others or ... in expected
-    if name in HOLDS:
-        assert HOLDS[name](figures, lines)
-    if name not in ("optimum", "slopes", "lengths", "paged"):
-        assert all(value >= 0 for value in figures.values())
+    assert expected <= set(figures)
+    assert all(value >= 0 for value in figures.values())
+    assert name != "sweep" or "values equal" in lines[1]
 
 
 @pytest.mark.peers
@@ -132,12 +88,3 @@ def test_a_device_computes_what_the_cpu_does(device):
     lines = load("device").run(device, "small layers")
 
     assert sum("tokens/s" in line for line in lines) == 4
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_batches_write_what_each_sequence_alone_does(device):
-    """Of all tokens in float32; rates of each batch are printed."""
-    lines = load("batch").run(device, "small layers")
-
-    assert sum("4 of 4 responses equal" in line for line in lines) >= 2
-    assert sum("tokens/s" in line for line in lines) == 9
