@@ -1,7 +1,7 @@
 """The pieces of a policy: scorer, allocator, budgets of the layers, protection and schedule.
 
 A piece is a frozen dataclass. Its fields are parameters (`kvsim.core.parameters`), checked when it
-is built, and it gives the FLOPs of its own rule, from which `kvsim cost` takes them.
+is built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.trace import Trace
@@ -30,17 +29,13 @@ class Piece:
 
     #: name in errors; by default the file of a policy of kvsim, the class of a user's own
     label: ClassVar[str] = ""
-    #: name of the method that `flops` counts
-    _rule: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a name to errors, and forget FLOPs that are inherited without the rule."""
+        """Give a name to errors."""
         super().__init_subclass__(**options)
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")
             cls.label = file if package == "kvsim.policies" else cls.__name__
-        if cls._rule in vars(cls) and "flops" not in vars(cls):
-            cls.flops = Piece.flops  # type: ignore[method-assign]  # those of another rule
 
     def __post_init__(self) -> None:
         """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
@@ -50,14 +45,6 @@ class Piece:
     def needs(self) -> frozenset[str]:
         """Arrays that a trace must hold beyond q, k and v."""
         return frozenset()
-
-    def flops(self, event: Event) -> Flops | None:
-        """FLOPs of the rule at an event, in one layer and without what is inside; None: unknown."""
-        return None
-
-    def no_flops(self, event: Event) -> Flops:
-        """`flops` of a rule that computes nothing, or compares alone."""
-        return Flops()
 
 
 @dataclass(frozen=True)
@@ -199,7 +186,6 @@ class Scorer(Piece, ABC):
     protection is one function, `score`.
     """
 
-    _rule: ClassVar[str] = "score"
     #: carried with each entry: name -> value of an entry that has no history
     columns: ClassVar[Mapping[str, float]] = {}
     #: scores by the last row and columns alone: in blocks of rows, evicted entries remain as holes
@@ -345,7 +331,6 @@ class Sizing(Piece, ABC):
 class Allocator(Sizing, ABC):
     """How many entries stay, and from where."""
 
-    _rule: ClassVar[str] = "plan"
     #: carried with each entry, as a scorer's
     columns: ClassVar[Mapping[str, float]] = {}
     #: names of notes that metrics read, few numbers per head (`kvsim.studies.segments.segments`)
@@ -392,8 +377,6 @@ class Allocator(Sizing, ABC):
 class Uniform(Allocator):
     """Every head keeps the budget of its layer."""
 
-    flops = Allocator.no_flops
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Return the same quota for every head."""
         return Plan(view.budget.expand_as(view.count))
@@ -403,7 +386,6 @@ class Uniform(Allocator):
 class Everything(Allocator):
     """Every head keeps all it has, whatever the budget."""
 
-    flops = Allocator.no_flops
     bounded = False
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
@@ -414,7 +396,6 @@ class Everything(Allocator):
 class LayerBudgets(Sizing, ABC):
     """How much each layer gets, in entries per head."""
 
-    _rule: ClassVar[str] = "budgets"
     #: the layers share one budget: an event acts on all of them together, or on none
     across_layers: ClassVar[bool] = False
 
@@ -442,8 +423,6 @@ class LayerBudgets(Sizing, ABC):
 @dataclass(frozen=True)
 class Even(LayerBudgets):
     """Every layer gets the budget."""
-
-    flops = LayerBudgets.no_flops
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """Return the same budget for all layers."""

@@ -56,7 +56,6 @@ class Selection:
 class Propagation(Piece, ABC):
     """Which rows of the prompt reach deeper layers."""
 
-    _rule: ClassVar[str] = "after"
     #: the rows that were chosen run through all layers again, at positions 0, 1, 2, ...
     restarts: ClassVar[bool] = False
     #: caches hold all rows that a layer computes; False where a scorer chooses among them
@@ -138,7 +137,7 @@ class Propagation(Piece, ABC):
         return None
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """Layers after which `flops` are spent: by default those up to the selection layer.
+        """Layers after which it computes scores: by default those up to the selection layer.
 
         rows: that each layer of the (first) pass computes; layer: the last one for none.
         """

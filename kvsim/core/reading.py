@@ -69,7 +69,6 @@ class Reader(Piece, ABC):
     differ. Several query heads that read the same pages have the mean of their scores.
     """
 
-    _rule: ClassVar[str] = "score"
     #: entries of a page
     page: int = 1
     #: query heads that read the same pages

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
@@ -35,8 +35,6 @@ class Clock(NamedTuple):
 
 class Codec(Piece, ABC):
     """A deterministic round trip of entries that leave the exact window; a frozen dataclass."""
-
-    _rule: ClassVar[str] = "keys"
 
     def __post_init__(self) -> None:
         super().__post_init__()

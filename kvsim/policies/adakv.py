@@ -35,8 +35,6 @@ class AdaKV(Allocator):
 
     across_heads: ClassVar[bool] = True
 
-    flops = Allocator.no_flops  # comparisons alone
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Entries of each head, [L, H]; together heads x budget."""
         budget = view.budget.expand_as(view.count)

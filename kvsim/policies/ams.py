@@ -51,7 +51,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Allocator, Plan, Protection
@@ -175,13 +174,6 @@ class AMS(Allocator):
         notes["quota"] = quotas.units
         notes["segment"] = parts.group
         return Plan(budget, eligible=candidates, columns=columns, notes=notes)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the window, summed by a product; pooling; mass, credit, mixture (10)."""
-        h, g, _, n = event.sizes
-        w = max(1, min(event.window(self.window), event.budget, int(n) - 1))
-        usage = event.attention(w) + Flops(2 * h * w * n)
-        return usage + Flops(0, g * n * (self.pool_kernel + 10))
 
     def _usage(self, view: View) -> tuple[Tensor, Tensor]:
         """Usage u and the suffix that the window cannot judge, both [L, H, n]; u in float64."""

@@ -33,12 +33,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.window import Pooling, Windowed, over_heads, pooled_flops, smooth
+from kvsim.policies.window import Pooling, Windowed, over_heads, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
@@ -174,12 +173,6 @@ class Selecting(Propagation):
         if relative < self.tau or (self.restarts and layer == view.n_layers - 1):
             return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
         return Step(memory=_Memory(recent, base), notes=notes)
-
-    def flops(self, event: Event) -> Flops:
-        """Pooled scores, and the variance (3) of ranks: at most L_obs k tokens, L_obs layers."""
-        tokens = min(self.look_back * max(0, event.budget - self.window), event.entries)
-        scores = pooled_flops(event, self.window, self.pool, self.pool_kernel)
-        return scores + Flops(0, 3 * self.look_back * tokens)
 
     def carried(self, prompt_len: int, layer: float) -> float:
         """Ranks of all layers up to the selection, as the released code keeps them."""

@@ -28,14 +28,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 from kvsim.core.weights import by_heads
-from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
+from kvsim.policies.window import Windowed, before_window, over_heads, smooth
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,6 @@ class Cake(Windowed):
         pooled = smooth(vote, self.pool, self.pool_kernel)
         return over_heads(pooled, 2).div_(pooled.shape[2]).where(older, 0.0)
 
-    def flops(self, event: Event) -> Flops:
-        """Attention, mean over the window, and its variance (3) where it counts; pooling."""
-        h, g, _, n = event.sizes
-        w = event.window(self.window)
-        heads = g if self.group == "max" else h
-        spread = 3 if event.prompt or self.decoding else 0
-        pooling = pooling_flops(self.pool, self.pool_kernel)
-        return event.attention(w) + Flops(0, h * w * n + heads * n * ((1 + spread) * w + pooling))
-
 
 @dataclass(frozen=True)
 class CakeBudgets(LayerBudgets):
@@ -97,11 +87,6 @@ class CakeBudgets(LayerBudgets):
         shape = self.window, self.tau1, self.tau2
         weights = torch.cat([preferences(part, *shape) for part in view.parts()])
         return apportion(total, weights, floor, cap)
-
-    def flops(self, event: Event) -> Flops:
-        """Entropy (2) and variance (3) of the attention that the score has computed."""
-        h, _, _, n = event.sizes
-        return Flops(0, 5 * h * event.window(self.window) * n)
 
 
 def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:

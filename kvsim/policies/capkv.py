@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Scorer
@@ -30,7 +29,7 @@ from kvsim.core.view import View
 from kvsim.policies.expected_attention import quadratic, seen_moments
 
 #: Most recent rows whose queries an event in decoding reads.
-_BUFFER = 256
+BUFFER = 256
 # Added to each weight in A.
 _LEAST = 1e-6
 
@@ -45,7 +44,7 @@ class CapKV(Scorer):
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4
 
-    query_rows = 0, _BUFFER
+    query_rows = 0, BUFFER
     protection = Scorer.protect_sinks
 
     @property
@@ -56,7 +55,7 @@ class CapKV(Scorer):
     def score(self, view: View) -> Tensor:
         """w_j v_j . A^-1 v_j, averaged over the group; [L, H, n]."""
         stop = view.row + 1
-        start = self.sink if view.is_prompt else max(self.sink, stop - _BUFFER)
+        start = self.sink if view.is_prompt else max(self.sink, stop - BUFFER)
         _, mu, _ = view.across(
             ("moments", start, stop, False),
             lambda: seen_moments(view, start, stop, covariance=False),
@@ -76,10 +75,3 @@ class CapKV(Scorer):
         capacity.diagonal(dim1=-2, dim2=-1).add_(1.0)
         leverage = quadratic(values, torch.linalg.inv(capacity))
         return (weight * leverage).mean(2).to(view.keys.dtype)
-
-    def flops(self, event: Event) -> Flops:
-        """Mean query; per query head cosines 2 n d, A 2 n d^2 and leverage 2 n d^2; the rest."""
-        h, g, d, n = event.sizes
-        rows = (event.seen if event.prompt else min(_BUFFER, event.seen)) - self.sink
-        products = 2 * h * n * d + 4 * h * n * d**2
-        return Flops(products, rows * h * d + 3 * g * n * d + 3 * h * n * d + 5 * h * n)

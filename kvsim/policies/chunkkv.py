@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan
@@ -57,10 +56,6 @@ class ChunkKV(Allocator):
             chosen = torch.where(few.unsqueeze(-1), plain, chosen)
         chosen = chosen.expand_as(view.live)
         return Plan(chosen.sum(-1), eligible=chosen)
-
-    def flops(self, event: Event) -> Flops:
-        """Sums over the heads and over the chunks, 2 G n."""
-        return Flops(0, 2 * event.model.n_heads * event.entries)
 
     def _whole(self, view: View, chunks: Tensor, order: Tensor) -> Tensor:
         """The best floor(chunks x budget / entries) chunks, at least one, [L, 1, n]."""

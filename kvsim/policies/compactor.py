@@ -30,7 +30,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Protection, Scorer, Scores
@@ -43,7 +42,7 @@ _RIDGE = 0.01
 # Least deviation by which a score is divided.
 _LEAST_DEVIATION = 1e-6
 # Neighbours that the attention is averaged over.
-_KERNEL = 3
+KERNEL = 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Compactor(Scorer):
         if self.parts != "leverage":
             received = attention(view, start, keys, self.chunk)
             size = torch.linalg.vector_norm(values.double(), dim=-1)
-            both.append(standardised(smooth(received * size, "avg", _KERNEL)))
+            both.append(standardised(smooth(received * size, "avg", KERNEL)))
         if self.parts != "attention":
             plain = view.unrotated_span(start, view.row + 1, keys)
             factor = self.blending if self.parts == "both" else 1.0
@@ -88,17 +87,6 @@ class Compactor(Scorer):
     def protection(self, budget: int) -> Protection:
         """Protect the first and the last entries."""
         return Protection(sink=self.sink, recent=self.recent)
-
-    def flops(self, event: Event) -> Flops:
-        """Of m new rows: 2 H d for each pair in a chunk; X^T X and leverage, 2 G m d^2 each."""
-        h, g, d, _ = event.sizes
-        m, out = event.since, Flops()
-        if self.parts != "leverage":
-            pairs = m // self.chunk * self.chunk**2 + (m % self.chunk) ** 2
-            out += Flops(2 * h * pairs * d, 4 * h * pairs + 2 * g * m * d + _KERNEL * g * m)
-        if self.parts != "attention":
-            out += Flops(4 * g * m * d**2, 6 * g * m * d)
-        return out
 
 
 def leverage(keys: Tensor) -> Tensor:

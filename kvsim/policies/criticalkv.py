@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
 from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
@@ -64,12 +63,6 @@ class CriticalKV(Wrapper):
         sized = (scores + self.epsilon) * size
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
         return Scores(values, {**inner.columns, "projected": size})
-
-    def flops(self, event: Event) -> Flops:
-        """W_o v of every query head, 2 H m d D, and its L1 norm, for m new entries."""
-        h, _, d, n = event.sizes
-        hidden, new = event.model.hidden, min(n, event.since)
-        return Flops(2 * h * new * d * hidden, 2 * h * new * hidden)
 
 
 def _projected(view: View) -> Tensor:

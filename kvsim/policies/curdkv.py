@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Scorer
@@ -53,11 +52,6 @@ class CurDKV(Scorer):
             return norms
         segments = view.slot.clamp(min=0) // self.segment
         return _divided(norms, sums(norms, segments, int(segments.max()) + 1).gather(-1, segments))
-
-    def flops(self, event: Event) -> Flops:
-        """Norms of keys and values (2 each), shares, and what is made of them."""
-        _, g, d, n = event.sizes
-        return Flops(0, 4 * g * n * d + 6 * g * n)
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:

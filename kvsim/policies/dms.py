@@ -41,8 +41,6 @@ class DMS(Allocator):
     always_acts: ClassVar[bool] = True
     bounded = False
 
-    flops = Allocator.no_flops  # comparisons alone
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """All that is protected, was admitted, or scores at least the threshold; [L, H, n]."""
         admitted = view["admitted"]

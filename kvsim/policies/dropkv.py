@@ -28,12 +28,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
-from kvsim.policies.window import Windowed, before_window, pooling_flops, smooth
+from kvsim.policies.window import Windowed, before_window, smooth
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,3 @@ class DropKV(Windowed):
         lost = lost.scatter_(-1, first, most.mul(2).exp_().mul_(apart)).sum(2)
         score = smooth(lost / rows.shape[2], "avg", self.pool_kernel)
         return score.where(before_window(view, self.window), 0.0)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention, outputs and their products with values; the rest for each weight."""
-        h, g, d, n = event.sizes
-        w = event.window(self.window)
-        weights, pooling = h * w * n, g * n * pooling_flops("avg", self.pool_kernel)
-        return event.attention(w) + Flops(4 * weights * d, 8 * weights + 2 * g * n * d + pooling)

@@ -107,7 +107,6 @@ class Planned(Allocator):
     #: of the numbers of a plan
     axes: ClassVar[str] = "layers, KV heads"
     across_heads: ClassVar[bool] = True
-    flops = Allocator.no_flops
 
     def __post_init__(self) -> None:
         super().__post_init__()

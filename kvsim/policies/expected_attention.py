@@ -39,7 +39,6 @@ from itertools import starmap
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.attention import Rope
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
@@ -126,28 +125,6 @@ class ExpectedAttention(Scorer):
         if self.value_norm == "none":
             return expected
         return (expected + self.epsilon) * self._size(view)
-
-    def flops(self, event: Event) -> Flops:
-        """Moments of m queries, expected logits, and norms of values.
-
-        Per query head: mean and covariance, 2 m d + 2 m d^2; k.Sigma k, 2 n d^2 + 2 n d; mu.k,
-        2 n d; softmax, 3 n. Per KV head: keys rotated back, 3 n d; norms, 2 n d.
-        """
-        h, g, d, n = event.sizes
-        m = event.seen - self.sink
-        if not event.prompt and self.origin == "next":
-            m = min(self.query_buffer, m)
-        elif not event.prompt:
-            m = min(event.since, self.query_buffer + 1) - self.sink
-        times = self.n_future if self.rope == "mixture" else 1  # one per position of the future
-        out = Flops(2 * n * h * d * times, (3 * h * n + 3 * g * n * d) * times + m * h * d)
-        if self.covariance:
-            out += Flops(2 * m * h * d**2 + 2 * n * h * d**2 * times, (m + 2 * n * times) * h * d)
-        if self.value_norm == "v":
-            out += Flops(0, 2 * g * n * d)
-        if self.value_norm == "wo_v":  # W W^T, and v.(W W^T) v
-            out += Flops(2 * h * event.model.hidden * d**2 + 2 * n * h * d**2, 2 * n * h * d)
-        return out
 
     def _samples(self, view: View) -> tuple[int, int, int]:
         """Rows start..stop-1 to learn from, and the first position of the future."""

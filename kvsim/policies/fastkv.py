@@ -24,13 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
 from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
-from kvsim.policies.window import Pooling, Windowed, pooled_flops
+from kvsim.policies.window import Pooling, Windowed
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,6 @@ class FastKV(AtLayer):
     def keeps_whole(self, budget: int, prompt_len: int) -> bool:
         """A prompt that just fills the budget is long enough, if it has more than `rows`."""
         return prompt_len < budget
-
-    def flops(self, event: Event) -> Flops:
-        """Cost of the pooled scores."""
-        return pooled_flops(event, self.window, self.pool, self.pool_kernel)
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
         """The selection layer, if rows are dropped behind it."""

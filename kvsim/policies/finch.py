@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
-from kvsim.policies.window import Windowed, before_window, over_heads, pooled_flops
+from kvsim.policies.window import Windowed, before_window, over_heads
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,3 @@ class Finch(Windowed):
         vote = (weights * before.sum(-1)[:, :, None, :, None]).mean(3)
         score = over_heads(vote, 2).div_(vote.shape[2])
         return score.where(before_window(view, self.window), 0.0)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the window, scaled and summed."""
-        h, _, _, n = event.sizes
-        scaled = Flops(0, h * event.window(self.window) * n)
-        return pooled_flops(event, self.window, None, 1) + scaled

@@ -13,8 +13,6 @@ from kvsim.core.view import View
 class Full(Scorer):
     """Nothing leaves, whatever the budget: no event of its own, and an allocator that keeps all."""
 
-    flops = Scorer.no_flops
-
     def score(self, view: View) -> Tensor:
         """Return equal scores, [L, H, n]."""
         return torch.zeros(view.pos.shape, device=view.pos.device)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Step
 from kvsim.core.view import View
@@ -49,11 +48,6 @@ class GemFilter(AtLayer):
         return Step((ranked <= view.setting.budget).nonzero()[:, 0], done=True)
 
     counts = Propagation.budget_counts
-
-    def flops(self, event: Event) -> Flops:
-        """Products of the last row, summed over the heads, pooled."""
-        h, _, d, n = event.sizes
-        return Flops(2 * h * n * d, n * (h + self.pool_kernel))
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
         """Return the selection layer."""

@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
-from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import Pooling, Windowed, before_window, pooling_flops, smooth
+from kvsim.policies.redundancy import mean_similarity
+from kvsim.policies.window import Pooling, Windowed, before_window, smooth
 from kvsim.schema import GUIDE
 
 Fusion = Literal["max", "mean", "sum"]
@@ -50,13 +49,6 @@ def local_score(view: View, window: int) -> Tensor:
     """S_j = mean over the window of the group's largest a_r(j); 0 but on candidates; [L, H, n]."""
     vote = view.attn(window, group="max").mean(2)
     return vote.masked_fill_(~before_window(view, window), 0.0)
-
-
-def local_flops(event: Event, window: int, pool: Pooling, kernel: int) -> Flops:
-    """Attention, the group's largest, its mean over the window, pooling."""
-    h, g, _, n = event.sizes
-    w = event.window(window)
-    return event.attention(w) + Flops(0, h * w * n + g * n * (w + pooling_flops(pool, kernel)))
 
 
 def normalise(scores: Tensor, among: Tensor, *, signed: bool = False) -> Tensor:
@@ -103,10 +95,6 @@ class Local(Windowed):
         score = smooth(local_score(view, self.window), self.pool, self.pool_kernel)
         return score.where(before_window(view, self.window), 0.0)
 
-    def flops(self, event: Event) -> Flops:
-        """The local score, pooled."""
-        return local_flops(event, self.window, self.pool, self.pool_kernel)
-
 
 @dataclass(frozen=True)
 class GKV(Windowed):
@@ -151,12 +139,6 @@ class GKV(Windowed):
             values = self.mix_lambda * values - (1 - self.mix_lambda) * repeated
         return Scores(values.where(older, 0.0), {"global": fused.masked_fill(~older, nan)})
 
-    def flops(self, event: Event) -> Flops:
-        """The local score, normalised (2) and fused (3), less the redundancy of all keys."""
-        _, g, _, n = event.sizes
-        score = local_flops(event, self.window, self.pool, self.pool_kernel) + Flops(0, 5 * g * n)
-        return score + similarity_flops(event, n) if self.signed else score
-
 
 @dataclass(frozen=True)
 class Global(Wrapper):
@@ -186,7 +168,3 @@ class Global(Wrapper):
         fused = fuse(view["fused"], share, self.fusion, self.decay)
         column = fused.masked_fill(~among, nan)
         return Scores(fused.where(among, 0.0), {**inner.columns, "fused": column})
-
-    def flops(self, event: Event) -> Flops:
-        """Each score normalised (2) and fused (3)."""
-        return Flops(0, 5 * event.model.n_heads * event.entries)

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Schedule, Scorer, Scores
@@ -44,10 +43,6 @@ class H2O(Scorer):
     def protection(self, budget: int) -> Protection:
         """Protect the recent entries."""
         return Protection(recent=budget // 2 if self.recent is None else self.recent)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the rows since the last event."""
-        return event.received()
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,3 @@ class ObservedAttention(Scorer):
             "events in decoding score by the attention of one row, as in kvpress; h2o, whose "
             "scores are sums over all rows, can differ by far"
         )
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the prompt, then of the last row."""
-        return event.received() if event.prompt else event.attention(1)

@@ -37,7 +37,6 @@ class HeadKV(Planned):
     beta: Annotated[float, AtLeast(1), Finite()] = 1.5
 
     across_layers: ClassVar[bool] = True
-    flops = Planned.no_flops
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], layers x heads x budget in all."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
@@ -31,8 +30,3 @@ class KeyDiff(Scorer):
         total = torch.nn.functional.normalize(keys, dim=-1, eps=1e-12).sum(2)
         anchor = total / view.count.unsqueeze(-1).clamp(min=1)  # [L, H, d]
         return -torch.nn.functional.cosine_similarity(keys, anchor.unsqueeze(2), dim=-1, eps=1e-8)
-
-    def flops(self, event: Event) -> Flops:
-        """Unit keys (3), their mean (1), cosines with it (4)."""
-        _, g, d, n = event.sizes
-        return Flops(0, 8 * g * n * d)

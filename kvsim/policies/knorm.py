@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
@@ -26,8 +25,3 @@ class Knorm(Scorer):
         """s_j = -||k_j||; [L, H, n]."""
         length: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
         return -length
-
-    def flops(self, event: Event) -> Flops:
-        """Norms of keys (2)."""
-        _, g, d, n = event.sizes
-        return Flops(0, 2 * g * n * d)

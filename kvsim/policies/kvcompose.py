@@ -46,8 +46,6 @@ class Composed(Allocator):
     across_layers: ClassVar[bool] = True
     yields: ClassVar[bool] = True
 
-    flops = Allocator.no_flops  # comparisons alone
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same number for each head of a layer, [L, H], layers x heads x budget in all."""
         count, always = view.count[:, 0], protected.sum(-1).amax(-1)  # equal in a layer

@@ -35,7 +35,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan, Schedule, Scorer, Scores
@@ -91,14 +90,6 @@ class KVzip(Scorer):
             "budget at events in decoding; its paper evicts once, after the context: --own-schedule"
         )
 
-    def flops(self, event: Event) -> Flops:
-        """At the prompt: 2 H P (C + P) d and 4 H P (C + P) for each chunk, with P = C rows."""
-        h, _, d, n = event.sizes
-        if not event.prompt:
-            return Flops()
-        pairs = sum(2 * chunk**2 for chunk in chunk_lengths(n))
-        return Flops(2 * h * pairs * d, 4 * h * pairs)
-
 
 def largest_weights(view: View, sink: int) -> Tensor:
     """max_i of the weights that rows which repeat a chunk give its entries; [L, H, G, n].
@@ -136,8 +127,6 @@ class Pooled(Allocator):
     across_heads: ClassVar[bool] = True
     across_layers: ClassVar[bool] = True
     yields: ClassVar[bool] = True
-
-    flops = Allocator.no_flops  # comparisons alone
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Allocate to each head, [L, H], layers x heads x budget in all."""

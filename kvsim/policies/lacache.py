@@ -53,7 +53,6 @@ class LaCache(Scorer):
 
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
-    flops = Scorer.no_flops
     protection = Scorer.protect_sinks
 
     def __post_init__(self) -> None:

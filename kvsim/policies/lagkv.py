@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Scorer
@@ -75,11 +74,6 @@ class LagKV(Scorer):
         gap = scaled.sub_(scaled.mean(-1, keepdim=True))
         variance = gap.square_().sum(-1).div_(x.shape[-1] - 1)
         return torch.softmax(variance.sqrt_(), -1)
-
-    def flops(self, event: Event) -> Flops:
-        """Of keys and values: range (2), scaling (2), deviation (3)."""
-        _, g, d, n = event.sizes
-        return Flops(0, 14 * g * n * d)
 
 
 def _at(x: Tensor, view: View, slots: Tensor) -> Tensor:

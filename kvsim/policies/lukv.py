@@ -57,7 +57,6 @@ class LUKV(Planned):
 
     axes: ClassVar[str] = f"{PERCENTS}, layers, KV heads"
     across_layers: ClassVar[bool] = True
-    flops = Planned.no_flops
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, shares
@@ -35,9 +34,3 @@ class MorphKV(Windowed):
         older = before_window(view, self.window)[:, :, None, None]
         share = shares(view.logits(self.window), older).amax(2)  # [L, H, w, n]
         return share.sum(2) if self.fusion == "sum" else share.amax(2)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention, the group's largest, and the fusion over the window."""
-        h, g, _, n = event.sizes
-        w = event.window(self.window)
-        return event.attention(w) + Flops(0, (h + g) * w * n)

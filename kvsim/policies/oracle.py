@@ -19,7 +19,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
@@ -79,17 +78,6 @@ class Oracle(Scorer):
             protect=setting.protected_ends,
         )
         return torch.from_numpy(optimum.stop).to(view.pos.device, torch.float32)
-
-    def flops(self, event: Event) -> Flops | None:
-        """Weights of all later rows; by="output" also distances to outputs, 3 per number.
-
-        Unknown of the optimum, whose steps depend on the weights.
-        """
-        if self.by == "optimum":
-            return None
-        h, _, d, n = event.sizes
-        pairs = h * event.later * n
-        return Flops(2 * pairs * d, pairs * (2 + (3 * d + 3 if self.by == "output" else 0)))
 
 
 def _moved(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:

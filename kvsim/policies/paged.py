@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan, Scorer
@@ -60,11 +59,6 @@ class NormRatio(Scorer):
         key, value = (torch.linalg.vector_norm(x, dim=-1) for x in (view.keys, view.values))
         ratio: Tensor = value / key.clamp(min=_LEAST_NORM)
         return ratio
-
-    def flops(self, event: Event) -> Flops:
-        """Norms of keys and values (2 each), and their ratio."""
-        _, g, d, n = event.sizes
-        return Flops(0, 4 * g * n * d + g * n)
 
 
 @dataclass(frozen=True)
@@ -160,11 +154,6 @@ class Paged(Allocator):
         """Norms of keys or values [L, H, n, d], summed over heads that share pages; [L, h, n]."""
         norm: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
         return norm.sum(1, keepdim=True) if self.heads == "all" else norm
-
-    def flops(self, event: Event) -> Flops:
-        """Sums over the heads and over the pages, 2 G n; with norms, 4 G n d more."""
-        _, g, d, n = event.sizes
-        return Flops(0, 2 * g * n + (4 * g * n * d if self.reduction == "norms" else 0))
 
 
 def _cells(cell: Tensor, live: Tensor) -> Tensor:

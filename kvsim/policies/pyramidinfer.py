@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Below, Between
 from kvsim.core.propagation import Propagation, Step
@@ -97,13 +96,6 @@ class PyramidInfer(Propagation):
     def keeps_whole(self, budget: int, prompt_len: int) -> bool:
         """The budget plays no part."""
         return False
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the last 1 + R rows, mean over the heads, weighted sum over the rows."""
-        h, _, _, n = event.sizes
-        rows = 1 + int(self.recent * event.seen)
-        context = n - rows
-        return event.attention(rows) + Flops(2 * rows * context, h * rows * context)
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
         """Those behind which rows are dropped; elsewhere their number says that all propagate."""

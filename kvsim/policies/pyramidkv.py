@@ -40,8 +40,6 @@ class Pyramid(LayerBudgets):
     beta: Annotated[float, AtLeast(1)] = 20.0
     rule: Literal["fixed", "event"] = "fixed"
 
-    flops = LayerBudgets.no_flops  # a few numbers for each layer count as nothing
-
     @property
     def exact(self) -> bool:
         """The rule of the implementations keeps to no total."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.core.attention import Rope
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
@@ -50,8 +49,3 @@ class QFilter(Calibrated):
         (u,) = self.learned(view)
         filters = u.mean(2).to(view.keys)  # [L, H, d]
         return (view.keys @ filters.unsqueeze(-1)).squeeze(-1)
-
-    def flops(self, event: Event) -> Flops:
-        """A product of each key with the filter."""
-        _, g, d, n = event.sizes
-        return Flops(2 * g * n * d)

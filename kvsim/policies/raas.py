@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
 from kvsim.core.policy import Protection, Scorer, Scores
@@ -82,9 +81,3 @@ class RaaS(Scorer):
     def protection(self, budget: int) -> Protection:
         """The prompt, unless told otherwise."""
         return Protection(prompt=self.protect_prompt)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the rows since the last event, and its mean over the group."""
-        h, _, _, n = event.sizes
-        w = event.window(min(self.query_buffer, event.since))
-        return event.attention(w) + Flops(0, h * w * n)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
@@ -32,10 +31,6 @@ class Random(Scorer):
         for part in (view.layers.view(-1, 1, 1), view.row, heads.view(1, -1, 1), view.pos):
             state = _splitmix(state) ^ part
         return _shift(_splitmix(state), 11).double() / 2.0**53
-
-    def flops(self, event: Event) -> Flops:
-        """One division for each entry; hashes are of integers."""
-        return Flops(0, event.model.n_heads * event.entries)
 
 
 def _splitmix(z: Tensor) -> Tensor:

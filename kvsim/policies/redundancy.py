@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 
@@ -159,9 +158,3 @@ def _last_similar(
             last[which[head], at[head, row]] = stop - 1 - back
         pending = pending & (last < 0)
         stop, width = start, min(2 * width, _WIDE)
-
-
-def similarity_flops(event: Event, keys: float) -> Flops:
-    """Cosine of every two keys, 2 G n^2 d, threshold, sum, softmax; the search takes no more."""
-    _, g, d, _ = event.sizes
-    return Flops(2 * g * keys**2 * d, g * (2 * keys**2 + 3 * keys * d + 3 * keys))

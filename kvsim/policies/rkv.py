@@ -36,13 +36,12 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Protection, Scorer, Scores, protected_by
 from kvsim.core.view import View
-from kvsim.policies.gkv import local_flops, local_score
-from kvsim.policies.redundancy import mean_similarity, similarity_flops
+from kvsim.policies.gkv import local_score
+from kvsim.policies.redundancy import mean_similarity
 from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
@@ -125,13 +124,6 @@ class RKV(Windowed):
         if self.variant == "original":
             return shares(logits.amax(2), older.unsqueeze(2)).mean(2)
         return shares(logits, older[:, :, None, None]).mean((2, 3))
-
-    def flops(self, event: Event) -> Flops:
-        """The local score, and the redundancy of all keys, or of the candidates'."""
-        _, _, _, n = event.sizes
-        among = n - event.window(self.window) if self.variant == "ams" else n
-        score = local_flops(event, self.window, self.pool, self.pool_kernel)
-        return score + similarity_flops(event, among)
 
     def protection(self, budget: int) -> Protection:
         """The window, and sinks where asked for."""

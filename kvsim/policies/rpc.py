@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import LayerBudgets, Protection
@@ -45,12 +44,6 @@ class RPC(Windowed):
             vote = vote.mean(1, keepdim=True).expand_as(vote)
         return smooth(vote, "avg", self.pool_kernel).where(generated, 0.0)
 
-    def flops(self, event: Event) -> Flops:
-        """Attention, its sum over the window, mean over heads, pooling."""
-        h, g, _, n = event.sizes
-        w = event.window(self.window)
-        return event.attention(w) + Flops(0, h * w * n + h * n + g * n * self.pool_kernel)
-
     def protection(self, budget: int) -> Protection:
         """The prompt and the window."""
         return Protection(recent=self.window, prompt=True)
@@ -64,7 +57,6 @@ class Growing(LayerBudgets):
     compression: Annotated[int, AtLeast(1)] = 4
 
     bounded = False
-    flops = LayerBudgets.no_flops
     remark = "no budget binds; it holds prompt, window and a share of what is generated"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
@@ -91,8 +83,6 @@ class AmsRPC(Windowed):
     def score(self, view: View) -> Tensor:
         """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""
         return smooth(view.attn(self.window, group="mean").sum(2), "avg", self.pool_kernel)
-
-    flops = RPC.flops
 
     def protection(self, budget: int) -> Protection:
         """Sinks and the window."""

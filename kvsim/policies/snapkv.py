@@ -19,11 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.view import View
-from kvsim.policies.window import Windowed, before_window, over_heads, pooled_flops, smooth
+from kvsim.policies.window import Windowed, before_window, over_heads, smooth
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,3 @@ class SnapKV(Windowed):
         vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
         pooled = smooth(vote, self.pool, self.pool_kernel)
         return over_heads(pooled, 2).div_(pooled.shape[2]).masked_fill_(~older, 0.0)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention, its mean over the window, pooling and mean over the group per query head."""
-        return pooled_flops(event, self.window, self.pool, self.pool_kernel)

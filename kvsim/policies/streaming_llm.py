@@ -28,7 +28,6 @@ class StreamingLLM(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
 
     per_row: ClassVar[bool] = True
-    flops = Scorer.no_flops
     protection = Scorer.protect_sinks
 
     def score(self, view: View) -> Tensor:

@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
@@ -58,11 +57,6 @@ class TOVA(Scorer):
         if self.heads == "group":
             return attention
         return attention.mean(1, keepdim=True).expand_as(attention)
-
-    def flops(self, event: Event) -> Flops:
-        """Attention of the last row, and its mean over the heads."""
-        h, _, _, n = event.sizes
-        return event.attention(1) + Flops(0, h * n)
 
     def protection(self, budget: int) -> Protection:
         """The last token where asked for."""

@@ -28,14 +28,13 @@ from functools import reduce
 from typing import ClassVar, Literal
 
 from kvsim.core.attention import Rope
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Protection, protected_by
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
 
 # Distances into the future at which a key is scored.
-_OFFSETS = tuple(2**i for i in range(17))
+OFFSETS = tuple(2**i for i in range(17))
 
 # Standard deviation below which the scores of a head count as equal.
 _LEAST_DEVIATION = 1e-6
@@ -67,7 +66,7 @@ class TriAttention(Calibrated):
     def score(self, view: View) -> Tensor:
         """max over the group of z(trigonometric series + norm); [L, H, n]."""
         mean, size = self.learned(view)
-        future = view.next_position + torch.tensor(_OFFSETS, device=mean.device)
+        future = view.next_position + torch.tensor(OFFSETS, device=mean.device)
         # rotate and the cached keys carry the embedding's scaling, one factor each
         centre = view.rope.rotate(mean.unsqueeze(-2), future).to(view.keys)  # [L, H, G, offsets, d]
         spread = size - torch.hypot(*view.rope.pairs(mean))  # [L, H, G, pairs]
@@ -80,16 +79,6 @@ class TriAttention(Calibrated):
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
         candidate = view.live & ~protected_by(self.protection, view)
         return standardised(scores, candidate.unsqueeze(2)).amax(2)
-
-    def flops(self, event: Event) -> Flops:
-        """A series and a norm per query head, standardised.
-
-        The series takes 2 n d (for each distance with offsets="max"), the norm of d / 2 pairs n d,
-        the z-scores 6 n.
-        """
-        h, g, d, n = event.sizes
-        series = len(_OFFSETS) if self.offsets == "max" else 1
-        return Flops(2 * h * n * d * series + h * n * d, 2 * g * n * d + (6 + series) * h * n)
 
     def protection(self, budget: int) -> Protection:
         """The prompt where asked for."""

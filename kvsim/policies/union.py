@@ -27,7 +27,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scores, Wrapper, protected_by
 from kvsim.core.view import View
@@ -69,10 +68,6 @@ class Union(Wrapper):
         else:
             shared = scores.double().mean(axes, keepdim=True)
         return Scores(shared.expand_as(scores), inner.columns)
-
-    def flops(self, event: Event) -> Flops:
-        """Cost of reading each score once."""
-        return Flops(0, event.model.n_heads * event.entries)
 
 
 def _ranks(scores: Tensor, among: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
@@ -75,15 +74,3 @@ def over_heads(pooled: Tensor, first: int) -> Tensor:
     """
     out: Tensor = pooled.flatten(first, -2).mT.contiguous().sum(-1)
     return out
-
-
-def pooled_flops(event: Event, window: int, pool: Pooling, kernel: int) -> Flops:
-    """Attention of the window, its sum, pooled per query head, summed over the heads."""
-    h, _, _, n = event.sizes
-    w = event.window(window)
-    return event.attention(w) + Flops(0, h * n * (w + pooling_flops(pool, kernel) + 1))
-
-
-def pooling_flops(pool: Pooling, kernel: int) -> int:
-    """FLOPs of `smooth` for each number that it returns."""
-    return 0 if pool is None else int(kernel)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvsim.core.flops import Event, Flops, unknown
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
@@ -20,6 +19,7 @@ from kvsim.engine.checks import whole
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.kvzip import chunk_lengths
 from kvsim.studies.cost.cases import CostCase, find_selection
+from kvsim.studies.cost.flops import Event, Flops, unknown
 from kvsim.studies.cost.model import Model
 
 #: Bytes of a number that a policy carries with each entry, of an eviction time, and of a rank.

@@ -1,7 +1,6 @@
 """The layer after which a policy drops rows of the prompt; its rows, entries and FLOPs there.
 
-FLOPs of scoring are those that the pieces of the policy return, added up (`kvsim.core.flops`). A
-piece that returns none, such as many of a user's own, is unknown and not estimated.
+FLOPs of scoring are those of the pieces of the policy, added up (`kvsim.studies.cost.flops`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvsim.core.flops import Event, Flops, event_flops, total_flops
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Selection
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
 from kvsim.errors import PolicyError
+from kvsim.studies.cost.flops import Event, Flops, event_flops, total_flops
 from kvsim.studies.cost.model import Model
 
 

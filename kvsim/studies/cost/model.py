@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
@@ -33,6 +32,20 @@ _FOREIGN = {
 }
 
 _SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen2, Qwen3 or Gemma"
+
+
+def attention_flops(pairs: float, n_qheads: int, entry_size: int) -> float:
+    """FLOPs of one layer's attention over so many pairs of a row and an entry.
+
+    entry_size: numbers of a key and its value. Per query head and pair: 2 d for the logit, 3 for
+    the softmax, 2 d of the value for it.
+    """
+    return pairs * n_qheads * (2 * entry_size + 3)
+
+
+def causal_pairs(rows: float, before: float = 0) -> float:
+    """Pairs of a row and an entry: row i of those after `before` sees before + i + 1 entries."""
+    return rows * before + rows * (rows + 1) / 2
 
 
 class ModelError(KvsimError, ValueError):

@@ -8,7 +8,6 @@ import torch
 from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, QWEN_7B, SMALL, TOKENS, K, counted
 
 import kvsim
-from kvsim.core.flops import Event, Flops, event_flops
 from kvsim.core.policy import (
     LayerBudgets,
     Policy,
@@ -17,11 +16,11 @@ from kvsim.core.policy import (
     Scorer,
     Uniform,
 )
-from kvsim.core.propagation import Propagation
 from kvsim.core.shared_results import Memo
 from kvsim.errors import PolicyError
 from kvsim.policies import describe, has_parameter, names
 from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.flops import Event, event_flops
 
 
 def made(name, calibration="prefix:16", **params):
@@ -267,16 +266,6 @@ class Mine(Scorer):
 
 
 @dataclass(frozen=True)
-class Counted(Mine):
-    """A user's own scorer that gives its FLOPs."""
-
-    def flops(self, event):
-        """One product per number of the keys."""
-        _, g, d, n = event.sizes
-        return Flops(2 * g * n * d, 3)
-
-
-@dataclass(frozen=True)
 class MySnapKV(type(kvsim.policy("snapkv").scorer)):
     """A subclass of a known one with another score, whose FLOPs nobody knows."""
 
@@ -285,14 +274,14 @@ class MySnapKV(type(kvsim.policy("snapkv").scorer)):
 
 @pytest.mark.parametrize("scorer", [Mine(), MySnapKV()])
 def test_a_scorer_of_ones_own_is_unknown(scorer):
-    """FLOPs of a piece that gives none are None, and reported as unknown; the rest is known."""
+    """FLOPs of a piece without a formula are None, and reported as unknown; the rest is known."""
     policy = Policy("mine", scorer, schedule=Schedule(128))
     cost = estimate(LLAMA_8B, policy, 512, 4096)
 
     assert cost.scoring_prompt is cost.scoring_event is cost.scoring_token_share is None
     assert cost.kv_ratio == 512 / 4096
     assert any(f"no formula for {type(scorer).__name__}" in said for said in cost.assumptions)
-    with pytest.raises(PolicyError, match=f"FLOPs of {type(scorer).__name__} are unknown; expec"):
+    with pytest.raises(PolicyError, match=f"no formula of FLOPs of {type(scorer).__name__}"):
         event_flops(policy, Event(LLAMA_8B, 640, 4096, 128, 512))
 
 
@@ -305,49 +294,6 @@ def test_a_probe_costs_a_prefill_whose_rows_see_the_prompt_and_their_chunk():
     cost = estimate(LLAMA_8B, kvsim.policy("kvzip"), 512, prompt)
     (remark,) = (text for text in cost.assumptions if "repeats the prompt" in text)
     assert f"these {32 * layer:.3g} FLOPs" in remark
-
-
-def test_a_scorer_of_ones_own_can_give_its_flops():
-    """Then it has a cost, alone and around or inside other pieces, and no note says otherwise."""
-    policy = Policy("mine", Counted(), schedule=Schedule(128))
-    cost = estimate(LLAMA_8B, policy, 512, 4096)
-    around = replace(policy, scorer=kvsim.policy("global+tova").scorer.__class__(Counted()))
-    event = Event(LLAMA_8B, 640, 4096, 128, 512)
-
-    assert cost.scoring_prompt == Flops(32 * 2 * 8 * 4096 * 128, 32 * 3)
-    assert cost.scoring_event == Flops(32 * 2 * 8 * 640 * 128, 32 * 3)
-    assert not any("unknown" in remark for remark in cost.assumptions)
-    assert event_flops(around, event).products == event_flops(policy, event).products
-
-
-@dataclass(frozen=True)
-class Half(Propagation):
-    """A user's own propagation: half of the rows behind the first layer."""
-
-    def after(self, view, memory):
-        """Not replayed here."""
-        raise NotImplementedError
-
-    def counts(self, budget, prompt_len, n_layers, layer=None):
-        """Half of them behind layer 0."""
-        return [prompt_len, *[prompt_len // 2] * (n_layers - 1)]
-
-    def flops(self, event):
-        """One FLOP for each row."""
-        return Flops(0, event.entries)
-
-
-def test_a_propagation_of_ones_own_can_give_its_flops():
-    """They count after every layer but the last, over the rows that each layer computes."""
-    policy = replace(kvsim.policy("snapkv", window=8), propagation=Half())
-    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT)
-    events = [
-        event_flops(policy, Event(SMALL, n, n, n, BUDGET, prompt=True)) for n in cost.rows if n > 24
-    ]
-
-    assert cost.rows == (48, 24, 24)
-    assert cost.scoring_prompt.pointwise == sum(e.pointwise for e in events) + 48 + 24
-    assert (cost.selection_layer, cost.rank_bytes) == (None, 0)
 
 
 def test_an_event_of_gkv():
