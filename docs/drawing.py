@@ -42,7 +42,7 @@ OTHERS = {
     "figures/answer.png": "docs/answer.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
-    "figures/knowledge.png": "docs/learned.py",
+    "figures/knowledge.png": "docs/learned.py of kvsim 0.1.0",
     "figures/access.png": "docs/access.py",
     "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "docs/distillation.py",

@@ -1,6 +1,5 @@
 """Files with a JSON document: whatever one value becomes, checksums renewed, a line refuses it."""
 
-import hashlib
 import json
 from copy import deepcopy
 from functools import partial
@@ -13,9 +12,7 @@ from safetensors.torch import save
 import kvsim
 import traces
 from kvsim.analysis.results import model_name
-from kvsim.errors import KvsimError, PolicyError
-from kvsim.policies.features import SIZES
-from kvsim.policies.learned import Learned, Network
+from kvsim.errors import KvsimError
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
 from kvsim.recorder.head import Predictions
@@ -66,42 +63,8 @@ def trace(tmp_path_factory):
     return kvsim.open_trace(trace.save(tmp_path_factory.mktemp("traces") / "t.zarr"))
 
 
-def network(trace, groups=("position", "future")):
-    """A linear scorer."""
-    width = sum(SIZES[group] for group in groups)
-    vectors, model = None, {}
-    if "projections" in groups:
-        model = model_of(trace)
-        layers, heads, dim = model["shape"]
-        vectors = torch.randn(layers, heads, 2, dim)
-    training = {"traces": {"a": "sha256:b"}, "budgets": ["5"], "seed": 1}
-    layers = ((torch.randn(1, width), torch.zeros(1)),)
-    ahead = 4 * ("future" in groups)
-    mean, spread = torch.zeros(width), torch.ones(width)
-    return Network(groups, mean, spread, layers, ahead, 8, training, vectors, model)
-
-
-def learned(made, facts):
-    """The bytes of a file of a network with other facts, under a checksum that fits."""
-    if isinstance(facts, dict):
-        sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-        for name, x in sorted(made._tensors().items()):
-            sha.update(f"{name} {list(x.shape)} ".encode() + x.numpy().tobytes())
-        facts = {**facts, "sha256": sha.hexdigest()}
-    return save(made._tensors(), {"kvsim": json.dumps(facts)})
-
-
 def files(trace, path):
     """For each kind of file its document, and a function that reads a file with another one."""
-
-    def of_network(made):
-        def read(facts):
-            path.write_bytes(learned(made, facts))
-            scorer = Learned(str(path))
-            scorer.check(trace, scorer.schedule)
-            scorer.remark(trace, scorer.schedule)
-
-        return made._facts(), read
 
     def plan(document, kind="duo"):
         path.write_text(json.dumps(document))
@@ -127,8 +90,6 @@ def files(trace, path):
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
     sizes |= {"model_type": "llama"}
     return {
-        "learned": of_network(network(trace)),
-        "projections": of_network(network(trace, ("position", "projections"))),
         "heads": ({"version": 1, "scores": scores, "training": made_on}, plan),
         "curves": (curves, partial(plan, kind="lukv")),
         "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
@@ -144,7 +105,7 @@ def files(trace, path):
     }
 
 
-KINDS = ("learned", "projections", "heads", "curves", "masks", "config")
+KINDS = ("heads", "curves", "masks", "config")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,18 +124,6 @@ def test_no_value_of_a_file_is_an_uncaught_error(kind, trace, tmp_path):
     assert uncaught == []
     assert len(refusals) > 20
     assert "\n" not in "".join(refusals)
-
-
-@pytest.mark.parametrize("name", ["interval", "ahead"])
-@pytest.mark.parametrize(
-    "value", ["7", 1.9, True, -1, None, float("inf"), 10**400], ids=lambda value: repr(value)[:6]
-)
-def test_a_learned_file_has_whole_numbers_of_rows(name, value, trace, tmp_path):
-    """Numbers are not read out of text, and neither rounded nor taken from truth values."""
-    path, made = tmp_path / "file", network(trace)
-    path.write_bytes(learned(made, {**made._facts(), name: value}))
-    with pytest.raises(PolicyError, match=r"no number of rows"):
-        Learned(str(path))
 
 
 #: What a trace says of its model, and of the response.

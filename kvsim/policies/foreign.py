@@ -1,4 +1,4 @@
-"""A policy of the user's own: `package.module:NAME`, `learned:FILE`, or of a plan: `duo:FILE`."""
+"""A policy of the user's own: `package.module:NAME`, or of a plan: `duo:FILE`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.duo import Duo, HeadPlan
 from kvsim.policies.entry import Entry
 from kvsim.policies.headkv import HeadKV
-from kvsim.policies.learned import Learned
 from kvsim.policies.lukv import LUKV, PARAMS, SCORER, SINK
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.tova import TOVA
@@ -41,8 +40,7 @@ def entry_of(name: str) -> Entry | None:
 
     None for any other policy.
     """
-    files = {"learned", *_PLANNED}
-    target = None if name.partition(":")[0] in files else _target(name)
+    target = None if name.partition(":")[0] in _PLANNED else _target(name)
     if isinstance(target, type) and issubclass(target, Allocator | Wrapper | Reader | Codec):
         return Entry("of your own", target, None)
     return None
@@ -53,7 +51,7 @@ def named(name: str) -> Mapping[str, Any]:
     kind, _, file = name.partition(":")
     if kind in _PLANNED:
         return _of_plan(_pieces(kind, file))
-    target = Learned if kind == "learned" else _target(name)
+    target = _target(name)
     if isinstance(target, type) and (fields := parameters(target)):
         return fields
     try:
@@ -65,9 +63,6 @@ def named(name: str) -> Mapping[str, Any]:
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """Build a policy of the user's own. Raises PolicyError where that fails."""
     module_name, _, attribute = name.partition(":")
-    if module_name == "learned":
-        scorer = Learned(attribute, **params)
-        return Policy(name, scorer, schedule=scorer.schedule)
     if module_name in _PLANNED:
         return _planned(module_name, attribute, params)
     target = built = _target(name)

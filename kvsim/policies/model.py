@@ -26,7 +26,7 @@ def model_of(trace: Trace) -> dict[str, Any]:
         object_at(model, "source").get("sha256"),
     ]
     known = any(facts)  # a live run says which layers it has, and no more
-    if trace.layer_ids != tuple(range(trace.n_layers)):  # what was learned belongs to these layers
+    if trace.layer_ids != tuple(range(trace.n_layers)):  # plans belong to these layers
         facts.append(list(trace.layer_ids))
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest() if known else ""
     return {
@@ -55,14 +55,14 @@ def differ(model: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return model["shape"] != other["shape"] or any(len(digests) > 1 for digests in known)
 
 
-def common_model(traces: Sequence[Trace], reason: str = "") -> dict[str, Any]:
+def common_model(traces: Sequence[Trace]) -> dict[str, Any]:
     """The model of all traces, of the one that says most. Raises PolicyError for several models."""
     models = [model_of(trace) for trace in traces]
     at, common = max(enumerate(models), key=lambda each: len(each[1]))
     for trace, model in zip(traces, models, strict=True):
         if differ(model, common):
             raise PolicyError(
-                f"{reason}{trace.name} is of {described(model)} and {traces[at].name} of "
+                f"{trace.name} is of {described(model)} and {traces[at].name} of "
                 f"{described(common)}; expected traces of one model"
             )
     return common

@@ -56,9 +56,8 @@ def policy(name: str, **params: Any) -> Policy:
     `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
-    returns one when called with `params`; it may stand behind a `+` too. So may `learned:FILE`, a
-    scorer that `kvsim learn` has trained. `duo:FILE`, `headkv:FILE` and `lukv:FILE` keep
-    what a plan of `kvsim heads` says.
+    returns one when called with `params`; it may stand behind a `+` too. `duo:FILE`,
+    `headkv:FILE` and `lukv:FILE` keep what a plan of `kvsim heads` says.
 
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.

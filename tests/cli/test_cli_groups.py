@@ -12,9 +12,6 @@ from kvsim.cli import living, replaying, sweeping
 from kvsim.core.options import declared
 from kvsim.errors import KvsimError
 from kvsim.experiment import Experiment, Keys, LiveOptions, ReplayOptions, SweepOptions
-from kvsim.studies.learning.command import learn as learn_command
-from kvsim.studies.learning.learn import learn
-from kvsim.studies.learning.options import LearnOptions
 from kvsim.sweeps import replay_all
 from kvsim.sweeps.grid import Grid
 
@@ -37,7 +34,7 @@ def test_no_function_of_a_command_has_more_than_twelve_parameters(file):
 PUBLIC = [each for name in kvsim.__all__ if inspect.isfunction(each := getattr(kvsim, name))]
 
 
-@pytest.mark.parametrize("function", [*PUBLIC, replay_all, learn], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*PUBLIC, replay_all], ids=lambda f: f.__name__)
 def test_no_public_function_has_more_than_twelve_parameters_of_its_own(function):
     """Options that a declaration has are its `**options`, and not its own."""
     code = inspect.unwrap(function, stop=lambda f: not hasattr(f, "__wrapped__")).__code__
@@ -51,7 +48,6 @@ def test_no_public_function_has_more_than_twelve_parameters_of_its_own(function)
         (kvsim.sweep, SweepOptions),
         (kvsim.live, LiveOptions),
         (replay_all, ReplayOptions),
-        (learn, LearnOptions),
     ],
     ids=lambda x: x.__name__,
 )
@@ -74,7 +70,6 @@ def test_python_has_the_declared_options(function, options):
         (replaying.replay, Experiment),
         (sweeping.sweep, Experiment),
         (living.live, Experiment),
-        (learn_command, LearnOptions),
     ],
     ids=lambda x: x.__name__,
 )

@@ -1,1 +1,1 @@
-"""Learning from traces: scorers (`kvsim learn`) and plans of heads (`kvsim heads`)."""
+"""Plans of heads, measured on traces (`kvsim heads`)."""

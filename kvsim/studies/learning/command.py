@@ -1,142 +1,16 @@
-"""`kvsim learn` and `kvsim heads`: a scorer that imitates the optimum, plans of heads."""
+"""`kvsim heads`: plans of heads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.groups import grouped, offered
 from kvsim.errors import PolicyError
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
-from kvsim.studies.learning.options import LearnOptions
-
-if TYPE_CHECKING:
-    from kvsim.studies.learning.learn import Learning
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What the scorer is compared with, and where."""
-
-    test: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TRACE",
-            help="Compare on these traces instead, such as those of another model or task; may be "
-            "several, or a folder.",
-        ),
-    ] = None
-    against: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
-        ),
-    ] = None
-
-
-@grouped
-def learn(
-    traces: shared.TracePaths,
-    budget: Annotated[
-        list[str],
-        shared.several(
-            "N|P%[,...]", "Entries per KV head to learn for, or shares of the trace's length."
-        ),
-    ],
-    out: Annotated[
-        Path,
-        shared.path_option(
-            "FILE.safetensors", "The scorer to write; it replays as --policy learned:FILE."
-        ),
-    ],
-    *,
-    options: Annotated[
-        dict[str, Any],
-        offered(
-            *("features", "hidden", "ahead", "interval", "rounds", "held_out", "metrics", "seed"),
-            of=LearnOptions,
-        ),
-    ],
-    compared: Compared,
-    overwrite: shared.Overwrite = False,
-    as_json: shared.Json = False,
-) -> None:
-    """Learn a scorer from traces, and compare it with policies on prompts held out.
-
-    It learns which entries the optimum of retained attention keeps (docs/optimum.md), from what a
-    policy can see of them, and replays as `--policy learned:FILE` with traces of any model.
-    """
-    from kvsim.studies.learning.learn import AGAINST, CAUSAL
-    from kvsim.studies.learning.learn import learn as learned
-
-    if options["features"] is None and options["ahead"] > 0:
-        options["features"] = [*CAUSAL, "future"]
-    with show.bar("steps") as report:
-        learning = learned(
-            shared.open_traces(traces),
-            budget,
-            out,
-            test=None if compared.test is None else shared.open_traces(compared.test),
-            against=compared.against or AGAINST,
-            overwrite=overwrite,
-            progress=report,
-            **options,
-        )
-    if as_json:
-        show.echo_json(_document(learning))
-    else:
-        _print(learning)
-
-
-def _document(learning: Learning) -> dict[str, Any]:
-    from kvsim.analysis.overview import summarise
-
-    network, run = learning.network, learning.run
-    document: dict[str, Any] = {
-        "policy": learning.name,
-        "sha256": network.digest,
-        "features": network.groups,
-        "ahead": network.ahead,
-        "widths": [len(bias) for _, bias in network.layers],
-        "interval": network.interval,
-        "pairs": learning.pairs,
-        "trained": learning.trained,
-        "held_out": learning.held_out,
-    }
-    if run is not None:
-        document |= show.verdict(run.table, learning.metrics)
-        document["averages"] = show.cells(summarise(run.table, learning.metrics))
-    return document
-
-
-def _print(learning: Learning) -> None:
-    from kvsim.analysis.overview import summarise
-
-    network = learning.network
-    sees = ", ".join(network.groups)
-    show.echo_text(
-        f"{learning.name}: learned from {plural(learning.pairs, 'pair')} of entries on "
-        f"{plural(len(learning.trained), 'prompt')}; it sees {sees}."
-    )
-    if "future" in network.groups:
-        show.echo_text(f"It looks {network.ahead} rows ahead: a bound, and no policy to deploy.")
-    if learning.run is None:
-        show.echo_text(
-            "No prompts were held out, so nothing says what it is worth on others; give 4 traces "
-            "or more, or --test."
-        )
-        return
-    show.echo_text(
-        f"Measured on {plural(len(learning.held_out), 'prompt')} that it has not seen.\n"
-    )
-    show.echo_verdict(show.verdict(learning.run.table, learning.metrics))
-    show.echo_results(summarise(learning.run.table, learning.metrics))
-    show.echo_failures(learning.run.failures)
 
 
 def heads(
