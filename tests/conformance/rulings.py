@@ -1,15 +1,9 @@
-"""The rulings of docs/rulings.md: their traces, their dumps, and the command that writes them anew.
+"""The rulings of docs/rulings.md: their traces, and what the referee says of a dump.
 
-    PYTHONPATH=tests python -m conformance.rulings CHECKOUTS [NAME ...]
-
-CHECKOUTS is a folder with a checkout of each repository, OWNER+NAME; NAME limits the drivers of
-released.py that are run. The dumps in docs/rulings hold kept sets alone, no code and no text.
-docs/rulings/rulings.json has what was run and what the referee says; docs/rulings.py makes the page
-of it, and tests/studies/referee/test_rulings.py rules every dump again.
+Drivers of version 0.1.0 wrote the dumps in docs/rulings with checkouts of the implementations;
+tests/studies/referee/test_rulings.py rules every dump again, and docs/rulings.py makes the page.
 """
 
-import json
-import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -36,16 +30,6 @@ class Case:
     policy: str
     dump: Dump
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Release:
-    """What was run of a repository, and how: a line of the page."""
-
-    repository: str
-    runs: str
-    cases: list[Case]
-    how: str = "unmodified file"
 
 
 @cache
@@ -77,9 +61,6 @@ def shared(name: str) -> Trace:
 
 def _built(name: str, q: Any, k: Any, v: Any, prompt: int, rope: Rope, scale: Any = None) -> Trace:
     return Trace.from_arrays(q, k, v, prompt_len=prompt, rope=rope, scale=scale, name=name)
-
-
-TRACES = ("sample", "by-query-head", "random-16")
 
 
 def ruled(case: Case) -> dict[str, Any]:
@@ -117,42 +98,3 @@ def ruled(case: Case) -> dict[str, Any]:
         "counts": all(not (each.extra and each.missing) for each in ruling.apart),
         "explained": explained,
     }
-
-
-def main() -> None:
-    """Run the drivers, and write dumps and results."""
-    from conformance.released import COMMITS, RELEASES
-    from conformance.released_more import MORE
-
-    checkouts, *names = sys.argv[1:]
-    FOLDER.mkdir(exist_ok=True)
-    results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    for name, driver in {**RELEASES, **MORE}.items():
-        if names and name not in names:
-            continue
-        release: Release = driver(Path(checkouts))
-        for case in release.cases:
-            case.dump.save(FOLDER / f"{case.name}.npz", overwrite=True)
-        facts = results.get(name, {})
-        facts |= {"repository": release.repository, "runs": release.runs, "how": release.how}
-        facts["commit"] = COMMITS[release.repository]
-        facts["cases"] = [ruled(case) for case in release.cases]
-        results[name] = facts
-        for each in facts["cases"]:
-            first = each["first"] or ""
-            print(
-                name,
-                each["dump"],
-                each["compared"],
-                each["apart"],
-                each["ties"],
-                first,
-                each["explained"],
-                flush=True,
-            )
-    text = json.dumps(results, indent=1) + "\n"
-    RESULTS.write_text(text, "utf-8")
-
-
-if __name__ == "__main__":
-    main()

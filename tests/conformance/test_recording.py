@@ -35,61 +35,31 @@ def pressed(kvpress, recorded):
     return run
 
 
-SNAPKV = {"window": 8, "pool_kernel": 1}
+_ROW = {"window": 8, "pool_kernel": 1}
+_WINDOW = {"window_size": 8, "kernel_size": 1}
+_LAG = {"cross_scoring": True}
 #: press, its arguments, the kernel; the definition, its parameters, and what it deviates by
-PRESSES = {
-    "knorm": ("KnormPress", {}, "sdpa", "knorm", {}, []),
-    "tova": ("TOVAPress", {}, "eager", "tova@kvpress", {}, []),
-    "streaming": ("StreamingLLMPress", {}, "sdpa", "streaming_llm", {}, ["top-k-order"]),
-    "lagkv": (
-        "LagKVPress",
-        {"lag_size": 8, "cross_scoring": True},
-        "sdpa",
-        "lagkv",
-        {"lag": 8, "cross_scoring": True},
-        ["top-k-order"],
-    ),
-    "observed": ("ObservedAttentionPress", {}, "eager", "observed_attention", {}, ["top-k-order"]),
-    "snapkv": (
-        "SnapKVPress",
-        {"window_size": 8, "kernel_size": 1},
-        "sdpa",
-        "snapkv@kvpress",
-        SNAPKV,
-        ["window-rotated"],
-    ),
-    "pooled": (
-        "SnapKVPress",
-        {"window_size": 8, "kernel_size": 5},
-        "sdpa",
-        "snapkv@kvpress",
-        {"window": 8},
-        ["window-rotated, top-k-order"],
-    ),
-    "eager": (
-        "SnapKVPress",
-        {"window_size": 8, "kernel_size": 1},
-        "eager",
-        "snapkv@kvpress",
-        SNAPKV,
-        ["window-of-one"],
-    ),
-    "expected": (
+PRESSES = [
+    ("KnormPress", {}, "sdpa", "knorm", {}, []),
+    ("TOVAPress", {}, "eager", "tova@kvpress", {}, []),
+    ("StreamingLLMPress", {}, "sdpa", "streaming_llm", {}, ["top-k-order"]),
+    ("LagKVPress", {"lag_size": 8, **_LAG}, "sdpa", "lagkv", {"lag": 8, **_LAG}, ["top-k-order"]),
+    ("ObservedAttentionPress", {}, "eager", "observed_attention", {}, ["top-k-order"]),
+    ("SnapKVPress", _WINDOW, "sdpa", "snapkv@kvpress", _ROW, ["window-rotated"]),
+    ("SnapKVPress", _WINDOW, "eager", "snapkv@kvpress", _ROW, ["window-of-one"]),
+    (
         "ExpectedAttentionPress",
-        {},
-        "sdpa",
-        "expected_attention",
-        {"query_buffer": 12},
+        *({}, "sdpa", "expected_attention", {"query_buffer": 12}),
         ["expected_attention@kvpress"],
     ),
-}
+]
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("name", PRESSES)
-def test_the_referee_knows_kvpress(kvpress, pressed, name):
+@pytest.mark.parametrize("case", PRESSES)
+def test_the_referee_knows_kvpress(kvpress, pressed, case):
     """In all layers: equal where kvpress is, and else its documented difference by name."""
-    press, arguments, kernel, policy, parameters, expected = PRESSES[name]
+    press, arguments, kernel, policy, parameters, expected = case
     buffer = parameters.get("query_buffer", 256)
     dump = pressed(getattr(kvpress, press)(**arguments), kernel, buffer)
     assert dump.shape[1:] == (3, 2)
