@@ -137,7 +137,7 @@ def _ratios() -> Iterator[str]:
 def part() -> str:
     """The tables, from the stored values."""
     judged = {"judged KL": ("response_kl", "judged")}
-    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:9]}
+    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:7]}
     few = judged | {f"`{name}`": (name, "open") for name in OFFLINE[:2]}
     apart = [
         [title, "", *_table("smollm2", few, answers=answers)]

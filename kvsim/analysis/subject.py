@@ -5,10 +5,9 @@ Each analysis is computed when a metric first reads it, and kept for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from typing import Any, Protocol, Self, TypeVar
 
 from kvsim.analysis.arrays import EvictedAt, Ints
@@ -22,7 +21,6 @@ from kvsim.analysis.kept.retention import (
     event_rows,
     steps,
 )
-from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.core.checks import resolve_device
 from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record
@@ -157,15 +155,6 @@ class Subject(Subjected):
             for space, n, regions in [*spaces, *(("space=steps", 0, spans) for spans in by_step)]
             for least in THRESHOLDS
         ]
-
-    @property
-    def slot_wipeouts(self) -> Iterator[tuple[Layers, str, SlotWipeout]]:
-        """(layers, variant, wipe-out) for regions of slots of each length."""
-        for layers, entries in self.leaving:
-            leaving = LeavingSlots.of(entries)
-            for length, least in product(LENGTHS, THRESHOLDS):
-                variant = f"space=slots,length={length},threshold={least:g}"
-                yield layers, variant, leaving.wipeout(length, least)
 
     @cached_property
     def bursts(self) -> list[tuple[Layers, Bursts]]:

@@ -60,10 +60,9 @@ COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _OPTIONAL}
 BESIDE = {
     "optimum": "optimum",
     "unprotected": "optimum without protected entries",
-    "oracle": "mass oracle",
 }
 JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
-REGRET = tuple(x for x, entry in OUTPUT.items() if entry.beside in ("optimum", "unprotected"))
+REGRET = tuple(name for name, entry in OUTPUT.items() if entry.beside)
 
 #: Called with (metrics done, metrics, current metric).
 Progress = Callable[[int, int, str], None]
@@ -76,7 +75,6 @@ def measure(
     *,
     events: bool = False,
     device: str = "cpu",
-    oracles: Sequence[Record | None] | None = None,
     optima: Sequence[Record | None] | None = None,
     unprotected: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
@@ -98,7 +96,6 @@ def measure(
         optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
             `kvsim.sweeps.replay_all(..., regret=True)` computes them.
         unprotected: for `possible_share`, the same with nothing protected.
-        oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
         progress: called with (metrics done, metrics, current metric).
 
     Returns:
@@ -119,7 +116,7 @@ def measure(
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     trace = trace if isinstance(trace, Analysis) else as_trace(trace)
-    references = {"oracle": oracles, "optimum": optima, "unprotected": unprotected}
+    references = {"optimum": optima, "unprotected": unprotected}
     _check_inputs(records, references)
     beside = [name for name, given in references.items() if given is not None]
     chosen = choose(metrics, beside=beside, records=records is not None)
@@ -155,7 +152,7 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
         isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
     ):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    names = {"oracle": "oracles", "optimum": "optima", "unprotected": "unprotected optima"}
+    names = {"optimum": "optima", "unprotected": "unprotected optima"}
     for name, plural in names.items():
         given = references[name]
         if given is not None and not (
@@ -166,7 +163,7 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
             raise PolicyError(
                 f"{plural} are {reprlib.repr(given)}; expected a Record or None for each record"
             )
-    optima = [*(references["optimum"] or ()), *(references["unprotected"] or ())]
+    optima = [each for given in references.values() for each in given or ()]
     if not all(each is None or each.internals for each in optima):
         raise PolicyError(
             "an optimum has no certificate in its internals; expected one of "

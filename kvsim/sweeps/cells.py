@@ -24,7 +24,6 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
 from kvsim.errors import KvsimError, TraceError, error_line
-from kvsim.policies.oracle import Oracle
 from kvsim.store import open_trace
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.terms import Terms
@@ -193,7 +192,6 @@ class Replays:
         self._limits = {name: options[name] for name in ("memory", "device")}
         self._beside = {metric.beside for metric in chosen if metric.beside}
         self._notes = frozenset[str]().union(*(metric.notes for metric in chosen))
-        self._replay = functools.cache(functools.partial(replay, trace, **self._limits))
         self._optima: dict[Hashable, Record] = {}
         self._compared: dict[int, dict[str, Record]] = {}
         self._accounts = bool(options.get("accounts", True))
@@ -232,9 +230,6 @@ class Replays:
     def _compare(self, cell: Cell, record: Record) -> None:
         """Replay what a cell is compared with, on the same terms."""
         policy, compared = cell.policy, self._compared[cell.number]
-        if "oracle" in self._beside and policy.bounded:
-            oracle = _oracle(policy, record)
-            compared["oracles"] = self._replay(oracle, cell.budget, layers=cell.layers)
         if "optimum" in self._beside and policy.bounded:
             of_policy = OptimumTerms.of(cell.trace, policy, record)
             each = {"optima": of_policy, "unprotected": of_policy.unprotected}
@@ -244,11 +239,11 @@ class Replays:
                 compared[name] = self._optima[terms.key]
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
-        """Measure records; oracles and optima where regret is asked for."""
+        """Measure records; optima where regret is asked for."""
         compared = [self._compared[cell.number] for cell in cells]
         references: dict[str, Any] = {}
         if self._options["regret"]:
-            for name in ("oracles", "optima", "unprotected"):
+            for name in ("optima", "unprotected"):
                 references[name] = [each.get(name) for each in compared]
         options = {name: self._options[name] for name in ("events", "device")}
         of_replay = [name for name in self._metrics if METRICS[name].kind != "live"]
@@ -309,18 +304,6 @@ def in_cell_order(
         )
         .sort("cell", "place", "within", maintain_order=True)
         .select(table.columns)
-    )
-
-
-def _oracle(policy: Policy, record: Record) -> Policy:
-    """Return the mass oracle with the events of a record, the same protection and heads."""
-    return Policy(
-        "oracle",
-        Oracle(by="mass"),
-        schedule=record.schedule,
-        protect=policy.at(record.budget).protection(record.budget),
-        per_query_head=policy.per_query_head,
-        so_far=policy.so_far,
     )
 
 

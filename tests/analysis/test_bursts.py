@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvsim.analysis.kept.bursts import dense_share, dropped_bursts
+from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.schema import NEVER
 from reference.strategies import evictions
@@ -50,29 +50,11 @@ def test_bursts_equal_a_loop_over_positions(last, kind):
             percentile = np.percentile(runs, 95, method="inverted_cdf") if runs else 0
             assert found.p95[at] == percentile
             np.testing.assert_equal(found.mean[at], np.mean(runs) if runs else np.nan)
-            assert found.per_1000[at] == pytest.approx(1000 * len(runs) / total)
             for i, least in enumerate((2, 5)):
                 inside = sum(length for length in runs if length >= least)
                 assert found.inside[i][at] == inside
                 share = inside / sum(runs) if runs else np.nan
                 np.testing.assert_equal(found.shares[i][at], share)
-
-
-@settings(deadline=None)
-@given(evictions(), st.integers(1, 9), st.sampled_from([0.3, 0.5, 0.95, 1.0]))
-def test_dense_windows_equal_a_loop_over_windows(last, window, density):
-    """Positions in any window of which enough is evicted, whatever its length in binary."""
-    found = dense_share(last, window, density)
-
-    for j, row in enumerate(event_rows(last).tolist()):
-        for head in range(len(last)):
-            evicted = last[head, : row + 1] <= row
-            covered = np.zeros(row + 1, bool)
-            for start in range(row + 2 - window):
-                here = slice(start, start + window)
-                if evicted[here].sum() >= density * window - 1e-9:
-                    covered[here] = True
-            assert found[head, j] == pytest.approx(covered.mean())
 
 
 @pytest.mark.parametrize(("total", "kept"), [(9, 0), (9, 1), (9, 4), (9, 8), (1, 0)])
@@ -85,7 +67,7 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
 
     found = dropped_bursts(last, lengths=(1, 2, 4, 9))
 
-    for name in ("mean", "per_1000", "shares"):
+    for name in ("mean", "shares"):
         chance = getattr(found, f"{name}_chance")
         everywhere = getattr(found, name).mean(-2, keepdims=True)
         np.testing.assert_allclose(chance, np.broadcast_to(everywhere, chance.shape), rtol=1e-12)
@@ -111,4 +93,3 @@ def test_without_an_event_there_is_nothing_to_count():
 
     assert dropped_bursts(last).runs.shape == (2, 0)
     assert dropped_bursts(last).shares_chance.shape == (4, 2, 0)
-    assert dense_share(last).shape == (2, 0)

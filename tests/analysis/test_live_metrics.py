@@ -88,7 +88,7 @@ def test_what_the_model_wrote_is_judged():
         ({"right": False, "answered": None}, {"tokens_to_answer"}),
         ({"full_right": False}, {"answer_kept"}),
         ({"full_right": None}, {"answer_kept"}),
-        ({"tokens": (1,)}, {"response_repetition", "response_loop"}),
+        ({"tokens": (1,)}, {"response_repetition"}),
     ],
 )
 def test_what_is_not_known_has_no_row(changes, missing):
@@ -107,7 +107,7 @@ def test_a_run_without_a_response_of_its_own_has_none_of_its_metrics():
     written = values(measure_live([subject(Outcome(None, outcome().generated, 10, 20))]))
 
     assert {"response_kl", "peak_share"} <= alone.keys()
-    assert alone.keys().isdisjoint({"answer_right", "response_loop", "decode_seconds"})
+    assert alone.keys().isdisjoint({"answer_right", "response_repetition", "decode_seconds"})
     assert written.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
 
 
@@ -163,8 +163,7 @@ def test_what_the_model_wrote_can_repeat_itself():
     usual = outcome()
     looping = replace(usual, generated=replace(usual.generated, tokens=(9, *(1, 2) * 4)))
 
-    table = measure_live([subject(looping)], ["response_repetition", "response_loop"])
+    table = measure_live([subject(looping)], ["response_repetition"])
 
     rates = dict(table.filter(metric="response_repetition").select("variant", "value").rows())
     assert rates == {"n=2": 5 / 8, "n=3": 4 / 7, "n=4": 3 / 6, "n=8": 0.0}
-    assert table.filter(metric="response_loop")["value"].to_list() == [8.0]

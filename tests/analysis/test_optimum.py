@@ -170,7 +170,7 @@ def test_a_record_without_a_certificate_is_no_optimum(trace):
     with pytest.raises(PolicyError, match="no certificate in its internals; expected one of"):
         kvsim.measure(trace, record, ["regret"], optima=[record])
     with pytest.raises(PolicyError, match="regret compares with the optimum, which was not"):
-        kvsim.measure(trace, record, ["regret"], oracles=[record])
+        kvsim.measure(trace, record, ["regret"])
 
 
 def test_an_optimum_that_does_not_fit_is_refused(trace):

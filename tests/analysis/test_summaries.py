@@ -233,13 +233,13 @@ def test_listed_events_leave_every_summary_as_it_is():
 
 def test_a_head_counts_once_however_many_events_have_a_value():
     """Where events are listed, as where they are not; layers and heads act at different ones."""
-    unit = {"metric": "wipeout_hazard", "variant": "length=32,threshold=0", "unit": "share"}
+    unit = {"metric": "burst_share", "variant": "length=32", "unit": "share"}
     first = [row("a", "tova", x, event=at, head=0, **unit) for at, x in ((9, 0.3), (19, 0.6))]
     last = [row("a", "tova", x, event=at, head=1, **unit) for at, x in ((9, None), (29, 0.05))]
     values = table(*first, *last)
 
     assert per_prompt(values)["value"].to_list() == [pytest.approx((0.45 + 0.05) / 2)]
-    assert summarise(values, ["wipeout_hazard"])["wipeout_hazard"][0] == pytest.approx(0.25)
+    assert summarise(values, ["burst_share"])["burst_share"][0] == pytest.approx(0.25)
 
 
 def test_stages_without_a_number_are_those_of_each_trace():

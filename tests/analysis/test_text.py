@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.kept.text import (
     is_punctuation,
-    max_loop,
     punctuation_lift,
     repetition,
     retention_lift,
@@ -28,22 +27,6 @@ def test_repetition_counts_distinct_n_grams(tokens, n):
     expected = 1 - len(set(grams)) / len(grams) if grams else np.nan
 
     assert repetition(np.array(tokens, np.int64), n) == pytest.approx(expected, nan_ok=True)
-
-
-@given(tokens=TOKENS, period=st.integers(1, 12))
-@example(tokens=[1, 2, 1, 2, 1], period=4)
-@example(tokens=[0, 0, 1, 0, 0, 1], period=2)
-def test_the_longest_loop_equals_a_search_over_endings(tokens, period):
-    """Every ending and every period: all tokens equal those a period before, twice at least."""
-    longest = 0
-    for length in range(2, len(tokens) + 1):
-        ending = tokens[len(tokens) - length :]
-        for p in range(1, min(period, length // 2) + 1):
-            if all(ending[i] == ending[i - p] for i in range(p, length)):
-                longest = length
-    expected = longest if len(tokens) >= 2 else np.nan
-
-    assert max_loop(np.array(tokens, np.int64), period) == pytest.approx(expected, nan_ok=True)
 
 
 def made(text=None, tokens=None, n=60, prompt=20, layers=1, heads=2):
@@ -168,7 +151,7 @@ def test_text_metrics_belong_to_no_layer():
     trace = made(tokens=np.arange(60) % 3, prompt=54)
     records = [kvsim.replay(trace, kvsim.policy("tova"), budget=b) for b in (8, 16)]
 
-    table = kvsim.measure(trace, records, ["repetition", "max_loop", "entries_seen"])
+    table = kvsim.measure(trace, records, ["repetition", "entries_seen"])
 
     own = table.filter(pl.col("policy").is_null())
     assert own.select("metric", "variant", "value").rows() == [
@@ -176,7 +159,6 @@ def test_text_metrics_belong_to_no_layer():
         ("repetition", "n=3", pytest.approx(1 - 3 / 4)),
         ("repetition", "n=4", pytest.approx(0.0)),
         ("repetition", "n=8", None),
-        ("max_loop", "", 6.0),
     ]
     assert own["layer"].is_null().all()
     assert set(own["fidelity"]) == {"exact"}

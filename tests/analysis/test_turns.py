@@ -1,4 +1,4 @@
-"""Regret, recall and bytes of the answer of each turn, against plain loops over its rows."""
+"""Regret and bytes of the answer of each turn, against plain loops over its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASE = make_case("sharp", layers=2, heads=2, group=2, n=70, prompt_len=30, seed=
 QUESTIONS = ((38, 43), (55, 60))
 #: (start, stop) of the answer of each turn.
 ANSWERS = ((30, 38), (43, 55), (60, 70))
-NAMES = ["regret", "topk_recall", "bytes_held", "bytes_read"]
+NAMES = ["regret", "bytes_held", "bytes_read"]
 POLICIES = {"h2o": {}, "h2o+quest": {"page": 3, "dense_layers": 0, "heads": "kv"}, "h2o+int4": {}}
 
 
@@ -58,8 +58,8 @@ def size(entries, row, *, rounded):
 
 
 def naive(record, best, layer, rows):
-    """Means over rows: regret and recall of each query head, bytes held and read of the layer."""
-    regret, recall, chance, sizes = ([] for _ in range(4))
+    """Means over rows: regret of each query head, bytes held and read of the layer."""
+    regret, sizes = [], []
     page = None if record.reads is None else record.reads.page
     for row in rows:
         weights = [attention(layer, qhead, row) for qhead in range(4)]
@@ -67,9 +67,6 @@ def naive(record, best, layer, rows):
         most = [held(best, layer, qhead // 2, row) for qhead in range(4)]
         pairs = list(zip(weights, seen, strict=True))
         regret.append([w[b].sum() - w[s].sum() for (w, s), b in zip(pairs, most, strict=True)])
-        top = [sorted(range(row + 1), key=lambda p, w=w: -w[p])[:10] for w in weights]
-        recall.append([len({*s} & {*t}) / 10 for s, t in zip(seen, top, strict=True)])
-        chance.append([len(s) / (row + 1) for s in seen])
         both, rounded = [0.0, 0.0], record.codec is not None
         for head in range(2):
             entries = held(record, layer, head, row)
@@ -78,23 +75,20 @@ def naive(record, best, layer, rows):
             both[0] += size(entries, row, rounded=rounded) + summary
             both[1] += size(seen[2 * head], row, rounded=rounded) + summary
         sizes.append(both)
-    return *(np.mean(x, 0) for x in (regret, recall, chance)), *np.mean(sizes, 0)
+    return np.mean(regret, 0), *np.mean(sizes, 0)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_values_of_a_turn_are_means_over_the_rows_of_its_answer(name):
-    """Rows of later questions count in none; chance of the recall is that of the same rows."""
+    """Rows of later questions count in none."""
     record, best, table = measured(name)
 
     for turn, (start, stop) in enumerate(ANSWERS, start=1):
         for layer in range(2):
             of_turn = table.filter(turn=turn, layer=layer).sort("qhead")
-            regret, recall, chance, resident, taken = naive(record, best, layer, range(start, stop))
+            regret, resident, taken = naive(record, best, layer, range(start, stop))
             values = {metric: of_turn.filter(metric=metric)["value"].to_list() for metric in NAMES}
             assert values["regret"] == pytest.approx(regret, abs=1e-5)
-            assert values["topk_recall"] == pytest.approx(recall, rel=1e-6)
-            of_recall = of_turn.filter(metric="topk_recall")["chance"]
-            assert of_recall.to_list() == pytest.approx(chance, rel=1e-6)
             assert values["bytes_held"] == pytest.approx([resident])
             assert values["bytes_read"] == pytest.approx([taken])
     assert table["turn"].null_count() == 0
@@ -107,6 +101,6 @@ def test_one_turn_has_the_values_of_all_rows_after_the_prompt():
     assert "turn" not in table.columns
     for layer in range(2):
         expected = naive(record, best, layer, range(30, 70))
-        for metric, values in zip(NAMES, (*expected[:2], *expected[3:]), strict=True):
+        for metric, values in zip(NAMES, expected, strict=True):
             mine = table.filter(metric=metric, layer=layer).sort("qhead")["value"].to_list()
             assert mine == pytest.approx(np.atleast_1d(values).tolist(), rel=1e-5, abs=1e-5)

@@ -156,22 +156,15 @@ def acting_rows(evicted_at: npt.ArrayLike, layer: int | None = None) -> list[int
 
 @dataclass(frozen=True)
 class Wipeout:
-    """Region wipe-out of one head at one event: regions, those lost so far, those lost just now."""
+    """Region wipe-out of one head at one event: regions, and those lost so far."""
 
     regions: int
     wiped: int
-    alive_before: int
-    wiped_now: int
 
     @property
     def cumulative(self) -> float:
         """Share of the regions that are wiped out, NaN without a region."""
         return self.wiped / self.regions if self.regions else math.nan
-
-    @property
-    def hazard(self) -> float:
-        """Share of the regions alive before the event that it wiped out, NaN without one."""
-        return self.wiped_now / self.alive_before if self.alive_before else math.nan
 
 
 def wipeout(
@@ -190,19 +183,16 @@ def wipeout(
     N = row + 1 positions exist. A region survives while more than `threshold` of it is retained.
     """
     last = np.asarray(evicted_at)[layer, head]
-    regions = wiped = alive = now = 0
+    regions = wiped = 0
     k = 0
     while (k + 1) * length <= row + 1 - recent:
         if k * length >= sink:
             region = last[k * length : (k + 1) * length]
-            before = sum(1 for e in region if e >= row) / length
             after = sum(1 for e in region if e > row) / length
             regions += 1
             wiped += after <= threshold
-            alive += before > threshold
-            now += before > threshold >= after
         k += 1
-    return Wipeout(regions, wiped, alive, now)
+    return Wipeout(regions, wiped)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def test_a_seed_fixes_what_is_drawn(model, trace):
             max_new_tokens=20,
             temperature=1.0,
             seed=seed,
-            metrics=["response_repetition", "response_loop", "answer_right", "tokens_to_answer"],
+            metrics=["response_repetition", "answer_right", "tokens_to_answer"],
         )
         return run.table["value"].to_list(), json.dumps(run.parameters["seed"])
 

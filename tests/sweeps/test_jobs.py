@@ -43,7 +43,7 @@ def elsewhere(monkeypatch):
 
 def replays(traces, **options):
     """The sweep of `tests.sweeps.test_resuming` on these traces."""
-    metrics = [*METRICS, "oracle_regret"]
+    metrics = [*METRICS]
     settings = {"interval": 8, "metrics": metrics, "regret": True, **options}
     return replay_all(traces, policies(), BUDGETS, **settings)
 

@@ -46,7 +46,7 @@ def policies():
 
 def run(out=None, resume=False, **options):
     """Sweep two policies and three budgets over two traces."""
-    metrics = [*METRICS, "oracle_regret"]
+    metrics = [*METRICS]
     settings = {"interval": 8, "metrics": metrics, "regret": True, **options}
     traces = [make_trace("a"), make_trace("b", 50)]
     return replay_all(traces, policies(), BUDGETS, out=out, resume=resume, **settings)

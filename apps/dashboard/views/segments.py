@@ -21,7 +21,6 @@ from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 from kvsim.studies.segments.segmentation import Segmented, cut_table, segmented
-from kvsim.studies.segments.segments import NEAR
 from kvsim.sweeps import shared_prefill
 
 from .. import cache, controls, elements, event_charts, readings
@@ -30,11 +29,6 @@ from ..tiles import SIDE
 #: Entries of all heads at all events up to which a replay keeps the decisions of its events (some
 #: 60 bytes each).
 MOST = 10_000_000
-
-_F1 = (
-    f"F1: harmonic mean of the shares of boundaries of either event with one of the other within "
-    f"{NEAR} positions; n/a where one of the two has no boundaries"
-)
 
 
 @dataclass(frozen=True)
@@ -137,10 +131,9 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
 def _cut(replays: Replays, row: int) -> None:
     cuts = cut_table(replays.ams, replays.layer, replays.head)
     cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
-    shift, f1 = cut["shift"], cut["f1"]
+    shift = cut["shift"]
     moved = "-" if shift is None else f"{shift:.1f}"
-    again = "F1 n/a: no boundaries" if shift is None else f"found again: F1 {f1:.2f}"
-    again = "first event" if row == cuts["event"][0] else again
+    again = "first event" if row == cuts["event"][0] else "no boundaries" * (shift is None)
     counted = f"counted as {replays.ams.params['suffix_fill']}"
     cells = (
         ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
@@ -150,7 +143,7 @@ def _cut(replays: Replays, row: int) -> None:
     )
     helps = (
         "and their mean length",
-        f"mean distance from the nearest boundary of the event before. {_F1}",
+        "mean distance from the nearest boundary of the event before",
         "sum of the credit that the entries carry",
         "share of the mass on the window's own rows, which most of its rows cannot see",
     )

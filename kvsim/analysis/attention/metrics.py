@@ -47,11 +47,6 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
             yield Cells(layer, values, "head", variant)
 
 
-def _gap(analysis: Analysis) -> Iterator[Cells]:
-    for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.mean_gap, "head", _SHARE, gaps.chance.mean_gap)
-
-
 def _return(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
         yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance.after_gap)
@@ -79,13 +74,10 @@ METRICS: Mapping[str, Metric] = {
     "sparsity": Metric(
         "share of the last 512 keys that score below p x maximum in the last 16 rows",
         "trace", "share", None, "G-KV, Fig. 9", _sparsity),
-    "attention_gap": Metric(
-        "windows without a key between two that have it in their top tenth, next to chance",
-        "trace", "windows", None, "G-KV; defined here", _gap),
     "attention_return": Metric(
         "share of the returns of keys to the top tenth of a window, and of these keys, that come "
         "after a window without the key in its top, next to chance",
-        "trace", "share", None, "as attention_gap", _return),
+        "trace", "share", None, "G-KV; defined here", _return),
     "score_decline": Metric(
         "rank correlation of the number of a window of later rows with its largest score of a "
         "prompt's key",

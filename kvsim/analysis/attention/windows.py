@@ -262,11 +262,6 @@ class Gaps:
     back: Ints | Floats
 
     @property
-    def mean_gap(self) -> Floats:
-        """Windows without the key before it returns, mean over returns; [H], NaN without one."""
-        return share((self.gaps * np.arange(self.gaps.shape[-1])).sum(-1), self.gaps.sum(-1))
-
-    @property
     def after_gap(self) -> Floats:
         """Share of the returns that the window just before did without; [H]."""
         return share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))

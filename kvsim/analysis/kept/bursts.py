@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
@@ -45,11 +44,6 @@ class Bursts:
         return share(self.evicted, self.runs)
 
     @property
-    def per_1000(self) -> Floats:
-        """Runs per 1,000 entries; [H, E]."""
-        return 1000.0 * self.runs / self.total
-
-    @property
     def shares(self) -> Floats:
         """Share of the evicted entries in runs of at least `lengths`; [lengths, H, E]."""
         return share(self.inside, self.evicted)
@@ -58,11 +52,6 @@ class Bursts:
     def mean_chance(self) -> Floats:
         """Expected `mean` of random sets of the same size; [H, E]."""
         return chance.mean_run(self.total, self.total - self.evicted)
-
-    @property
-    def per_1000_chance(self) -> Floats:
-        """Expected `per_1000` of random sets of the same size; [H, E]."""
-        return 1000.0 * chance.n_runs(self.total, self.total - self.evicted) / self.total
 
     @property
     def shares_chance(self) -> Floats:
@@ -171,37 +160,6 @@ def _ranked(runs: _Runs, rank: Ints) -> Ints:
         rest -= np.where(more, seen, 0)
         value += np.where(more, 1 << bit, 0)
     return np.where(rank > 0, value, 0)
-
-
-def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) -> Floats:
-    """Share of the positions that lie in a dense window, at each event; [H, E].
-
-    Windows are all `window` consecutive positions of the N there at the event; one is dense from
-    the event on that leaves at least `density` of it evicted.
-    """
-    heads, total = evicted_at.shape
-    rows = event_rows(evicted_at)
-    n_events = len(rows)
-    if total < window:
-        return np.zeros((heads, n_events))
-    died = np.searchsorted(rows, evicted_at)
-    there = np.searchsorted(rows, np.arange(window - 1, total))
-    # the event that evicts the window's last entry but spare - 1: the spare-th latest of its events
-    spare = window - int(np.ceil(density * window - 1e-9)) + 1
-    since = np.maximum(_latest(died, window, spare), there)
-    around = np.pad(since, ((0, 0), (window - 1, window - 1)), constant_values=n_events)
-    covered = -_latest(-around, window, 1)  # the first of the windows around a position
-    shape = heads, n_events + 1
-    counts: Ints = histogram(covered, shape).cumsum(-1)[:, :-1]
-    return counts / (rows + 1)
-
-
-def _latest(values: Ints, window: int, nth: int) -> Ints:
-    """The nth largest of each `window` consecutive values [H, T]; [H, T - window + 1]."""
-    # scipy is faster on single lines
-    ranked = np.stack([scipy.ndimage.rank_filter(line, -nth, size=window) for line in values])
-    half = window // 2
-    return ranked[:, half : half + values.shape[1] - window + 1]
 
 
 # ------------------------------------------- the nearest place on a line with a value above a bound

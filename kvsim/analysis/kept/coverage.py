@@ -208,16 +208,3 @@ def _rows_that_read(
         seen += read.sum(2).mean(1)
         visible += np.stack([read[..., i:j].any(-1).sum(2).mean(1) for i, j in spans])
     return seen, visible
-
-
-def global_eviction(
-    evicted_at: EvictedAt, prompt_len: int, spans: Sequence[tuple[int, int]]
-) -> float:
-    """Share of the needles' tokens that have left every head of every layer.
-
-    evicted_at [L, H, T]. Mean over the rows after the prompt; NaN without one.
-    """
-    rows = np.array(evicted_at.shape[-1] - prompt_len)
-    marked = sorted({pos for start, end in spans for pos in range(start, end)})
-    seen = rows_that_see(evicted_at, prompt_len)[..., marked].max((0, 1))  # by some head
-    return float(1.0 - share(seen.mean(), rows))

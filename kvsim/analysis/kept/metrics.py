@@ -9,19 +9,16 @@ import numpy as np
 
 from kvsim.analysis.arrays import Bools, Ints
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.coverage import (
-    global_eviction,
     kept_coverage,
     needle_visibility,
     retained_positions,
 )
 from kvsim.analysis.kept.pages import PAGE, pages
-from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
+from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio
 from kvsim.analysis.kept.text import (
     NGRAMS,
     is_punctuation,
-    max_loop,
     punctuation_lift,
     repetition,
 )
@@ -31,17 +28,10 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 
-def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        for layers, variant, regions in subject.wipeouts:
-            rates, chance = getattr(regions, kind), getattr(regions, f"{kind}_chance")
-            yield Cells(layers, rates, "head", variant, chance, regions.rows)
-        if kind == "hazard":
-            for layers, variant, slots in subject.slot_wipeouts:
-                rates, chance = slots.hazard, slots.hazard_chance
-                yield Cells(layers, rates, "head", variant, chance, slots.rows)
-
-    return cells
+def _wipeout(subject: Subject) -> Iterator[Cells]:
+    for layers, variant, regions in subject.wipeouts:
+        chance = regions.cumulative_chance
+        yield Cells(layers, regions.cumulative, "head", variant, chance, regions.rows)
 
 
 def _iou(subject: Subject) -> Iterator[Cells]:
@@ -75,16 +65,6 @@ def _burst_share(subject: Subject) -> Iterator[Cells]:
         each = zip(bursts.lengths, bursts.shares, bursts.shares_chance, strict=True)
         for length, values, chance in each:
             yield Cells(layers, values, "head", f"length={length}", chance, bursts.rows)
-
-
-def _burst_count(subject: Subject) -> Iterator[Cells]:
-    for layers, bursts in subject.bursts:
-        yield Cells(layers, bursts.per_1000, "head", "", bursts.per_1000_chance, bursts.rows)
-
-
-def _dense(subject: Subject) -> Iterator[Cells]:
-    for layers, evicted_at in subject.layer_groups:
-        yield Cells(layers, dense_share(evicted_at), "head", events=event_rows(evicted_at))
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
@@ -129,12 +109,6 @@ def _pages(name: Literal["freed", "fragmentation"]) -> Callable[[Subject], Itera
     return cells
 
 
-def _global_eviction(subject: Subject) -> Iterator[Cells]:
-    if spans := subject.trace.spans.get("needle"):
-        share = global_eviction(subject.record.gone_after, subject.trace.prompt_len, spans)
-        yield Cells(None, np.array([share]))
-
-
 def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
@@ -151,11 +125,8 @@ def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
-        "sets", "share", "lower", "named by AMS, defined here", _wipeout("cumulative"),
+        "sets", "share", "lower", "named by AMS, defined here", _wipeout,
         over_events="last", main="length=32,threshold=0"),
-    "wipeout_hazard": Metric(
-        "share of the regions still alive that an event wipes out",
-        "sets", "share", "lower", "as wipeout", _wipeout("hazard"), main="length=32,threshold=0"),
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, next to chance",
         "sets", "share", None, "AMS, Table 14", _iou),
@@ -168,12 +139,6 @@ PLACES: Mapping[str, Metric] = {
     "burst_share": Metric(
         "share of the evicted positions that lie in long runs, next to chance",
         "sets", "share", None, "as burst_length", _burst_share, main="length=32"),
-    "burst_count": Metric(
-        "runs of evicted positions per 1,000 positions, next to chance",
-        "sets", "per 1,000", None, "as burst_length", _burst_count),
-    "dense_drops": Metric(
-        "share of the text in windows of 64 positions of which at least 95% are evicted",
-        "sets", "share", None, "as burst_length", _dense),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
         "sets", "relative", None, "G-KV, Fig. 7", _position),
@@ -198,10 +163,6 @@ PLACES: Mapping[str, Metric] = {
     "needle_wipeout": Metric(
         "share of needles of which a row sees no entry, mean over rows after the prompt",
         "sets", "share", "lower", "kvsim", _needle("wipeout")),
-    "global_eviction": Metric(
-        "share of the needle's tokens that have left every head of every layer, mean over rows "
-        "after the prompt",
-        "sets", "share", "lower", "kvsim", _global_eviction, together=True),
 }  # fmt: skip
 
 
@@ -209,11 +170,6 @@ def _repetition(analysis: Analysis) -> Iterator[Cells]:
     for tokens in _response(analysis.trace):
         for n in NGRAMS:
             yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
-
-
-def _max_loop(analysis: Analysis) -> Iterator[Cells]:
-    for tokens in _response(analysis.trace):
-        yield Cells(None, np.array([max_loop(tokens)]))
 
 
 def _response(trace: Trace) -> list[Ints]:
@@ -246,9 +202,6 @@ CONTENTS: Mapping[str, Metric] = {
     "repetition": Metric(
         "n-gram repetition rate of the response: 1 - distinct / all n-grams",
         "trace", "share", None, "AMS, without an n", _repetition),
-    "max_loop": Metric(
-        "longest ending of the response that repeats up to 64 tokens at least twice",
-        "trace", "tokens", None, "kvsim", _max_loop),
     "value_norm_overlap": Metric(
         "share of the entries kept behind the sinks that the largest values would keep too, "
         "after the last event, next to chance",

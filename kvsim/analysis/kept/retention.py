@@ -107,12 +107,7 @@ class Leaving:
         seen_at = np.broadcast_to(seen_from, death.shape)
         counted = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
         wiped = histogram(np.maximum(seen_at, death), shape).cumsum(-1)[:, :-1]
-        # counted and not dead before event j: counted by j and not wiped by j - 1
-        before = np.concatenate([np.zeros((shape[0], 1), np.int64), wiped[:, :-1]], axis=1)
-        late = histogram(np.where(death < seen_at, seen_at, n_events), shape)[:, :-1]
-        alive = counted - before[:, :n_events] - late
-        now = histogram(np.where(death >= seen_at, death, n_events), shape)[:, :-1]
-        return Wipeout(rows, counted, wiped, alive, now, self, spans, max_survivors, seen_from)
+        return Wipeout(rows, counted, wiped, self, spans, max_survivors, seen_from)
 
     def _ordered(self, spans: Ints) -> Ints:
         """Events at which entries leave, ascending within regions and between them; [H, T]."""
@@ -128,44 +123,12 @@ class Leaving:
     def _orders(self) -> dict[bytes, Ints]:
         return {}
 
-    def expected(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
-        """Regions that each event wipes out on average if it keeps as many at random; [H, E].
+    def expected_first(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
+        """Regions that random sets of the same size wipe out at the first event of a head; [H, E].
 
         max_survivors, seen_from [R]: most entries of a region that is wiped out, and the event from
-        which it counts. Regions alive are counted by how many entries they hold before an event,
-        for the pairs of that number and an event that can wipe them out: no more pairs than entries
-        that leave.
+        which it counts. 0 at events before which something has left the head.
         """
-        ordered, n_events, heads = self._ordered(spans), len(self.rows), len(self.died)
-        out = np.zeros((heads, n_events))
-        size = spans[:, 1] - spans[:, 0]
-        for most in np.unique(max_survivors):
-            group = np.flatnonzero(max_survivors == most)
-            sizes = np.arange(most + 1, size[group].max() + 1)
-            at, event = np.nonzero(self.evicted.max(0) >= (sizes - most)[:, None])
-            if not len(at):
-                continue
-            pair = at * n_events + event  # ascending
-            # a region holds m entries from the event after its m+1-th last leaves until its m-th
-            number, region = np.nonzero(sizes[:, None] <= size[group])
-            region = group[region]
-            start, stop = spans[region].T
-            where = stop - sizes[number]
-            since = np.where(where > start, ordered[:, where - 1] + 1, 0)
-            since = np.maximum(since, seen_from[region])
-            until = np.minimum(ordered[:, where], n_events - 1)
-            first = np.searchsorted(pair, number * n_events + since)
-            last = np.searchsorted(pair, number * n_events + until, side="right")
-            count = present(first, last, (heads, len(pair) + 1))
-            head, column = np.nonzero(count)
-            here = head, event[column]
-            live = self.live[here]
-            likely = chance.at_most(most, sizes[at[column]], live, live - self.evicted[here])
-            np.add.at(out, here, count[head, column] * likely)
-        return out
-
-    def expected_first(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
-        """`expected` at events before which nothing has left the head, and 0 at others; [H, E]."""
         here = np.nonzero(self.first & (self.evicted > 0))
         out, live = np.zeros(self.first.shape), self.live[here]
         kinds = np.stack([max_survivors, spans[:, 1] - spans[:, 0]])
@@ -182,38 +145,26 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Wipeout:
-    """Regions of one layer at each event. rows [E]; counts int [H, E] (`regions` int [E]).
+    """Regions of one layer at each event. rows [E]; regions int [E], wiped int [H, E].
 
     regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
-    than `threshold` is left. alive: those above it just before the event; now: those it wiped out.
-    leaving: the entries that leave; spans [R, 2], max_survivors [R]: all regions, and the most
-    entries of a region that is wiped out; seen_from [R]: the event from which it counts.
+    than `threshold` is left. leaving: the entries that leave; spans [R, 2], max_survivors [R]: all
+    regions, and the most entries of a region that is wiped out; seen_from [R]: the event from which
+    it counts.
     """
 
     rows: Ints
     regions: Ints
     wiped: Ints
-    alive: Ints
-    now: Ints
     leaving: Leaving
     spans: Ints
     max_survivors: Ints
     seen_from: Ints
 
-    @cached_property
-    def expected(self) -> Floats:
-        """Mean of `now` had the event kept as many entries at random; [H, E]."""
-        return self.leaving.expected(self.spans, self.max_survivors, self.seen_from)
-
     @property
     def cumulative(self) -> Floats:
         """Share of the regions wiped out so far, NaN without one; [H, E]."""
         return share(self.wiped, self.regions)
-
-    @property
-    def hazard(self) -> Floats:
-        """Share of the regions alive before the event that it wiped out; [H, E]."""
-        return share(self.now, self.alive)
 
     @property
     def cumulative_chance(self) -> Floats:
@@ -223,11 +174,6 @@ class Wipeout:
         """
         expected = self.leaving.expected_first(self.spans, self.max_survivors, self.seen_from)
         return np.where(self.leaving.first, share(expected, self.regions), np.nan)
-
-    @property
-    def hazard_chance(self) -> Floats:
-        """Expected hazard of an event that keeps as many of the same entries at random; [H, E]."""
-        return share(self.expected, self.alive)
 
 
 def wipeout(

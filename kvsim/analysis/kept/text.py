@@ -1,4 +1,4 @@
-"""Text of tokens: repetition, loops, and which token strings a policy keeps."""
+"""Text of tokens: repetition, and which token strings a policy keeps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from kvsim.errors import NeedsError, PolicyError
 #: Lengths of n-grams; the AMS paper names none.
 NGRAMS = (2, 3, 4, 8)
 
-#: Longest period of a loop.
-PERIOD = 64
-
 
 def repetition(tokens: Ints, n: int) -> float:
     """Return 1 - distinct / all n-grams of the tokens [T], as AMS does; NaN for fewer than n."""
@@ -29,23 +26,6 @@ def repetition(tokens: Ints, n: int) -> float:
         return np.nan
     grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
     return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
-
-
-def max_loop(tokens: Ints, period: int = PERIOD) -> float:
-    """Return the length in tokens of the longest ending that repeats at most `period` tokens.
-
-    Two whole periods at least; 0 without a loop, NaN for fewer than two tokens.
-    """
-    total = len(tokens)
-    if total < 2:
-        return np.nan
-    longest = 0
-    for p in range(1, min(period, total // 2) + 1):
-        differs = np.flatnonzero(tokens[p:] != tokens[:-p])
-        same = total - p - (int(differs[-1]) + 1 if len(differs) else 0)
-        if same >= p:
-            longest = max(longest, same + p)
-    return float(longest)
 
 
 #: Columns of `retention_lift` and their types.

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
+from kvsim.analysis.kept.text import NGRAMS, repetition
 from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
@@ -168,9 +168,6 @@ METRICS: Mapping[str, Metric] = {
     "response_repetition": _metric(
         "n-gram repetition rate of what the model wrote, as repetition",
         unit="share", better="lower", source="AMS, without an n", cells=_repetition, main="n=4"),
-    "response_loop": _metric(
-        "longest ending of what the model wrote that repeats up to 64 tokens at least twice",
-        unit="tokens", better="lower", cells=_generated(lambda x: max_loop(np.array(x.tokens)))),
     "decode_seconds": _metric(
         "seconds of decoding per token written, prefill excluded",
         unit="seconds", better="lower",

@@ -12,7 +12,6 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import head_lengths, residual_norms
 from kvsim.analysis.output.partial import prompt_parts
-from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
 
@@ -55,23 +54,6 @@ def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
             yield Cells(layer, values, "head", variant)
 
 
-def _lost_mass(subject: Subject) -> Iterator[Cells]:
-    walked = subject.walk(attended)
-    for layer, rows, wiped in zip(subject.record.layers, walked.events, walked.wiped, strict=True):
-        for (length, threshold), shares in wiped.items():
-            variant = f"length={length},threshold={threshold:g}"
-            yield Cells(layer, shares, "head", variant, events=rows)
-
-
-def _recall(subject: Subject) -> Iterator[Cells]:
-    walked = subject.walk(attended)
-    for turn, rows in subject.trace.answers if walked.recall.shape[-1] else ():
-        recall, seen = (x[..., rows].mean(-1, np.float64) for x in (walked.recall, walked.seen))
-        chance = seen.repeat(recall.shape[1] // seen.shape[1], axis=1)
-        for layer, values, random in zip(subject.record.layers, recall, chance, strict=True):
-            yield Cells(layer, values, "qhead", f"k={TOP}", chance=random, turn=turn)
-
-
 def _more(subject: Subject, reference: str) -> Floats | None:
     """Return the mass that a reference retains beyond the record; [layer, qhead, row].
 
@@ -84,16 +66,13 @@ def _more(subject: Subject, reference: str) -> Floats | None:
     return missing.astype(np.float64) - least if missing.shape[-1] else None
 
 
-def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        more = _more(subject, reference)
-        if more is None:
-            return
-        for turn, rows in subject.trace.answers:
-            values = mean_known(more[..., rows]).ravel()
-            yield Cells(subject.record.layers, values, "qhead", turn=turn)
-
-    return cells
+def _regret(subject: Subject) -> Iterator[Cells]:
+    more = _more(subject, "optimum")
+    if more is None:
+        return
+    for turn, rows in subject.trace.answers:
+        values = mean_known(more[..., rows]).ravel()
+        yield Cells(subject.record.layers, values, "qhead", turn=turn)
 
 
 def _means(
@@ -190,17 +169,10 @@ METRICS: Mapping[str, Metric] = {
     "sparsity_compressed": Metric(
         "sparsity over the entries that the last row still sees, attention over what rows see",
         "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence"),
-    "wipeout_mass": Metric(
-        "share of later rows' attention on regions that lay in wiped-out ones, mean over events",
-        "rows", "share", "lower", "as wipeout", _lost_mass, main="length=32,threshold=0"),
-    "topk_recall": Metric(
-        "share of the ten entries with the most full attention that a row still sees, mean over "
-        "rows after the prompt, next to chance",
-        "rows", "share", "higher", "kvsim", _recall, main="k=10"),
     "regret": Metric(
         "mass that the best possible kept sets retain on the same terms, minus retained mass; "
         "needs --regret",
-        "rows", "signed share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
+        "rows", "signed share", "lower", "kvsim", _regret, beside="optimum"),
     "regret_gap": Metric(
         "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
         "leaves that open; needs --regret",
@@ -210,10 +182,6 @@ METRICS: Mapping[str, Metric] = {
         "it, nothing protected in either, all heads of a layer together; needs --regret",
         "rows", "signed share", "higher", "kvsim",
         _means(_possible_share, turns=False), beside="unprotected"),
-    "oracle_regret": Metric(
-        "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
-        "rows", "signed share", "lower", "kvsim", _regret("oracle"), beside="oracle",
-        default=False),
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
@@ -249,9 +217,4 @@ METRICS: Mapping[str, Metric] = {
         "rows", "relative", "lower", "after Expected Attention, Fig. 6",
         _means(lambda of: _relative(_moved(of), np.sqrt((of.walk(head_lengths) ** 2).sum(1)))),
         default=False),
-    "concat_error_absolute": Metric(
-        "|o_full - o_seen| with all heads of a layer as one vector, mean over rows after the "
-        "prompt; comparable within a layer",
-        "rows", "units of the trace", "lower", "as concat_error",
-        _means(_moved), default=False),
 }  # fmt: skip

@@ -76,7 +76,7 @@ METRICS: Mapping[str, Metric] = {
         "variance over neighbouring layers of a token's rank, mean over the tokens that rank high",
         "trace", "squared ranks", None, "ASL, section 4.1",
         _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False,
-        after="concat_error_absolute"),
+        after="concat_error"),
     "rank_relative": Metric(
         "rank variance over that of the first layer that ASL tests",
         "trace", "ratio", None, "ASL, Fig. 6",

@@ -30,8 +30,7 @@ from kvsim.errors import PolicyError
 #: Metrics of a replay that may predict the outcome of a live run.
 OFFLINE = (
     *("weighted_error", "layer_error", "layer_error_relative", "output_error", "concat_error"),
-    *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
-    *("needle_recall", "needle_wipeout", "global_eviction", "oracle_regret"),
+    *("retained_mass", "wipeout", "retained_iou", "needle_recall", "needle_wipeout"),
 )
 #: Errors that both loops have in each layer.
 ERRORS = ("output_error", "layer_error")

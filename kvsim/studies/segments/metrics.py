@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -47,12 +46,10 @@ def _segment_length(subject: Subject) -> Iterator[Cells]:
         yield Cells(layers, found.pooled_length, "head", f"{kind},pooled")
 
 
-def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        for layers, kind, found in subject.of(segments):
-            yield Cells(layers, getattr(found, name), "head", kind, events=found.rows[:-1])
-
-    return cells
+def _boundary_shift(subject: Subject) -> Iterator[Cells]:
+    for layers, kind, found in subject.of(segments):
+        if found.shift is not None:
+            yield Cells(layers, found.shift, "head", kind, events=found.rows[:-1])
 
 
 def _quota_share(subject: Subject) -> Iterator[Cells]:
@@ -78,23 +75,19 @@ METRICS: Mapping[str, Metric] = {
     "segment_count": Metric(
         "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
         "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES,
-        after="dense_drops"),
+        after="burst_share"),
     "segment_length": Metric(
         "entries of such a segment: mean over events, and over all segments",
         "sets", "entries", None, "AMS, Table 14", _segment_length, main=f"{AMS},mean",
         notes=SEGMENT_NOTES, after="segment_count"),
     "boundary_shift": Metric(
         "positions from a segment's start to the nearest one of the event before",
-        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"), main=AMS,
+        "sets", "entries", None, "named by AMS, defined here", _boundary_shift, main=AMS,
         notes=SEGMENT_NOTES, after="segment_length"),
-    "boundary_f1": Metric(
-        "agreement of consecutive events in where segments start, within 8 positions",
-        "sets", "share", None, "as boundary_shift", _boundaries("f1"), main=AMS,
-        notes=SEGMENT_NOTES, after="boundary_shift"),
     "quota_share": Metric(
         "share of the budget that segments get by their mass, as a minimum, by rounding",
         "sets", "share", None, "kvsim, of AMS", _quota_share, main="mass",
-        notes=frozenset(QUOTA_NOTES), after="boundary_f1"),
+        notes=frozenset(QUOTA_NOTES), after="boundary_shift"),
     "suffix_mass": Metric(
         "share of the mass, by which segments are cut, that lies on the window's own entries",
         "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"}),

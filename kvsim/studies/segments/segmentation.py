@@ -97,15 +97,14 @@ class Segmented:
 def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
     """Return a row for each event at which AMS cut a head's cache (see `segmented`).
 
-    event: its row; segments: how many; length: their mean length in entries; shift, f1: distance of
-    the boundaries from those of the event before, and how many of them it had (`boundary_shift`,
-    `boundary_f1`), null at the first event; credit: the sum of the credit that entries carry;
-    suffix: the share of the mass on the window's own rows.
+    event: its row; segments: how many; length: their mean length in entries; shift: distance of the
+    boundaries from those of the event before (`boundary_shift`), null at the first event; credit:
+    the sum of the credit that entries carry; suffix: the share of the mass on the window's rows.
     """
     head = record_head(record, head)
     events = segmented(record, layer, head)
     segments, suffix = ams_segments(record, layer), noted(record, layer, "suffix_mass")
-    if segments is None or suffix is None:
+    if segments is None or segments.shift is None or suffix is None:
         raise PolicyError(f"the record of {record.policy} notes no segments of layer {layer}")
     index = np.searchsorted(segments.rows, [x.row for x in events])
     return pl.DataFrame(
@@ -115,11 +114,10 @@ def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
             "length": segments.length[head, index],
             # nothing is before the first event
             "shift": np.append(np.nan, segments.shift[head])[index],
-            "f1": np.append(np.nan, segments.f1[head])[index],
             "credit": [float(x.credit.sum()) for x in events],
             "suffix": suffix.by_event[head, index],
         }
-    ).with_columns(pl.col("shift", "f1").fill_nan(None))
+    ).with_columns(pl.col("shift").fill_nan(None))
 
 
 def thinned(positions: Ints, total: int, most: int) -> Ints:

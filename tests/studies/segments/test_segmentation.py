@@ -155,7 +155,6 @@ def test_the_table_of_cuts_is_that_of_the_segments(head):
     suffix = [one.mass[one.pos > one.row - 8].sum() for one in events]
     np.testing.assert_allclose(table["suffix"], suffix)
     assert table["shift"][0] is None
-    assert table["f1"][0] is None
     for before, one, shift in zip(events, events[1:], table["shift"][1:], strict=False):
         gaps = np.abs(np.diff(one.moves(before))).ravel()
         assert shift == (pytest.approx(gaps.mean()) if len(gaps) else None)
