@@ -1,12 +1,10 @@
 """Training and measurement of the shipped models.
 
-Run from a checkout: ``python -m apps.tiny.train``, ``python -m apps.tiny.evaluate``,
-``python -m apps.tiny.distill``.
+Run from a checkout: ``python -m apps.tiny.train``, ``python -m apps.tiny.evaluate``.
 
     model       architecture and initial weights
     tokenizer   the tokenizer of the ledger language, as files
     curriculum  batches of samples for training
-    distill     the shipped model adapted to a cache that a policy compresses
     probes      models without a layer or a head; attention of each head
     results     measurements in a file
     card        generated sections of the model cards

@@ -179,15 +179,14 @@ def write(
     choice: Choice | None = None,
     prompts: Sequence[Sequence[int]] = (),
     completed: Callable[[int, Sequence[int]], bool] = lambda *_: False,
-    draw: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None,
 ) -> list[Written]:
     """Write the response of each sequence; those that have ended leave the batch.
 
     logits: of the first token of each [sequence, V]. limits: most tokens of each, above 0; the last
     token is not run. choice: of each token, by default the most likely one; prompts: all tokens
     before each response, for the choice. completed: whether the response of a sequence, by its
-    number, ends here. draw: returns the tokens of sequences, by their numbers. stop: as for
-    `kvsim.recorder.generation.generate`. CaptureError for logits that are not finite.
+    number, ends here. stop: as for `kvsim.recorder.generation.generate`. CaptureError for logits
+    that are not finite.
     """
     begun = zip(prompts, limits, strict=True) if choice else ()
     choose = [choice.begin(len(ids), count) for ids, count in begun if choice]
@@ -210,7 +209,7 @@ def write(
     with batch.running():
         while True:
             going: list[int] = []
-            tokens = (draw or drawn)(logits, writing)
+            tokens = drawn(logits, writing)
             for place, (number, token) in enumerate(zip(writing, tokens, strict=True)):
                 response = responses[number]
                 response.append(token)

@@ -1,4 +1,4 @@
-"""Training and distillation add sums in one order."""
+"""Training adds sums in one order."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from apps.tiny import distill, evaluate, train
+from apps.tiny import evaluate, train
 from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_mix
 from apps.tiny.model import SHAPES, build
 from kvsim.recorder.models import load_tokenizer
@@ -35,7 +35,7 @@ SMALL = train.Settings(
 )
 
 
-@pytest.mark.parametrize("program", [train, evaluate, distill])
+@pytest.mark.parametrize("program", [train, evaluate])
 def test_programs_run_from_a_checkout(program, capsys):
     """`python -m apps.tiny.NAME --help` says how the program is called."""
     with pytest.raises(SystemExit) as end:

@@ -1,8 +1,6 @@
 """Policies, scores and kept sets exchanged with other libraries.
 
-kvpress       policies of kvsim as presses, scores of presses as scorers of kvsim
-harness       a policy behind the model interface of lm-evaluation-harness
-masks         a Record as the attention mask of training under eviction
-distillation  the loss of that training, for the kept sets of the present weights
-rollouts      reinforcement learning under eviction: rollouts, and the objective
+kvpress  policies of kvsim as presses, scores of presses as scorers of kvsim
+harness  a policy behind the model interface of lm-evaluation-harness
+masks    a Record as the attention mask of training under eviction
 """

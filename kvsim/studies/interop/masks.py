@@ -163,52 +163,34 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def masking(model: PreTrainedModel, masks: Masks | Sequence[Masks]) -> Iterator[None]:
-    """Let each layer of a model of transformers attend by its masks, with gradients if enabled.
+def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
+    """Let each layer of a model of transformers attend by its mask, with gradients if enabled.
 
-    One forward without a cache, of the record's tokens; or of several sequences, padded at their
-    ends, with the masks of each. Layers that the masks do not have, and sliding windows, keep the
-    model's own. Raises CaptureError for a model that cannot be recorded, PolicyError for another
-    length or number of sequences, and for masks of layers that the model does not have or that
-    differ between sequences.
+    For one sequence in one forward without a cache. Layers that the masks do not have, and sliding
+    windows, keep the model's own. Raises CaptureError for a model that cannot be recorded,
+    PolicyError for other tokens than those of the masks, and for layers that the model lacks.
     """
     from kvsim.recorder import hooks, modules  # noqa: PLC0415  transformers
 
-    added = modules.kernel_name(model) == "eager"
-    batch = [masks] if isinstance(masks, Masks) else [*masks]
-    first, numbers = batch[0], {*modules.attention_modules(model)}
-    for each in batch:
-        missing = sorted({*each.layers} - numbers)
-        if missing or each.layers != first.layers:
-            raise PolicyError(
-                f"the masks of {each.labels.get('trace')} are of layers {list(each.layers)}, "
-                + (
-                    f"and {type(model).__name__} has no layer {missing[0]}; expected masks of a "
-                    "record of this model"
-                    if missing
-                    else f"others of {list(first.layers)}; expected the same layers in a batch"
-                )
-            )
-    n_pos = max(each.n_pos for each in batch)
-    index = {layer: at for at, layer in enumerate(first.layers)}
-    last_row = torch.stack(
-        [
-            torch.nn.functional.pad(each.last_row, (0, n_pos - each.n_pos), value=NEVER)
-            for each in batch
-        ]
-    ).to(model.device)  # of sequence, layer, head and position
+    added, trace = modules.kernel_name(model) == "eager", masks.labels.get("trace")
+    missing = sorted({*masks.layers} - {*modules.attention_modules(model)})
+    if missing:
+        raise PolicyError(
+            f"the masks of {trace} are of layers {list(masks.layers)}, and {type(model).__name__} "
+            f"has no layer {missing[0]}; expected masks of a record of this model"
+        )
+    last_row = dict(zip(masks.layers, masks.last_row.to(model.device), strict=True))
 
     def mask(layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
-        if layer not in index:
+        if layer not in last_row:
             return given
-        if query.shape[::2] != (len(batch), n_pos):
+        if query.shape[::2] != (1, masks.n_pos):
             raise PolicyError(
-                f"{len(query)} x {query.shape[2]} tokens run under masks of "
-                f"{len(batch)} x {n_pos}; expected the tokens of {first.labels.get('trace')}, all "
-                "in one forward without a cache"
+                f"{len(query)} x {query.shape[2]} tokens run under masks of 1 x {masks.n_pos}; "
+                f"expected the tokens of {trace}, all in one forward without a cache"
             )
-        visible = _visible(last_row[:, index[layer]])
-        visible = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
+        visible = _visible(last_row[layer])
+        visible = visible.repeat_interleave(query.shape[1] // len(visible), 0)[None]
         if given is not None:
             visible = visible & (given if given.dtype == torch.bool else given == 0)
         return hooks.kernel_mask(visible, query, added=added)

@@ -146,22 +146,6 @@ def test_masks_are_of_the_layers_of_the_model(trace, record):
         masking(model, replace(second, layers=(2,))).__enter__()
 
 
-def test_a_batch_has_the_masks_of_each_sequence(trace, record):
-    """Rows of each of two sequences see what those of the sequence alone see."""
-    other = kvsim.replay(trace, "tova", BUDGET, interval=INTERVAL)
-    masks = [Masks.of(record), Masks.of(other)]
-    with torch.no_grad():
-        with masking(small(), masks):
-            together = small()(trace.tokens.expand(2, -1)).logits
-        for logits, each in zip(together, masks, strict=True):
-            with masking(small(), each):
-                alone = small()(trace.tokens[None]).logits[0]
-            torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
-    assert float((together[0] - together[1]).abs().max()) > 1e-3
-    with masking(small(), masks[0]), pytest.raises(PolicyError, match="2 x 90 tokens run"):
-        small()(trace.tokens.expand(2, -1))
-
-
 def test_the_lag_of_the_release(record):
     """Sets stored before each event show what it evicts up to the next one."""
     lagging = Masks.of(record, ["lag"])
