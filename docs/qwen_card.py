@@ -84,7 +84,7 @@ def _plain(text: str) -> str:
 
 def reasoning(task: str, n: int) -> Iterator[dict[str, Any]]:
     """Yield `n` prompts of a task of reasoning-gym."""
-    from reasoning_gym import create_dataset  # noqa: PLC0415  the extra `tasks`
+    from reasoning_gym import create_dataset  # noqa: PLC0415  installed by hand
 
     data = create_dataset(task, seed=SEED, size=n)
     for index in range(n):
@@ -99,7 +99,7 @@ def reasoning(task: str, n: int) -> Iterator[dict[str, Any]]:
 
 def sheets(n: int) -> Iterator[dict[str, Any]]:
     """Yield `n` prompts of three questions each, of different tasks; right are all answers."""
-    from reasoning_gym import create_dataset  # noqa: PLC0415  the extra `tasks`
+    from reasoning_gym import create_dataset  # noqa: PLC0415  installed by hand
 
     data = [create_dataset(task, seed=SEED + 1, size=ON_A_SHEET * n) for task in QUESTIONS]
     for index in range(n):

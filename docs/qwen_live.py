@@ -9,7 +9,7 @@
 `run` writes greedy answers with the full cache, then under each policy and budget to the prompts
 that the full cache answers, and appends a line of JSON for each: it may be stopped and run again.
 `score` adds what is right to docs/qwen-live.jsonl, `write` makes the table of docs/qwen.md of it.
-`prepare` and `score` need reasoning-gym (the extra `tasks`), `run` does not.
+`prepare` and `score` need reasoning-gym 0.1.25, `run` does not.
 """
 
 from __future__ import annotations

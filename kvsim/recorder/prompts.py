@@ -65,7 +65,7 @@ class Prompt:
         content: text, chat messages or token ids.
         answer: the expected answer, several, or None.
         scorer: what decides whether a response is right: one of `kvsim.text.answers.SCORERS`, or
-            such as ``gym:chain_sum``, a task of reasoning-gym; None for responses that have the
+            ``KIND:NAME`` of a package's language; None for responses that have the
             answer in them. metadata: what it knows of the question beside the answer, as JSON.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).

@@ -19,7 +19,6 @@ from kvsim.cli.shared import OptionError, Overwrite, path_option, several
 from kvsim.errors import suggest
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
-from kvsim.studies.language.gym import PREFIX, draw
 from kvsim.studies.language.tasks import TASKS, TOKENS
 from kvsim.text.ruler import RULER
 from kvsim.text.tasks import DEPTHLESS
@@ -69,8 +68,7 @@ def prompts(
         several(
             "NAME[,...]",
             f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
-            f"text: {', '.join(TEXT_TASKS)}; RULER's: {', '.join(_RULER)}. Reasoning: "
-            "gym:NAME, a task of reasoning-gym (extra tasks), such as gym:chain_sum.",
+            f"text: {', '.join(TEXT_TASKS)}; RULER's: {', '.join(_RULER)}.",
         ),
     ] = None,
     level: Annotated[
@@ -78,8 +76,7 @@ def prompts(
         several(
             f"1..{len(TOKENS)}[,...]",
             "The length of page and response, and the distance of lookups, from about "
-            f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, the sizes below. Of gym:NAME "
-            "the step of the library's curriculum, from 1; without it, the library's defaults.",
+            f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, the sizes below.",
         ),
     ] = None,
     domain: Annotated[
@@ -121,34 +118,29 @@ def prompts(
     Prints a JSON object per line, in the format of `kvsim capture --prompts`. Several tasks,
     levels, domains, lengths or depths alternate in all combinations. For the shipped models a level
     sets all sizes; without a level, sizes have defaults of about 500 tokens. For other models the
-    text is Python's documentation; docs/smollm2.md says which tasks SmolLM2 solves. Tasks gym:NAME
-    are chats that ask for steps and for the answer in <answer> tags.
+    text is Python's documentation; docs/smollm2.md says which tasks SmolLM2 solves.
     """
     if out is not None:
         check_output(out, overwrite=overwrite)
     elif overwrite:
         raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
     sizes = dict(vars(page))
-    shipped, gym = model in MODELS, any(name.startswith(PREFIX) for name in task or ())
+    shipped = model in MODELS
     of_text = {"length": length, "depth": depth, "context": context or None}
     of_pages = {"domain": domain, **sizes}
-    unread = of_text | of_pages if gym else of_text if shipped else {"level": level, **of_pages}
+    unread = of_text if shipped else {"level": level, **of_pages}
     given = [name for name, value in unread.items() if value is not None]
     if given:
         kind = (
             "tiny and tiny-deep" if given[0] not in of_text else "models for real text, as smollm2"
         )
-        other = f"--task is {','.join(task or ())}" if gym else f"--model is {model}"
-        raise OptionError(f"--{given[0]} is an option of {kind}, but {other}; leave it out")
+        raise OptionError(
+            f"--{given[0]} is an option of {kind}, but --model is {model}; leave it out"
+        )
     rows, lengths = [], []
-    expected = "whole numbers" if gym else f"numbers from 1 to {len(TOKENS)}"
-    levels = None if level is None else _numbers("level", level, int, expected)
-    if gym:
-        for i, row in enumerate(_of_library(model, n, seed, task or [], levels or [None])):
-            name = _name((row["task"].replace(":", "-"), row.get("level")), seed, i)
-            rows.append({"id": name, **row})
-            lengths.append(row["tokens"])
-    elif shipped:
+    if shipped:
+        expected = f"numbers from 1 to {len(TOKENS)}"
+        levels = None if level is None else _numbers("level", level, int, expected)
         for i, sample in enumerate(_samples(n, seed, task, levels, domain, sizes)):
             parts = (sample.task, sample.level, sample.domain)
             rows.append(sample.row(_name(parts, seed, i)))
@@ -170,31 +162,6 @@ def prompts(
     low, high = min(lengths), max(lengths)
     tokens = plural(high, "token") if low == high else f"{low} to {high} tokens"
     typer.echo(f"{out}: {plural(n, 'prompt')}, {what}{tokens}")
-
-
-def _of_library(
-    model: str, n: int, seed: int, tasks: Sequence[str], levels: Sequence[int | None]
-) -> list[dict[str, Any]]:
-    """Draw questions of reasoning-gym, with their tokens as chats of the model."""
-    if model in MODELS:
-        raise OptionError(
-            f"--task is {tasks[0]}, but --model is {model}, which knows its own language alone; "
-            "give a model for real text, such as smollm2"
-        )
-    for task in tasks:
-        if not task.startswith(PREFIX):
-            raise OptionError(f"--task has {task} and {PREFIX}NAME; write two files, one for each")
-    turns = _turns(tasks, levels)
-    drawn = {turn: draw(seed, *turn) for turn in turns}
-    rows = [next(drawn[turns[i % len(turns)]]) for i in range(n)]
-
-    from kvsim.cli.show import echo_error
-    from kvsim.recorder.models import load_tokenizer
-    from kvsim.recorder.prompts import token_count
-
-    tokenizer = load_tokenizer(model, note=echo_error)
-    _note_turns(n, {"tasks": tasks, "levels": levels})
-    return [{**row, "tokens": token_count(row["messages"], tokenizer)} for row in rows]
 
 
 def _on_text(
