@@ -24,7 +24,7 @@ from kvsim.policies import CATALOGUE
 from kvsim.testing import loops, strategies
 from kvsim.testing.loops import rows as loops_rows
 from kvsim.testing.strategies import Case
-from reference import NEVER, Scored
+from reference import NEVER
 from reference import metrics as loop_metrics
 from reference.strategies import Setup, examples, naive, seeded, setups
 from traces import changed
@@ -83,6 +83,8 @@ CROSSES = (
 )
 #: Scores that never tie exactly: positions, draws, and sums of many different numbers.
 NEVER_TIED = ("random", "streaming_llm", "streaming_llm@original", "h2o", "h2o@kvpress")
+#: Presets with rules of their own, which need more cases than others.
+RULED = ("lacache@release", "paged@release")
 #: What both the reference and the engine replay.
 NAMES = tuple(
     name for name in (*reference.NAMES, *AROUND, *CROSSES) if CATALOGUED.issuperset(name.split("+"))
@@ -124,17 +126,9 @@ def disagreement(
     return f"naive {outcome.evicted_at.tolist()}, engine {record.evicted_at.tolist()}"
 
 
-@pytest.mark.parametrize("part", ["some", pytest.param("most", marks=pytest.mark.deep)])
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_in_float64_equals_the_naive_replay(name, part):
-    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict."""
+def cases_of(name: str, part: str, least: int) -> Counter[str]:
+    """Count what generated cases have on which the engine evicts what naive loops evict."""
     seen: Counter[str] = Counter()
-    preset = name in CROSSES or ("@" in name and name not in SIMPLE)  # the rule of its policy
-    often = (*SIMPLE, *AROUND, "paged+snapkv")  # which seldom acts three times
-    least = 60 if name in often else 30 if preset else 40
-    if name in ("lacache@release", "paged@release"):
-        least = 200  # rules of their own
-    least = least // 3 if part == "some" else least - least // 3
     # the buffers of kvpress need intervals of some length
     longest = 26 if name in SIMPLE or name == "expected_attention@kvpress" else 18
     # Hypothesis draws variants of what it drew: each group, and heads that can be ragged, apart
@@ -152,7 +146,6 @@ def test_replay_in_float64_equals_the_naive_replay(name, part):
         assume(rows or name == "full")
         assert disagreement(case, setup, outcome) is None
         seen["cases"] += 1
-        seen[f"group {case.shape[2]}"] += 1
         seen["chained"] += len(rows) >= 3
         seen["tied"] += any(cut.margin == 0 for cut in outcome.cuts)
         at = max(rows, default=0)
@@ -164,13 +157,26 @@ def test_replay_in_float64_equals_the_naive_replay(name, part):
     for kind in kinds:
         number = settings(QUIET, max_examples=examples(-(-least // len(kinds))))
         seeded(f"{name} {kind} {part}", number(given(st.data(), st.just(kind))(check)))()
-    wanted = {"cases": least}
-    if part == "most" and name != "full":
-        wanted |= {"chained": least // 20, "edge": 1}
-        wanted |= {"tied": 1} if name in SIMPLE and name not in NEVER_TIED else {}
-        wanted |= {"ragged": 1} if name in AROUND[:2] else {}
-    if name in SIMPLE[1:]:
-        wanted |= {f"group {group}": 1 for group in strategies.GROUPS}
+    assert seen["cases"] >= least
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in CROSSES])
+def test_replay_in_float64_equals_the_naive_replay(name):
+    """In generated cases that evict the engine evicts what naive loops evict."""
+    cases_of(name, "some", 30 if name in RULED else 12)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_more_replays_equal_the_naive_replay(name):
+    """Crosses too; several events, ties, small budgets and ragged heads are among the cases."""
+    preset = name in CROSSES or ("@" in name and name not in SIMPLE)  # the rule of its policy
+    least = 150 if name in RULED else 30 if preset else 45
+    seen = cases_of(name, "most", least)
+    wanted = {} if name == "full" else {"chained": least // 20, "edge": 1}
+    wanted |= {"tied": 1} if name in SIMPLE[1:] and name not in NEVER_TIED else {}
+    wanted |= {"ragged": 1} if name in AROUND[:2] else {}
     assert all(seen[what] >= count for what, count in wanted.items()), (wanted, seen)
 
 
@@ -191,8 +197,8 @@ def test_replay_of_narrow_floats_equals_the_naive_replay(name):
     seeded(name, check)()
 
 
-@pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova", "raas"])
-@settings(QUIET, max_examples=examples(40))
+@pytest.mark.parametrize("name", ["streaming_llm", "h2o", "raas"])
+@settings(QUIET, max_examples=examples(15))
 @given(data=st.data())
 def test_small_blocks_of_rows_change_nothing(name, data):
     """Rows in blocks of three, attention received in blocks of one row: still the naive replay."""
@@ -208,10 +214,8 @@ def test_small_blocks_of_rows_change_nothing(name, data):
 @pytest.mark.parametrize(
     ("name", "params", "interval"),
     [
-        ("h2o", {}, None),
         ("h2o", {"recent": 10}, 33),
         ("tova", {}, None),
-        ("snapkv@kvpress", {}, 20),
         ("snapkv@original", {}, 150),
     ],
 )
@@ -239,8 +243,6 @@ def test_replay_of_a_longer_trace_equals_the_naive_replay(name, params, interval
         ("dropkv", {"window": 3, "pool_kernel": 1}),
         ("oracle", {}),
         ("ams", {"window": 3, "sink": 1, "recent": 2, "min_segment": 2, "max_segment": 6}),
-        ("adakv+snapkv", {"window": 3}),
-        ("criticalkv+snapkv", {"window": 3}),
     ],
 )
 def test_replay_under_a_softcap_equals_the_naive_replay(name, params, monkeypatch):
@@ -289,7 +291,7 @@ def test_lacache_puts_in_order_what_compaction_drops():
 
 
 @pytest.mark.parametrize("offset", ["ladder", "modulo"])
-@pytest.mark.parametrize(("span", "overlap"), [(None, 0), (2, 0), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("span", "overlap"), [(None, 0), (3, 1)])
 def test_lacache_compacts_a_long_prompt_once(span, overlap, offset):
     """Passes over a prompt of many budgets are one of larger chunks, whose rest leaves later."""
     case = strategies.make_case("normal", layers=8, n=130, prompt_len=100, dim=2)
@@ -313,11 +315,6 @@ def test_reference_random_is_splitmix64():
     assert 0 <= min(scores) < 0.01
     assert 0.99 < max(scores) < 1
     assert abs(np.mean(scores) - 0.5) < 0.02
-
-
-def scores(scored: Scored) -> list[float]:
-    """The scores of the first head, in order of position."""
-    return list(scored.values[0].values())
 
 
 @st.composite
@@ -354,22 +351,12 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         assert (apart <= (1 + expected.distance) * min(tolerance, 2e-5))[known].all()
 
 
-@settings(QUIET, max_examples=examples(60))
-@given(measured())
+@settings(QUIET, max_examples=examples(30))
+@given(measured(dtypes=(np.float64, np.float32)))
 def test_output_error_equals_the_naive_one(drawn):
     """Rows of small traces, whose events are close together."""
     case, _, record = drawn
     check_outputs(case, record)
-
-
-@settings(QUIET, max_examples=examples(40))
-@given(measured(dtypes=(np.float64, np.float32), min_n=24), st.integers(1, 5))
-def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
-    """Rows in blocks of a few, so that the path without a mask and the merge are taken."""
-    case, _, record = drawn
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_output, "ROWS", rows)
-        check_outputs(case, record)
 
 
 @settings(QUIET, max_examples=examples(40))
@@ -398,7 +385,7 @@ def test_output_error_of_a_longer_trace_equals_the_naive_one():
         check_outputs(case, replay(case, Setup(name, params, 24, interval, None)))
 
 
-@settings(QUIET, max_examples=examples(80))
+@settings(QUIET, max_examples=examples(30))
 @given(
     measured(names=SIMPLE[1:], min_n=20),
     st.sampled_from((2, 3, 5, 8)),
@@ -429,7 +416,7 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
                 np.testing.assert_equal(found.cumulative[head, j], expected.cumulative)
 
 
-@settings(QUIET, max_examples=examples(100))
+@settings(QUIET, max_examples=examples(40))
 @given(measured(names=SIMPLE[1:], min_n=12))
 def test_retained_iou_equals_the_naive_one(drawn):
     """IoU, survival and the random null between consecutive events."""
@@ -446,7 +433,7 @@ def test_retained_iou_equals_the_naive_one(drawn):
                 assert found.chance[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
 
 
-@settings(QUIET, max_examples=examples(60))
+@settings(QUIET, max_examples=examples(30))
 @given(
     strategies.cases(kinds=("normal", "sharp", "sink", "half"), min_n=12),
     st.integers(1, 8),

@@ -1,6 +1,5 @@
 """ASL and its relatives against a naive float64 propagation that shares no code with them."""
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +23,6 @@ CROSSES = (
     "fastkv+tova",
     "fastkv+ams+tova",
 )
-
-
-#: Cases of a policy that the engine must agree on, where they are not the usual number.
-CASES = {"asl": 80, "pyramidinfer": 50}
-USUAL = 40
 
 
 def make_case(
@@ -148,12 +142,6 @@ def replay(case: Case, setup: Setup) -> kvsim.Record:
     )
 
 
-@functools.cache
-def drawn_record(name: str, seed: int) -> kvsim.Record:
-    """The engine's, of the case and the setup from a seed."""
-    return replay(*draw(name, seed))
-
-
 def disagreement(
     outcome: reference.Outcome,
     record: kvsim.Record,
@@ -184,27 +172,38 @@ def disagreement(
     return None
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CROSSES])
-def test_replay_equals_the_naive_replay(name):
-    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case."""
+def agreeing(name: str, seeds: range) -> tuple[Counter[str], Counter[int | None]]:
+    """Count what cases have, all of which agree, and the layers that they select."""
     seen: Counter[str] = Counter()
     selected: Counter[int | None] = Counter()
-    for seed in range(CASES.get(name, USUAL)):
+    for seed in seeds:
         case, setup = draw(name, seed)
         outcome = naive(case, setup)
-        assert disagreement(outcome, drawn_record(name, seed)) is None, (seed, case, setup)
+        assert disagreement(outcome, replay(case, setup)) is None, (seed, case, setup)
         found, n = outcome.selection, case.prompt_len
-        sure = all(doubt.margin > 1e-9 or doubt.margin == 0 for doubt in found.doubts)
-        seen["cases"] += 1
-        seen["sure"] += sure
+        seen["sure"] += all(doubt.margin > 1e-9 or doubt.margin == 0 for doubt in found.doubts)
         seen["dropped"] += bool(found.dropped)
-        seen["through"] += min(found.counts) == n
         seen["short"] += setup.budget >= n
         late = (outcome.evicted_at >= n) & (outcome.evicted_at != NEVER)
         seen["late"] += bool(late[list(found.counts).index(min(found.counts)) :].any())
         if setup.budget < n:
             selected[found.selected] += 1
-    assert seen["sure"] >= 0.95 * seen["cases"], seen
+    return seen, selected
+
+
+@pytest.mark.parametrize("name", [*NAMES, "asl+adakv+snapkv"])
+def test_replay_equals_the_naive_replay(name):
+    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case."""
+    seen, _ = agreeing(name, range(16))
+    assert seen["sure"] >= 14, seen
+    assert seen["dropped"] >= 6, seen
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", [*NAMES, *CROSSES])
+def test_more_replays_equal_the_naive_replay(name):
+    """Short prompts, late events and all selected layers are among them."""
+    seen, selected = agreeing(name, range(80 if name == "asl" else 50))
     assert seen["dropped"] >= 20, seen
     if name != "pyramidinfer":
         assert seen["short"], seen
@@ -230,7 +229,7 @@ def test_replay_equals_the_naive_replay(name):
 )
 def test_any_policy_works_on_the_rows_that_a_layer_has(name, params):
     """Positions, windows, sinks and lags count these rows; RoPE turns them from where they were."""
-    for seed in range(8):
+    for seed in range(4):
         case, setup = draw(f"{name.partition('+')[0]}+tova", seed)
         budget = max(setup.budget, 16)
         setup = replace(setup, policy=name, params={**setup.params, **params}, budget=budget)
@@ -238,7 +237,7 @@ def test_any_policy_works_on_the_rows_that_a_layer_has(name, params):
         assert found is None, (seed, case, setup)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 5, 6, 24, 28, 31, 32, 36])
+@pytest.mark.parametrize("layers", [1, 3, 28, 31, 32])
 @pytest.mark.parametrize("name", ["fastkv", "gemfilter", "asl"])
 def test_layers_that_nobody_gave(name, layers):
     """The layer of a model of this depth, or the first that is tested, is the reference's."""

@@ -33,7 +33,7 @@ from reference.strategies import examples, naive, seeded, setups
 from traces import changed
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-EVICTIONS = ("full", "snapkv", "tova", "h2o", "gkv", "streaming_llm", "adakv+snapkv")
+EVICTIONS = ("snapkv", "tova", "gkv", "streaming_llm", "adakv+snapkv")
 
 
 def _kivi(bits):
@@ -176,9 +176,9 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_storing_equals_the_naive_one(name):
-    """In 80 generated cases of any evictions, of the prompt's compression before or after it."""
+    """In generated cases of any evictions, of the prompt's compression before or after it."""
     seen: Counter[str] = Counter()
-    count = 200 if name in ("think", *MERGERS) else 80
+    count = 60 if name in ("think", *MERGERS) else 25
     # the Hadamard matrix takes numbers of a grid to the middle between two levels
     kinds = {"kinds": ("normal", "sharp", "sink", "zero_keys")} if name == "turboquant" else {}
 
@@ -205,15 +205,18 @@ def test_storing_equals_the_naive_one(name):
 
     seeded(name, check)()
     assert seen["cases"] >= count
-    assert seen["rounded"] >= 24, seen
+    assert seen["rounded"] >= 8, seen
     assert seen["ragged"] >= 1, seen
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize(
+    "eviction",
+    ["full", "h2o", *(pytest.param(name, marks=pytest.mark.deep) for name in EVICTIONS)],
+)
 def test_evictions_decide_on_what_is_stored(eviction):
     """Behind every kind of eviction, later scores see rounded keys, of rows as they attended."""
 
-    @settings(QUIET, max_examples=examples(60))
+    @settings(QUIET, max_examples=examples(40))
     @given(st.data())
     def check(data):
         sizes = {"min_n": 10, "max_n": 20, "max_heads": 2, "groups": (1, 2)}
