@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.storing import Clock, Codec
-from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
 
 #: Cosines that differ by less are equal: the first entry is the nearest.
@@ -65,22 +64,6 @@ class Merger(Codec):
     def bits(self, dim: int) -> tuple[float, float]:
         """16 bits for each number: an entry stays an entry."""
         return 16.0 * dim, 16.0 * dim
-
-    def check_policy(self, policy: Any) -> None:
-        """Raise PolicyError for a policy (`kvsim.core.policy`) with parts that no merger fits."""
-        reasons = {
-            "rows of the prompt are dropped, which leave nothing to merge": policy.propagation,
-            "a reader chooses by keys as recorded, and merging changes them": policy.reader,
-            "it is a bound for entries as recorded, and merging changes them": (
-                policy.scorer.clairvoyant
-            ),
-        }
-        reason = next((text for text, applies in reasons.items() if applies), None)
-        if reason is not None:
-            raise PolicyError(
-                f"{policy.name}: {reason}; expected an eviction alone before the merger, such as "
-                "snapkv+lookm"
-            )
 
     def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the entries that leave merge, bool [H, e], and the threshold [H] from now on.

@@ -190,8 +190,6 @@ class Scorer(Piece, ABC):
     columns: ClassVar[Mapping[str, float]] = {}
     #: scores by the last row and columns alone: in blocks of rows, evicted entries remain as holes
     per_row: ClassVar[bool] = False
-    #: reads values as such, which latents are before their projection to heads
-    reads_values: ClassVar[bool] = False
     #: copies of the keys that a score makes; 0 of attention alone, without keys and values
     copies: ClassVar[int] = 4
 
@@ -278,7 +276,6 @@ class Wrapper(Scorer):
     needs: ClassVar[Any] = property(attrgetter("scorer.needs"))
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
-    reads_values: ClassVar[Any] = property(attrgetter("scorer.reads_values"))
     copies: ClassVar[Any] = property(attrgetter("scorer.copies"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))

@@ -102,47 +102,35 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_fields(self, self.name)
-        both = set(self.scorer.columns) & set(self.allocator.columns)
-        if both:
-            raise PolicyError(
-                f"{self.name}: scorer and allocator both carry a column {min(both)!r} with each "
-                "entry; expected different names"
-            )
-        if self.propagation is not None and self.protect != Protection():
-            raise PolicyError(
-                f"{self.name}: entries are to be protected (sink, recent, prompt), and it drops "
-                "rows of the prompt without regard to that; expected no further protection"
-            )
-        if self.propagation is not None and self.across_layers:
-            shared = "budget" if self.layer_budgets.across_layers else "ranking"
-            raise PolicyError(
-                f"{self.name}: its layers share one {shared}, and its propagation leaves fewer "
-                f"rows to deeper layers; expected a policy with a {shared} for each layer, such as "
-                "snapkv"
-            )
-        if self.propagation is not None and "probe_q" in self.scorer.needs:
-            raise PolicyError(
-                f"{self.name}: scores by rows that repeat the whole context, and its propagation "
-                "drops some rows of it; expected a policy that drops no rows, or another scorer"
-            )
-        fixed = {
-            "rows that it propagates": self.propagation,
-            "entries that a row reads": self.reader,
-            "lengths that are scaled to it (--fit)": self.scaled,
+        drops, merges = self.propagation is not None, isinstance(self.codec, Merger)
+        accesses = self.reader is not None or self.codec is not None
+        shared = set(self.scorer.columns) & set(self.allocator.columns)
+        conflicts = {
+            f"scorer and allocator both carry a column {''.join([*shared][:1])!r}": shared,
+            "it drops rows of the prompt, and entries are to be protected (sink, recent, prompt)": (
+                drops and self.protect != Protection()
+            ),
+            "it drops rows of the prompt, and its layers share one budget or ranking": (
+                drops and self.across_layers
+            ),
+            "it drops rows of the prompt, and its scores are of rows that repeat all of it": (
+                drops and "probe_q" in self.scorer.needs
+            ),
+            "its propagation, reader or scaled lengths have no rule for a budget that grows": (
+                self.so_far is not None and (drops or self.reader is not None or self.scaled)
+            ),
+            "a reader, codec or merger needs keys at their positions, one set for each KV head": (
+                accesses and (self.positions == "slot" or self.per_query_head)
+            ),
+            "a merger changes keys, which a propagation, a reader or a bound needs as recorded": (
+                merges and (drops or self.reader is not None or self.scorer.clairvoyant)
+            ),
         }
-        if self.so_far is not None and any(fixed.values()):
-            of = next(name for name, piece in fixed.items() if piece)
-            raise PolicyError(
-                f"{self.name}: has no rule for a budget that grows, from which it takes the number "
-                f"of {of}; expected a budget in entries, bytes or a share such as 25%"
-            )
-        if (self.reader or self.codec) and (self.positions == "slot" or self.per_query_head):
-            raise PolicyError(
-                f"{self.name}: a reader, codec or merger goes with keys at their own positions, "
-                "one set for each KV head; expected no policy with positions=slot or per_query_head"
-            )
-        if isinstance(self.codec, Merger):
-            self.codec.check_policy(self)
+        for conflict, applies in conflicts.items():
+            if applies:
+                raise PolicyError(
+                    f"{self.name}: {conflict}; expected one of the two without the other"
+                )
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]

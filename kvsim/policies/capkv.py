@@ -20,7 +20,7 @@ and no rotation of mu. At events in decoding, mu comes from the last 256 rows, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
@@ -37,8 +37,6 @@ _LEAST = 1e-6
 @dataclass(frozen=True)
 class CapKV(Scorer):
     """Leverage of the values, weighted by the cosine of their keys with the mean query."""
-
-    reads_values: ClassVar[bool] = True
 
     tau: Annotated[float, AtLeast(0), Finite()] = 5.0
     n_future: Annotated[int, AtLeast(1)] = 512

@@ -49,7 +49,6 @@ KERNEL = 3
 class Compactor(Scorer):
     """Leverage of keys and attention within chunks, scored once for each entry."""
 
-    reads_values: ClassVar[bool] = True
     signed = True
 
     chunk: Annotated[int, AtLeast(1)] = 256

@@ -19,7 +19,7 @@ default, is left out. Segments consist of the entries left, in the order of thei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
@@ -31,8 +31,6 @@ from kvsim.policies.chunkkv import sums
 @dataclass(frozen=True)
 class CurDKV(Scorer):
     """Squared norms of key and value, each relative to those of the segment."""
-
-    reads_values: ClassVar[bool] = True
 
     sink: Annotated[int, AtLeast(0)] = 4
     segment: Annotated[int, AtLeast(1)] | None = 16

@@ -26,7 +26,7 @@ uses the same score in decoding, over the entries that are left.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
@@ -39,7 +39,6 @@ from kvsim.policies.window import Windowed, before_window, smooth
 class DropKV(Windowed):
     """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
 
-    reads_values: ClassVar[bool] = True
     copies = Scorer.copies + 1
 
     window: Annotated[int, AtLeast(1)] = 8

@@ -36,7 +36,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
@@ -52,8 +52,6 @@ from kvsim.errors import PolicyError
 @dataclass(frozen=True)
 class ExpectedAttention(Scorer):
     """Expected attention of the next `n_future` queries, times the size of the value."""
-
-    reads_values: ClassVar[bool] = True
 
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4

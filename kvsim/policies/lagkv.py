@@ -17,7 +17,7 @@ in a partition, the later position ranks higher. While a head holds fewer than s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
@@ -31,8 +31,6 @@ class LagKV(Scorer):
 
     cross_scoring: keep the softmax scores instead of ranks, so that partitions compete.
     """
-
-    reads_values: ClassVar[bool] = True
 
     sink: Annotated[int, AtLeast(0)] = 4
     lag: Annotated[int, AtLeast(1)] = 128

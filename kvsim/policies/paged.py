@@ -52,8 +52,6 @@ _LEAST_NORM = 1e-6
 class NormRatio(Scorer):
     """The norm of a value relative to that of its key."""
 
-    reads_values: ClassVar[bool] = True
-
     def score(self, view: View) -> Tensor:
         """s_j = ||v_j|| / ||k_j||; [L, H, n]."""
         key, value = (torch.linalg.vector_norm(x, dim=-1) for x in (view.keys, view.values))

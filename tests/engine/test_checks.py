@@ -47,38 +47,3 @@ def test_a_reader_that_reads_everything_is_remarked(reader, params, eviction, bu
             read, there.repeat_interleave(len(read) // len(there), 0)
         )
     assert ("every row reads all that is held" in record.remark) == whole
-
-
-@pytest.mark.parametrize("merger", ["lookm", "d2o"])
-def test_a_merger_without_an_eviction_is_remarked(merger):
-    """The full cache loses nothing, so nothing merges; behind an eviction entries do."""
-    idle, merging = (
-        kvsim.replay(TRACE, f"{before}+{merger}", 6, interval=4, prefill=True)
-        for before in ("full", "knorm")
-    )
-
-    says = f"full+{merger}: no entry leaves, so that nothing merges; expected an eviction before"
-    assert idle.remark.startswith(says)
-    assert "merges" not in merging.remark
-
-
-@pytest.mark.parametrize(("name", "params"), [("cake", {"window": 4}), ("snapkv", {"window": 4})])
-def test_a_budget_of_what_is_protected_is_remarked(name, params):
-    """Scores then play no part, and the most recent entries stay."""
-    policy = kvsim.policy(name, **params)
-    record, more = (kvsim.replay(TRACE, policy, b, interval=4, prefill=True) for b in (4, 5))
-
-    says = "the budget holds only what is protected (4 tokens), so that nothing is selected"
-    assert says in record.remark
-    assert says not in more.remark
-    last = record.events[-1]
-    assert record.retained(last)[..., last - 3 : last + 1].all()
-    assert (record.retained(last).sum(-1) == 4).all()
-
-
-def test_a_set_for_each_query_head_is_remarked():
-    """It holds as many times the bytes as a group has query heads."""
-    record = kvsim.replay(TRACE, kvsim.policy("snapkv@original", window=4), 9)
-
-    assert "keeps a set for each query head, which holds 2 times the bytes" in record.remark
-    assert "query head" not in kvsim.replay(TRACE, kvsim.policy("snapkv", window=4), 9).remark

@@ -99,7 +99,6 @@ def test_a_codec_rounds_for_the_rows_of_later_chunks():
     record = kvsim.replay(TRACE, "int4", 20, prefill_chunk=15)
     errors = kvsim.analysis.output.error.output_error(TRACE, [record])[0].error
 
-    assert "rows behind the first chunk of 15 rows see rounded entries" in record.remark
     assert not errors[..., :15].any()
     assert (errors[..., 16:].mean(-1) > 0.01).all()
 
@@ -111,7 +110,7 @@ def test_a_codec_rounds_for_the_rows_of_later_chunks():
 def test_policies_without_a_rule_are_refused_in_one_line(name, params):
     """Unless there is one chunk, where it is the same as ever."""
     policy = kvsim.policy(name, **params)
-    with pytest.raises(PolicyError, match="no rule for chunks of 15 rows of it; expected"):
+    with pytest.raises(PolicyError, match="no rule for a prompt in chunks of 15 rows"):
         kvsim.replay(TRACE, policy, 20, prefill_chunk=15)
     records = [kvsim.replay(TRACE, policy, 20, prefill_chunk=x) for x in (None, 50)]
     assert np.array_equal(*(record.evicted_at for record in records))
@@ -122,17 +121,6 @@ def test_a_chunk_that_is_no_number_of_rows_is_refused(chunk):
     """In one line that says what was expected."""
     with pytest.raises(KvsimError, match=r"prefill_chunk is .*; expected"):
         kvsim.replay(TRACE, SNAPKV, 20, prefill_chunk=chunk)
-
-
-def test_remarks():
-    """They say how many events chunks add, or why they have no effect."""
-    several = kvsim.replay(TRACE, SNAPKV, 20, prefill_chunk=15).remark
-    alone = kvsim.replay(TRACE, SNAPKV, 20, prefill_chunk=60).remark
-    never = kvsim.replay(TRACE, "knorm", 20, interval=9, prefill=False, prefill_chunk=15).remark
-
-    assert "chunks of 15 rows add 3 events within the prompt" in several
-    assert "a chunk of 60 rows holds the prompt, so that it has no effect" in alone
-    assert "no event ends the prefill in its schedule, also not of a chunk" in never
 
 
 def test_kept_sets_are_open_loop_once_a_later_chunk_decides():

@@ -89,22 +89,10 @@ def test_policies_that_drop_rows_are_refused(name):
     params = {"window": 4} if name in ("asl", "asl_2pass", "fastkv") else {}
     policy = kvsim.policy(name, **params, **({"layer": 1} if name == "gemfilter" else {}))
 
-    with pytest.raises(PolicyError, match="has no rule for a context before its question"):
+    with pytest.raises(PolicyError, match="no rule for a context before its question"):
         kvsim.replay(trace(), policy, 20, compress="context")
     same = [kvsim.replay(trace(50), policy, 20, compress=x).evicted_at for x in ("prompt", "both")]
     assert np.array_equal(*same)
-
-
-def test_remarks():
-    """What was compressed is said, and that a schedule without the event compresses nothing."""
-    said = kvsim.replay(trace(), kvsim.policy("snapkv", window=4), 20, compress="context").remark
-    assert "the context is compressed before its question of 10 tokens" in said
-    never = kvsim.replay(
-        trace(), kvsim.policy("knorm"), 20, interval=10, prefill=False, compress="context"
-    )
-    assert "no event ends the prefill in its schedule" in never.remark
-    one = kvsim.replay(trace(), "knorm", 20, compress="questions").remark
-    assert f"{trace().name}: it has one turn, so that no event" in one  # one line for all traces
 
 
 def test_lengths_of_a_reader_that_do_not_fit_are_remarked_on():

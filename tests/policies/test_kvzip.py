@@ -66,7 +66,7 @@ def test_what_stands_around_it_decides_how_many_stay():
     names = {"kvzip": "Pooled", "adakv+kvzip": "AdaKV", "union+kvzip": "Uniform"}
     for name, allocator in names.items():
         assert type(kvsim.policy(name).allocator).__name__ == allocator
-    with pytest.raises(PolicyError, match="share one ranking"):
+    with pytest.raises(PolicyError, match="drops rows of the prompt"):
         kvsim.policy("fastkv+kvzip")
 
 

@@ -62,7 +62,7 @@ def test_one_set_needs_heads_that_hold_the_same():
 
     with pytest.raises(PolicyError, match="union: heads hold different entries before the event"):
         kvsim.replay(trace, kvsim.policy("criticalkv+union+knorm"), 12, interval=8)
-    with pytest.raises(PolicyError, match="its layers share one ranking"):
+    with pytest.raises(PolicyError, match="drops rows of the prompt"):
         kvsim.policy("asl+union+snapkv", across="layers")
 
 

@@ -217,7 +217,7 @@ def test_a_model_whose_keys_do_not_follow_from_latents_is_refused():
 
 def test_codecs_are_refused():
     """They round keys and values apart."""
-    with pytest.raises(PolicyError, match="changes keys and values apart, and entries of"):
+    with pytest.raises(PolicyError, match="changes keys and values apart"):
         kvsim.replay(recorded("deepseek_v3"), "h2o+int4", 64)
 
 
@@ -266,18 +266,3 @@ def test_an_indexer_chooses_entries_or_blocks(config, count):
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
 
     assert indexed(model) == count
-
-
-@pytest.mark.parametrize(
-    ("name", "remark"),
-    [
-        ("adakv+snapkv", "entries of latent attention have one head, which gets all of it"),
-        ("norm_ratio", "norm_ratio: reads values, which are latents before their projection"),
-        ("snapkv", ""),
-    ],
-)
-def test_records_say_what_latents_change(name, remark):
-    """Budgets of heads that share, and norms of values."""
-    record = kvsim.replay(recorded("deepseek_v3"), name, 64)
-    assert remark in record.remark
-    assert ("latent" in record.remark) == bool(remark)
