@@ -25,12 +25,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 import kvsim
+from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.summaries import per_prompt
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
-from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
 from qwen_live import POLICIES as ANSWERED
 from results_page.answers import auc, live_answers
@@ -50,6 +50,11 @@ POLICIES = (
     *("snapkv@gkv", "random"),
 )
 PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
+#: Metrics of a replay that may order policies as the running model does.
+OFFLINE = (
+    *("weighted_error", "layer_error", "layer_error_relative", "output_error", "concat_error"),
+    *("retained_mass", "wipeout"),
+)
 _SMALLER = Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16)
 #: Prompts, budgets, and the tokens that a model writes where the response is not given.
 STUDIES: dict[str, tuple[Plan, tuple[int, ...], int]] = {
@@ -96,9 +101,12 @@ def matrix(
 
 
 def cell(x: Matrix, y: Matrix) -> str:
-    """Correlations between policies, with an interval if they have one, and within prompts."""
-    of = correlation(x, y)
-    return show.interval(".2f", of["between"], of["low"], of["high"]) + f", {of['within']:.2f}"
+    """Rank correlation of means over prompts, with its interval if it has one, and within prompts.
+
+    A prompt in which nothing varies does not count.
+    """
+    between, low, high = (None if np.isnan(value) else value for value in rank_correlation(x, y))
+    return show.interval(".2f", between, low, high) + f", {np.nanmean(spearman(x, y)):.2f}"
 
 
 def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[str]:
@@ -137,7 +145,7 @@ def _ratios() -> Iterator[str]:
 def part() -> str:
     """The tables, from the stored values."""
     judged = {"judged KL": ("response_kl", "judged")}
-    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:7]}
+    offline = {f"`{name}`": (name, "open") for name in OFFLINE}
     few = judged | {f"`{name}`": (name, "open") for name in OFFLINE[:2]}
     apart = [
         [title, "", *_table("smollm2", few, answers=answers)]

@@ -257,8 +257,7 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     if len(loops) > 1:
         raise PolicyError(
             f"live runs: {', '.join(loops[True])}; replays: {', '.join(loops[False])}; expected "
-            "one kind, because no mean is over both; take them one by one (`kvsim fidelity` "
-            "compares both)"
+            "one kind, because no mean is over both; take them one by one"
         )
     sources: dict[str, tuple[str, Saved]] = {}
     for run in runs:

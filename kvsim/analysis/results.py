@@ -178,7 +178,7 @@ def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
     )
     return (
         f"{name} is {' and '.join(parts)}; expected one kind, because no mean is over several; "
-        "take them one by one (`kvsim fidelity` compares two)"
+        "take them one by one"
     )
 
 

@@ -75,6 +75,7 @@ COMMANDS: Registry[Command] = Registry(
 )
 #: Commands of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
+    "fidelity": "compare `kvsim replay --judge` with `kvsim live`; see docs/fidelity.md",
     "learn": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",

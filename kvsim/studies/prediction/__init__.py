@@ -1,1 +1,0 @@
-"""Prediction and validity: how well a replay says what the running model will do."""
