@@ -124,35 +124,23 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return each remark once; those that differ in the name before a colon as one.
+    """Return remarks, of those that differ in numbers alone the first and how many more there are.
 
-    And those that differ in a budget or a number of tokens, and other numbers beside it. Names are
-    counted, numbers are ranges; a value to `--set` is the smallest, which fits all the budgets.
-    Numbers of layers are names. remarks: several may be lines of one text.
+    One line for those that differ in the name before a colon. remarks: several may be lines of one
+    text.
     """
-    groups: dict[tuple[str, ...], dict[str, None]] = {}
-    values: dict[tuple[str, ...], list[list[str]]] = {}
-    for remark in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
-        name, text = re.fullmatch(r"(?:(\S+|[^:]{1,40}): )?(.*)", remark).groups("")  # type: ignore[union-attr]
-        sized = re.search(r"\bbudget \d|half of \d|\d tokens?\b", text)
-        fixed = not sized or re.search(r"\blayers? \d", text)
-        text = text if fixed else re.sub(r"\b1 token\b", "1 tokens", text)
-        pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))
-        groups.setdefault(pieces, {})[name] = None
-        values.setdefault(pieces, []).append([] if fixed else re.findall(_NUMBER, text))
-    out = []
-    for pieces, names in groups.items():
-        line = first_of([*filter(None, names)])
-        line += ": " * bool(line) + pieces[0]
-        for numbers, piece in zip(zip(*values[pieces], strict=True), pieces[1:], strict=True):
-            low, high = min(numbers, key=float), max(numbers, key=float)
-            one = low == high or re.search(r"--set \S+=$", line)
-            line += (low if one else f"{low} to {high}") + piece
-        out.append(re.sub(r"(?<! to )\b1 tokens\b", "1 token", line))
-    return out
+    names: dict[str, list[str]] = {}
+    for line in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
+        name, colon, text = line.partition(": ")
+        names.setdefault(text if colon else line, []).extend([name] * bool(colon))
+    alike: dict[str, list[str]] = {}
+    for text, of_text in names.items():
+        lead = first_of(of_text) + ": " * bool(of_text)
+        alike.setdefault(text.translate(_NO_NUMBERS), []).append(lead + text)
+    return [first + f" (and {len(more)} like it)" * bool(more) for first, *more in alike.values()]
 
 
-_NUMBER = r"\d+(?:\.\d+)?"
+_NO_NUMBERS = str.maketrans("", "", "0123456789.")
 
 
 def rounded(value: float, form: str) -> str:

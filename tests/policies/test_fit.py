@@ -9,7 +9,6 @@ import kvsim
 from kvsim.errors import PolicyError
 from kvsim.policies import names
 from kvsim.policies.catalogue import CATALOGUE
-from kvsim.schema import merged
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from traces import random_trace
@@ -94,25 +93,6 @@ def test_a_remark_says_what_was_scaled_or_that_nothing_was():
 
     assert policy.remark(32) == "snapkv@scaled: scaled to budget 32: window=8 instead of 32"
     assert policy.remark(64) == "snapkv@scaled: budget 64: all lengths fit"
-
-
-def test_remarks_that_differ_in_the_budget_are_one():
-    """A share of traces of different lengths is one line with ranges; others stay apart."""
-    fitted, paper = kvsim.policy("ams@scaled"), kvsim.policy("ams")
-    other = ["walk-1: 2 prompts", "walk-2: 3 prompts", ""]
-
-    lines = merged([each.remark(n) for n in (114, 108, 119) for each in (fitted, paper)] + other)
-
-    scaled = (
-        "ams@scaled: scaled to budget 108 to 119: max_segment=54 to 60 instead of 256, "
-        "segment_length=27 to 30 instead of 128, window=27 to 30 instead of 128"
-    )
-    large = (
-        "ams: the window of 128 rows is cut to the budget, 108 to 119; window=128 is meant for "
-        "budget 512 and exceeds half of 108 to 119; compare with --set ams.window=27, or all "
-        "lengths with --fit"
-    )
-    assert lines == [scaled, large, *other[:2]]
 
 
 @pytest.mark.parametrize("name", [name for name in names() if "ams@release" not in name])

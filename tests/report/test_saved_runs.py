@@ -191,17 +191,6 @@ def test_what_is_no_file_of_a_run_is_refused_at_once(run, tmp_path, name, kind):
         contents(folder)
 
 
-def test_a_table_that_would_fill_the_memory_is_not_decoded(run, tmp_path):
-    """A table that is small on disk is bounded, whatever its digest."""
-    folder = run.save(tmp_path / "run")
-    table = run.table.head(1).with_columns(params=pl.lit("a" * 50_000_000))
-    table.write_parquet(folder / "results.parquet", statistics=False)
-    bind(folder, json.loads((folder / "run.json").read_text()))
-
-    with pytest.raises(OutputError, match=r"damaged: it has 5\d{7} bytes of decompressed pages"):
-        read_run(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from kvsim.analysis.parquet import check_seal, decode_table, encode_table, sealed
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.core.attention import Rope
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule
@@ -153,7 +153,7 @@ class Dump:
             raise DumpError(f"the path is {target}; expected one that ends in .npz or .parquet")
         with published(target, overwrite=overwrite) as draft:
             table = target.suffix == ".parquet"
-            data = sealed(encode_table(self.table())) if table else encode_arrays(self._arrays())
+            data = encode_table(self.table()) if table else encode_arrays(self._arrays())
             draft.write_bytes(data)
         return target
 
@@ -187,7 +187,6 @@ def read_dump(path: str | Path) -> Dump:
     try:
         data = read_input(target, _LARGEST)
         if target.suffix == ".parquet":
-            check_seal(data)
             frame = decode_table(data, COLUMNS)
             if others := [x for x in frame.columns if not frame[x].dtype.is_numeric()]:
                 raise ValueError(f"column {others[0]} has type {frame[others[0]].dtype}")  # noqa: TRY301  one message
