@@ -1,13 +1,10 @@
 """What the command line accepts, Python accepts: names, paths, folders, shares, single values."""
 
-import json
-
 import numpy as np
 import polars as pl
 import pytest
 
 import kvsim
-from kvsim.core.arguments import listed
 from kvsim.core.policy import Policy, Schedule
 from kvsim.errors import KvsimError
 from kvsim.store.opening import as_traces
@@ -73,19 +70,6 @@ def test_a_folder_and_wildcards_stand_for_traces(folder):
 
     assert names == ["a", "b", "c"]
     assert [trace.name for trace in as_traces(str(folder / "[b-z].zarr"))] == ["b"]
-
-
-def test_the_command_line_takes_a_folder(folder, run):
-    """`kvsim replay FOLDER` replays every trace in it."""
-    status, out, _ = run("replay", folder, "--policy", "tova", "--budget", "9", "--json")
-
-    assert status == 0
-    assert [*json.loads(out)["traces"]] == ["a", "b"]
-
-
-def test_one_value_is_a_list_of_it():
-    """Text is one value, although it can be iterated over."""
-    assert (listed("ab"), listed(("a", "b")), listed(3)) == (["ab"], ["a", "b"], [3])
 
 
 @pytest.mark.parametrize(

@@ -10,29 +10,22 @@ import torch
 from safetensors.torch import save
 
 import kvsim
-import traces
-from kvsim.analysis.results import model_name
 from kvsim.errors import KvsimError
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
-from kvsim.recorder.head import Predictions
-from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
 from kvsim.studies.interop.masks import read_masks
 from kvsim.testing import strategies
 
 #: What takes the place of each value, at any depth.
-WRONG = (
-    *(float("inf"), float("-inf"), float("nan"), 10**400, 2**40, 1e308, -1, 0, 1.9, True, None),
-    *("7", "", [], {}, [1], {"a": 1}),
-)
+WRONG = (float("nan"), 10**400, 2**40, -1, 0, 1.9, True, None, "7", [], {}, {"a": 1})
 
 
 def places(document, path=()):
-    """Yield the path of each value."""
+    """Yield the path of each value, in lists of the first."""
     yield path
-    items = document.items() if isinstance(document, dict) else enumerate(document)
+    items = document.items() if isinstance(document, dict) else enumerate(document[:1])
     for key, value in items if isinstance(document, dict | list) else ():
         yield from places(value, (*path, key)) if isinstance(value, dict | list) else [(*path, key)]
 
@@ -80,7 +73,7 @@ def files(trace, path):
 
     def config(document):
         path.write_text(json.dumps(document))
-        estimate(Model.from_config(path), kvsim.policy("tova"), 64, 1000)
+        estimate(Model.from_config(path), kvsim.policy("tova"), 8, 40)
 
     scores = [[float(head) for head in range(trace.n_heads)]] * trace.n_layers
     made_on = {"model": model_of(trace)}
@@ -124,45 +117,3 @@ def test_no_value_of_a_file_is_an_uncaught_error(kind, trace, tmp_path):
     assert uncaught == []
     assert len(refusals) > 20
     assert "\n" not in "".join(refusals)
-
-
-#: What a trace says of its model, and of the response.
-META = {
-    "model": {
-        "name": "m",
-        "type": "qwen2",
-        "config": {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}},
-        "dtype": "float32",
-        "weights": "sha256:0",
-        "source": {"sha256": "0"},
-        "layers": 2,
-    },
-    "versions": {"transformers": "5.2"},
-    "generation": {"temperature": 0},
-}
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        model_of,
-        model_name,
-        Model.from_trace,
-        lambda trace: check_model(trace, META["model"]),
-        lambda trace: RecordedCheck(trace, torch.float32).check(Predictions(torch.ones(12, 4), 0)),
-    ],
-    ids=["model", "name", "cost", "check", "comparison"],
-)
-def test_no_value_that_a_trace_says_of_its_model_is_an_uncaught_error(read, trace):
-    """Provenance is untrusted input, too: a line refuses it, or it is read."""
-    uncaught = []
-    for path, value, meta in changed(META):
-        if path:
-            try:
-                tokens = torch.zeros(trace.n_pos, dtype=torch.int64)
-                read(traces.changed(trace, prompt_len=12, tokens=tokens, meta=meta))
-            except KvsimError as error:
-                assert "\n" not in str(error)  # noqa: PT017
-            except Exception as error:  # noqa: BLE001  it is what is looked for
-                uncaught.append((path, repr(value)[:20], f"{type(error).__name__}: {error}"[:60]))
-    assert uncaught == []

@@ -139,15 +139,6 @@ def test_a_taken_name_is_refused(tmp_path):
     assert "'int8' is declared by kvsim and by third 2.0" in codec[2]
 
 
-def test_two_packages_with_one_name_are_refused(declared):
-    """Two packages that declare the same name are both in the message."""
-    declared("metrics", "gain", "rival:gain")
-    declared("metrics", "gain", "third:gain", package="third")
-
-    with pytest.raises(kvsim.KvsimError, match=r"by rival 2\.0 and by third 2\.0"):
-        _ = metrics()["gain"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -171,15 +162,6 @@ def test_an_object_that_is_no_metric_is_refused(declared, tmp_path, monkeypatch,
 
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_names_cost_no_import(declared):
-    """Names of packages are listed and found without an import, behind those of the spine."""
-    declared("metrics", "gain", "a_module_that_is_not_there:gain")
-    own = metrics(wipeout=METRICS["wipeout"])
-
-    assert "gain" in own
-    assert [name for name in own if name in ("wipeout", "gain")] == ["wipeout", "gain"]
 
 
 def test_a_checkout_reads_its_own_declarations(tmp_path, monkeypatch):

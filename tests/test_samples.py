@@ -62,19 +62,6 @@ def test_an_unknown_sample_is_refused():
         open_trace("sample-smollm")
 
 
-def test_the_sample_says_what_it_is(trace):
-    """Three layers in 16 bits of a text with a needle, whose end asks for the code and gives it."""
-    ((start, end),) = trace.spans["needle"]
-    arrays = describe(trace.path)["arrays"]
-
-    assert (trace.layer_ids, trace.n_heads, trace.group, trace.n_pos) == (LAYERS, 3, 3, 401)
-    assert not trace.whole
-    assert {arrays[name]["dtype"] for name in ("q", "k", "v", "attn_out")} == {"float16"}
-    assert "".join(trace.token_text[start:end]) == "The secret code of the red door is 35929."
-    assert trace.meta["text"]["response"].endswith("The secret code of the red door is 35929.")
-    assert min(trace.response_logprobs[-6:-1]) > -0.05  # the model reads the digits of the needle
-
-
 def test_a_head_reads_the_needle_again(trace):
     """In layers 7 and 17 some head's last rows attend mostly to the needle, as the README says."""
     ((start, end),) = trace.spans["needle"]
@@ -83,23 +70,3 @@ def test_a_head_reads_the_needle_again(trace):
     for layer, expected in enumerate((0.8, 0.5, 0.0)):
         weights = trace.attention(layer, rows)[..., start:end].sum(-1)
         assert weights.mean(-1).max() > expected
-
-
-@pytest.mark.parametrize("name", ["pyramidkv", "cake"])
-def test_shared_budgets_say_that_layers_are_missing(name, run):
-    """A policy that shares its budget among layers remarks that these are not all."""
-    status, out, err = run("replay", "sample-smollm2", "--policy", name, "--budget", "64")
-
-    assert status == 0
-    assert "shared over the 3 layers of the trace, which are not all of the model's" in out + err
-
-
-def test_commands_know_the_sample_by_its_name(run, tmp_path, monkeypatch):
-    """Commands find it, and pack it next to where they run."""
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = run("info", "sample-smollm2")
-
-    assert status == 0
-    assert str(kvsim.sample_trace("smollm2")) in out
-    assert run("trace", "pack", "sample-smollm2")[0] == 0
-    assert verify(tmp_path / "sample-smollm2.zarr.zip").ok

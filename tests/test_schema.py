@@ -17,24 +17,6 @@ def test_significant_digits_have_no_power_of_ten(value, form):
 
 
 @pytest.mark.parametrize(
-    ("value", "form", "text"),
-    [(1171.4, ".3g", "1170"), (490.2, ".3g", "490"), (2e-7, ".3g", "2e-07"), (25, ".0e", "2e+01")],
-)
-def test_other_numbers_are_as_python_formats_them(value, form, text):
-    """Those far from 1, and other forms."""
-    assert rounded(value, form) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "text"),
-    [(2.4e-5, ".3f", "2.4e-05"), (-4e-4, "+z.3f", "-0.0004"), (-1e-9, "+z.3f", "+0.000")],
-)
-def test_three_decimals_show_a_small_number(value, form, text):
-    """Two small divergences are no column of zeros; noise of rounding is a zero without a minus."""
-    assert rounded(value, form) == text
-
-
-@pytest.mark.parametrize(
     ("text", "size"),
     [
         *(("4096", 4096), ("7B", 7), ("2kB", 2000), ("3 MB", 3_000_000), ("1.5GB", 1_500_000_000)),
