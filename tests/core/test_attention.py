@@ -57,14 +57,6 @@ def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
     assert bool((out[1, :, 4] == 0).all())
 
 
-def test_causal_attention_needs_as_many_rows_as_entries():
-    """Anything else would align rows and entries by guesswork."""
-    q, k, v = example()
-
-    with pytest.raises(ValueError, match="as many rows as entries"):
-        attend(q, k, v, Formula(0.3), causal=True)
-
-
 def test_parts_merge_to_the_attention_over_their_union():
     """Splitting the entries anywhere, also into nothing and all, changes nothing."""
     q, k, v = example()
@@ -106,16 +98,6 @@ def test_unrotate_undoes_rotate_with_scaling_and_partial_rotation():
     torch.testing.assert_close(rope.unrotate(rope.rotate(x, pos), pos), x)
 
 
-def test_one_vector_turns_to_many_positions():
-    """Also with dimensions that do not rotate, which are the same at each of them."""
-    rope, x, pos = Rope((1.0, 0.1)), torch.randn(3, 1, 6, dtype=torch.float64), torch.arange(5)
-
-    turned = rope.rotate(x, pos)
-
-    assert turned.shape == (3, 5, 6)
-    torch.testing.assert_close(turned[:, 4], rope.rotate(x[:, 0], torch.tensor(4)))
-
-
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (7, 1), (5, 2), (300, 512), (-40, 17)])
 def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
@@ -128,12 +110,3 @@ def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
 
     each = [rope.rotate(x, torch.tensor(p)) for p in range(start, start + count)]
     torch.testing.assert_close(mean, torch.stack(each).mean(0))
-
-
-def test_pairs_are_the_two_components_that_turn_together():
-    """First and second half, or even and odd; dimensions that do not rotate are left out."""
-    x = torch.arange(6.0)
-
-    assert [p.tolist() for p in Rope((1.0, 0.1)).pairs(x)] == [[0, 1], [2, 3]]
-    interleaved = Rope((1.0, 0.1), layout="interleaved")
-    assert [p.tolist() for p in interleaved.pairs(x)] == [[0, 2], [1, 3]]

@@ -1,7 +1,5 @@
 """Budgets as users state them: entries, shares of the final or the present length, bytes."""
 
-from itertools import permutations
-
 import numpy as np
 import pytest
 import torch
@@ -9,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.arguments import resolve_budget
 from kvsim.core.attention import Formula
 from kvsim.core.budgets import budgeted
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.plots.style import requested_order
 from kvsim.recorder import capture
 from small_model import small, words_tokenizer
 from traces import changed
@@ -178,16 +175,3 @@ def test_policies_of_a_fixed_budget_refuse_one_that_grows():
         resolve_budget("50%so-far", 10)
     with pytest.raises(BudgetError, match="below the 32 entries that it protects"):
         kvsim.replay(TRACE, "snapkv", "50%so-far")
-
-
-def test_budgets_are_told_apart_as_requested():
-    """Entries come before shares, and shares before bytes, each from the smallest."""
-    sizes = ["64", "8", "50%so-far", "25%", "1MiB", "64KiB@float32"]
-
-    assert requested_order(sizes[::-1]) == ["8", "64", "25%", "50%so-far", "64KiB@float32", "1MiB"]
-    alike = ["50%", "50%so-far", "1MiB", "1MiB@float32"]
-    assert all(requested_order(each) == alike for each in permutations(alike))
-    assert [share_of(size) for size in sizes] == [None, None, *sizes[2:]]
-    assert share_of(" 50 % so-far") == "50%so-far"
-    for name, heads in (("tova", 2), ("snapkv@original", 4)):  # a set for each query head
-        assert budgeted(kvsim.policy(name), TRACE, "8KB")[1] == 8000 // (2 * heads * 8 * 2)

@@ -33,21 +33,6 @@ def test_results_of_one_kind_stay_and_other_kinds_make_room():
     assert computed == [*of_moments, ("received", 0), ("moments", 0)]
 
 
-def test_two_threads_that_compute_one_result_count_it_once():
-    """The second one returns its own, and the bytes are those of the one that is kept."""
-    kept, inner = Memo(), torch.ones(10)
-
-    def slow():
-        kept(("a", 0), lambda: inner, 80)  # another thread, meanwhile
-        return torch.zeros(10)
-
-    kept(("a", 0), slow, 80)
-    kept(("a", 1), lambda: inner, 80)
-
-    assert kept(("a", 0), lambda: None, 80) is inner
-    assert kept(("a", 1), lambda: None, 80) is inner
-
-
 def test_replays_share_what_does_not_depend_on_the_budget(monkeypatch):
     """Moments are computed once for all budgets, and records are those of a trace of their own."""
     calls, moments = [], expected_attention.moments
@@ -96,25 +81,3 @@ def test_a_memory_budget_bounds_what_is_kept(monkeypatch):
         kept[memory] = trace.memo._bytes
 
     assert 0 < kept[160_000] <= 10_000 < kept[None]
-
-
-def test_threads_share_a_memo():
-    """A result that another thread adds or drops while room is made raises nothing."""
-    memo, busy = Memo(), []
-
-    class Kind:
-        """A kind at whose comparison another thread asks for a result of its own."""
-
-        __hash__ = object.__hash__
-
-        def __ne__(self, other: object) -> bool:
-            if not busy:
-                busy.append(self)
-                memo(("another",), lambda: torch.zeros(15), 60)
-            return True
-
-    memo((Kind(),), lambda: torch.zeros(5), 60)
-    memo((Kind(),), lambda: torch.zeros(5), 60)
-
-    assert memo(("last",), lambda: torch.zeros(15), 60).shape == (15,)
-    assert busy

@@ -12,9 +12,9 @@ PROMPT, N = 12, 30
 TRACE = make_case("sharp", layers=2, heads=2, group=2, n=N, prompt_len=PROMPT, seed=3).trace()
 
 
-@pytest.mark.parametrize("window", [1, 4, 8, 13, 14, 15, 16, 17, 30])
-@pytest.mark.parametrize("eviction", ["", "tova+", "adakv+knorm+"])
-@pytest.mark.parametrize("interval", [1, 4, 7])
+@pytest.mark.parametrize("window", [1, 8, 14, 15, 30])
+@pytest.mark.parametrize("eviction", ["", "adakv+knorm+"])
+@pytest.mark.parametrize("interval", [4])
 def test_a_codec_that_rounds_nothing_is_remarked(window, eviction, interval):
     """Exactly where the clocks let no entry be rounded that a later row still reads."""
     policy = kvsim.policy(f"{eviction}kivi", group=1, window=window)
@@ -27,8 +27,8 @@ def test_a_codec_that_rounds_nothing_is_remarked(window, eviction, interval):
     assert ("no entry is rounded before the last row" in record.remark) != seen
 
 
-@pytest.mark.parametrize("budget", [4, 10, 12, 20, 29, 30])
-@pytest.mark.parametrize("eviction", ["", "h2o+", "adakv+knorm+"])
+@pytest.mark.parametrize("budget", [10, 29, 30])
+@pytest.mark.parametrize("eviction", ["", "adakv+knorm+"])
 @pytest.mark.parametrize(
     ("reader", "params"),
     [("quest", {"page": 3}), ("topk", {"heads": "kv"}), ("quest", {"page": 2, "dense_layers": 9})],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 
 import numpy as np
@@ -10,10 +9,7 @@ import pytest
 
 import kvsim
 from kvsim.core.policy import Schedule
-from kvsim.core.record import record_document, record_of
-from kvsim.engine.replay import settings_of
-from kvsim.errors import KvsimError, PolicyError
-from kvsim.sweeps.driver import replay_all
+from kvsim.errors import PolicyError
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
@@ -42,13 +38,6 @@ def test_rows_of_events(compress, prefill, rows):
     assert (record.schedule, record.own_schedule) == (schedule, False)
 
 
-def test_a_question_longer_than_a_chunk_is_chunked_from_its_own_start():
-    """With events after both, chunks of the question begin where the context ends."""
-    schedule = Schedule(None, compress="both", prefill_chunk=4)
-
-    assert schedule.rows(50, 80, 41) == [*range(3, 40, 4), 40, 44, 48, 49]
-
-
 @pytest.mark.parametrize("compress", ["prompt", "context", "both"])
 @pytest.mark.parametrize("chunk", [None, 1, 7, 8, 50])
 @pytest.mark.parametrize(("prompt_len", "context_len"), [(1, 1), (24, 17), (50, 8), (50, 41)])
@@ -66,20 +55,6 @@ def test_the_longest_cache_before_an_event(prompt_len, context_len, chunk, compr
             longest, held = max(longest, held), min(held, budget)
 
         assert schedule.longest(prompt_len, budget, n_pos, context_len) == longest, schedule
-
-
-@pytest.mark.parametrize(
-    ("compress", "chunk", "longest"),
-    [("prompt", 15, 35), ("context", 15, 40), ("both", 15, 30), ("context", None, 40)],
-)
-def test_events_know_the_longest_cache_of_their_trace(compress, chunk, longest):
-    """Chunks restart where the context ends, and a question stays until rows follow it."""
-    schedule = Schedule(10, compress=compress, prefill_chunk=chunk)
-
-    last, earlier = settings_of(TRACE, SNAPKV, 20, schedule)
-
-    assert last.longest(80) == longest
-    assert [each.longest(15) for each in earlier[:1]] == [15][: len(earlier)]
 
 
 def test_later_chunks_see_what_is_left():
@@ -116,13 +91,6 @@ def test_policies_without_a_rule_are_refused_in_one_line(name, params):
     assert np.array_equal(*(record.evicted_at for record in records))
 
 
-@pytest.mark.parametrize("chunk", [0, -3, 1.5, "8"])
-def test_a_chunk_that_is_no_number_of_rows_is_refused(chunk):
-    """In one line that says what was expected."""
-    with pytest.raises(KvsimError, match=r"prefill_chunk is .*; expected"):
-        kvsim.replay(TRACE, SNAPKV, 20, prefill_chunk=chunk)
-
-
 def test_kept_sets_are_open_loop_once_a_later_chunk_decides():
     """A second event reads queries of rows that did not see the first one, but in layer 0."""
     levels = []
@@ -132,27 +100,3 @@ def test_kept_sets_are_open_loop_once_a_later_chunk_decides():
         levels.append([*dict.fromkeys(table.sort("layer")["fidelity"])])
 
     assert levels == [["exact", "open"], ["exact"], ["exact", "open"]]
-
-
-def test_records_and_results_tell_it_apart():
-    """Stored records have it, older ones have one event; results have it as a parameter."""
-    run = replay_all([TRACE], [SNAPKV, kvsim.policy("knorm")], [20], prefill_chunk=15)
-
-    assert not run.failures
-    document = record_document(run.records[0])
-    assert record_of(document, run.records[0].evicted_at).prefill_chunk == 15
-    del document["prefill_chunk"]
-    assert record_of(document, run.records[0].evicted_at).prefill_chunk is None
-    (params,) = {json.loads(x)["prefill_chunk"] for x in run.table["params"].drop_nulls()}
-    assert params == run.parameters["schedules"][0]["prefill_chunk"] == 15
-    assert any("every 15 rows of the prompt, the prompt, every 32 rows" in x for x in run.remarks)
-
-
-def test_oracle_and_optimum_beside_chunks_have_their_events():
-    """Regret is measured against kept sets that are cut after each chunk too."""
-    run = replay_all([TRACE], [SNAPKV], [20], prefill_chunk=15, regret=True)
-
-    assert not run.failures
-    values = run.table.filter(metric="regret")["value"].drop_nulls()
-    assert len(values)
-    assert (values >= -1e-6).all()

@@ -1,16 +1,11 @@
 """A context that is compressed before its question: which rows, which entries, what is refused."""
 
-import json
-
 import numpy as np
 import pytest
 
 import kvsim
 from kvsim.core.policy import Schedule
-from kvsim.core.record import record_document, record_of
 from kvsim.errors import KvsimError, NeedsError, PolicyError
-from kvsim.store.records import read_records, write_records
-from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
@@ -64,17 +59,6 @@ def test_window_lies_in_the_context():
     assert not both.kept(79)[..., 32:42].all()
 
 
-def test_protected_prompt_is_the_context():
-    """What protects the prompt protects the context, and the question's entries may leave."""
-    from kvsim.core.policy import Protection
-
-    policy = kvsim.policy("knorm", protect=Protection(prompt=True))
-    record = kvsim.replay(trace(16), policy, 20, interval=10, compress="context")
-
-    assert record.kept(79)[..., :16].all()
-    assert (record.evicted_at[..., 16:50] < 80).any()
-
-
 def test_trace_without_a_context_is_refused():
     """The line says how to record one."""
     with pytest.raises(NeedsError, match=r"does not say where its context ends, .*`context`"):
@@ -107,23 +91,6 @@ def test_lengths_of_a_reader_that_do_not_fit_are_remarked_on():
     assert "infllm" not in fits
 
 
-def test_records_and_results_tell_it_apart(tmp_path):
-    """Stored records have it, older ones are of the prompt; results have it as a parameter."""
-    policies = [kvsim.policy("snapkv", window=4)]
-    plain, context = (replay_all([trace()], policies, [20], compress=x) for x in (None, "context"))
-    write_records(tmp_path / "records", context.records)
-
-    assert read_records(tmp_path / "records")[0].compress == "context"
-    older = record_document(plain.records[0])
-    del older["compress"]
-    assert record_of(older, plain.records[0].evicted_at).compress == "prompt"
-    params = [
-        json.loads(run.table["params"].drop_nulls()[0]).get("compress") for run in (plain, context)
-    ]
-    assert params == [None, "context"]
-    assert context.parameters["schedules"][0]["compress"] == "context"
-
-
 def test_kept_sets_of_the_context_are_exact():
     """One event, after the context, is as settled as one after the prompt."""
     policy = kvsim.policy("snapkv", window=4)
@@ -134,14 +101,3 @@ def test_kept_sets_of_the_context_are_exact():
         name: set(table.filter(metric=name, layer=2)["fidelity"]) for name in set(table["metric"])
     }
     assert levels == {"wipeout": {"exact"}, "output_error": {"open"}}
-
-
-def test_oracle_beside_a_context_has_its_events():
-    """Regret is measured against an oracle that compresses the context too."""
-    run = replay_all(
-        [trace()], [kvsim.policy("snapkv", window=4)], [20], compress="context", regret=True
-    )
-
-    assert not run.failures
-    values = run.table.filter(metric="regret")["value"].drop_nulls()
-    assert len(values)

@@ -12,9 +12,8 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
-from kvsim.engine import layers_per_block
 from kvsim.engine.replay import ReplayOptions, run
-from kvsim.errors import BudgetError, PolicyError, ScoreError
+from kvsim.errors import PolicyError, ScoreError
 from kvsim.schema import NEVER
 from traces import random_trace
 
@@ -48,28 +47,6 @@ def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected
     assert schedule.rows(prompt_len=10, n_pos=16) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"interval": 0}, PolicyError, "interval is 0; expected an integer of at least 1"),
-        ({"interval": 2.5}, PolicyError, "interval is 2.5; expected an integer of at least 1 and"),
-        ({"interval": "32"}, PolicyError, "interval is '32'"),
-        ({"layers": []}, PolicyError, "expected some layers"),
-        ({"layers": [1.0]}, PolicyError, r"layer is 1.0; expected 0\.\.1"),
-        ({"layers": [2]}, PolicyError, r"layer is 2; expected 0\.\.1"),
-        ({"layers": [1, 1]}, PolicyError, r"layers are \[1, 1\]; expected some layers, each of th"),
-        *(
-            ({"budget": budget}, BudgetError, "expected a whole number of entries")
-            for budget in (2.5, True, None, 10**30)
-        ),
-    ],
-)
-def test_what_is_no_interval_layer_or_budget_is_refused(given, error, message):
-    """The message says what was found, and what there is."""
-    with pytest.raises(error, match=message):
-        kvsim.replay(make_trace(), kvsim.policy("tova"), **{"budget": 8} | given)
-
-
 def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     """The Record says which schedule ran, and whether it was the policy's own."""
     trace = make_trace()
@@ -82,20 +59,6 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     assert own.events == [9]
     assert (given.interval, given.prefill, given.own_schedule) == (6, False, False)
     assert given.events == [15, 21, 27, 33, 39]
-
-
-def test_progress_counts_layers():
-    """Called after every block of layers with what is done and what there is."""
-    calls = []
-
-    kvsim.replay(
-        make_trace(layers=3),
-        kvsim.policy("tova"),
-        budget=7,
-        progress=lambda done, total: calls.append((done, total)),
-    )
-
-    assert calls[-1] == (3, 3)
 
 
 def test_internals_hold_the_scores_and_quotas_of_every_event_that_acted():
@@ -231,43 +194,6 @@ def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval
 
 
 @dataclass(frozen=True)
-class Greedy(Odd):
-    """Protects more than any budget."""
-
-    def protection(self, budget):
-        """One entry more than there is room for."""
-        return Protection(recent=budget + 1)
-
-
-def test_a_policy_without_a_workable_budget_says_so():
-    """The search for the smallest budget that works ends."""
-    with pytest.raises(BudgetError, match="no budget works"):
-        kvsim.replay(make_trace(), Policy("greedy", Greedy("plain")), budget=7)
-
-
-def test_a_memory_budget_counts_the_window_of_the_scorer():
-    """Attention of a long window takes memory, so fewer layers fit into a block."""
-    trace = make_trace(layers=1, n=400)
-    short, long = (kvsim.policy("snapkv", window=w) for w in (4, 300))
-    memory = 100 << 20
-
-    assert layers_per_block(trace, short, memory) > layers_per_block(trace, long, memory)
-
-
-def test_a_record_belongs_to_its_trace_and_budget():
-    """What a Record says about where it came from."""
-    trace = make_trace(n=33)
-
-    record = kvsim.replay(trace, kvsim.policy("snapkv", window=3), budget=8)
-
-    assert record.policy == "snapkv"
-    assert record.params == {"window": 3, "pool": "max", "pool_kernel": 7}
-    assert (record.budget, record.prompt_len, record.n_pos) == (8, 10, 33)
-    assert record.evicted_at.dtype == np.int32
-    assert record.layers == (0, 1)
-
-
-@dataclass(frozen=True)
 class Uneven(Allocator):
     """Gives the first layer half of the budget, the others all of it."""
 
@@ -306,6 +232,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.deep
 def test_another_process_evicts_the_same(capsys):
     """Records of a stored trace do not depend on the process or on its hash seed."""
     elsewhere = subprocess.run(

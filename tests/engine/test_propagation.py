@@ -113,15 +113,6 @@ def test_a_record_with_a_selection_is_stored_and_read(trace, tmp_path):
     assert found[1].positions == "slot"
 
 
-def test_notes_say_per_layer_what_was_found(trace):
-    """Numbers by layer, None where there is none; facts of the model once."""
-    record = kvsim.replay(trace, kvsim.policy("asl", tau=1.01, window=4), 20)
-    notes = record.selection.notes
-
-    assert (notes["first_layer"], notes["look_back"]) == (2, 3)
-    assert notes["relative_variance"] == [None, None, 1.0, None, None, None, None]
-
-
 def test_a_propagation_is_asked_in_depth_order_over_the_rows_that_are_left(trace):
     """Each layer but the last, with as many rows as went on, at the end of the prompt."""
     asked = []
@@ -161,18 +152,6 @@ def test_dropping_rows_is_part_of_the_prefill_and_no_event(trace):
 
     assert held[:2].tolist() == [[70] * HEADS] * 2
     assert held[2:].tolist() == [[30] * HEADS] * (LAYERS - 2)
-
-
-def test_internals_name_positions(trace):
-    """What was decided in deeper layers is noted by position in the text."""
-    record = kvsim.replay(
-        trace, kvsim.policy("fastkv", rows=30, layer=1, window=4), 20, internals=True
-    )
-    for plans in record.internals:
-        assert plans.row == 69
-        for place, layer in enumerate(plans.layers):
-            present = record.evicted_at[layer, 0, :70] >= np.arange(70)
-            assert plans.pos[place, 0].tolist() == np.flatnonzero(present).tolist()
 
 
 def test_output_error_leaves_out_rows_that_were_not_computed(trace):
@@ -264,18 +243,6 @@ def test_the_rule_for_small_models(layers, rule):
     assert bool(piece.remark(layers, 5000, 64)) == (rule[1] < 8)
 
 
-def test_a_model_of_24_layers_is_tested_by_the_full_rule():
-    """Eight layers of look-back from layer 8 on, and nothing to remark."""
-    record = kvsim.replay(make_trace(layers=24, seed=3), kvsim.policy("asl", tau=0.8, window=4), 20)
-    notes = record.selection.notes
-
-    assert (notes["first_layer"], notes["look_back"]) == (8, 8)
-    assert record.selection.layer > 8
-    assert notes["relative_variance"][8] == 1.0
-    assert notes["relative_variance"][record.selection.layer] < 0.8
-    assert not record.remark
-
-
 def test_remarks_tell_what_had_no_effect(trace):
     """A look-back cut short; rows that are all of the prompt; intervals without a rule."""
     asl = kvsim.replay(trace, kvsim.policy("asl", window=4), 20)
@@ -352,11 +319,3 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         check_cell(deep, kvsim.policy("gemfilter"), 20, None)
     with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):
         Policy("odd", Full(), propagation=3)
-
-
-def test_a_budget_of_rows_binds():
-    """A policy whose budget chooses rows and leaves whole caches has one that binds."""
-    chosen = kvsim.policy("fastkv", kv_before="full")
-
-    assert chosen.bounds == {"held"}
-    assert not chosen.bounded

@@ -16,7 +16,7 @@ from kvsim.testing.strategies import make_case
 from reference import composition, metrics
 from traces import random_arrays, random_trace
 
-SIZES = (3, 12)
+SIZES = (12,)
 POLICIES = ("snapkv", "expected_attention", "criticalkv+tova", "lagkv", "h2o", "norm_ratio")
 
 

@@ -1,6 +1,5 @@
 """Traces in which some layers have a sliding window: who shares a budget, and what is said."""
 
-import html
 import json
 
 import numpy as np
@@ -10,18 +9,11 @@ import torch
 import kvsim
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots import layer_overlap, rank_pattern, variance_curves
-from kvsim.policies.asl import ASL
-from kvsim.report import page, write_report
+from kvsim.report import write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged
-from kvsim.studies.expectation.queries import Queries
-from kvsim.studies.layers.ranking import ranking
-from kvsim.studies.layers.ranks import Ranks
-from kvsim.studies.layers.tables import diagnose
-from kvsim.studies.segments.segmentation import segmented
 from kvsim.sweeps.driver import replay_all
-from traces import changed, random_trace
+from traces import random_trace
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -78,27 +70,6 @@ def test_the_mean_over_replayed_layers_is_the_budget(policy):
     held = record.retained(89).sum(-1)  # after the event that ends the prompt
     assert held.mean() == 40
     assert len(set(held[:, 0].tolist())) == 3
-
-
-def test_the_rule_of_implementations_goes_by_depth_in_the_model():
-    """A layer keeps what it keeps where no layer has a window."""
-    one = kvsim.policy("pyramidkv@reference", window=8)
-
-    record = kvsim.replay(make(), one, 50)
-
-    whole = kvsim.replay(make((PLAIN,) * 5), one, 50)
-    assert np.array_equal(record.evicted_at, whole.evicted_at[[1, 3, 4]])
-    assert len(set(record.retained(89).sum(-1)[:, 0].tolist())) == 3
-
-
-def test_layers_that_share_a_budget_need_not_follow_each_other():
-    """Of a trace without windows too: those asked for share their own part."""
-    one = kvsim.policy("cake", window=8)
-
-    some = kvsim.replay(make((PLAIN,) * 5), one, 40, layers=[0, 2, 4])
-
-    alone = kvsim.replay(make((PLAIN,) * 5, of=[0, 2, 4]), one, 40)
-    assert np.array_equal(some.evicted_at, alone.evicted_at)
 
 
 def test_a_window_that_hides_nothing_does_not_tell_layers_apart():
@@ -173,20 +144,6 @@ def test_a_run_says_which_layers_its_means_are_over(mixed, tmp_path, run):
     assert "Note" not in out
 
 
-def test_a_figure_of_several_traces_says_it_too(mixed, tmp_path, run):
-    """Of traces and of runs; not where one layer is shown."""
-    run("replay", *mixed, "--policy", "tova", "--budget", "25%", "--out", tmp_path / "run")
-    command = ("plot", "middle_coverage", *mixed, "--policy", "tova", "--budget", "25%")
-
-    _, _, of_runs = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "a.png")
-    _, _, of_traces = run(*command, "--out", tmp_path / "b.png")
-    _, _, of_layer = run(*command, "--layer", "1", "--out", tmp_path / "c.png")
-
-    assert of_runs.endswith(f"Note: {SAID}.\n")
-    assert of_traces.endswith(f"Note: {SAID}.\n")
-    assert SAID not in of_layer
-
-
 def test_a_remark_on_traces_is_made_once_for_all_policies():
     """Whatever else is remarked on each of them."""
     traces = [make(n=n, name=f"t{n}") for n in (60, 70)]
@@ -226,84 +183,6 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     assert "replayed different traces, both called 'p1'" in err
 
 
-def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
-    """A line for each reason, of the traces that it holds for; nothing of what is there."""
-    for module in ("report.traces", "studies.expectation.sections", "studies.layers.sections"):
-        monkeypatch.setattr(f"kvsim.{module}.image", lambda *_: "")  # drawing takes long
-    traces = [make(n=120, name=name) for name in ("long", "longer")]
-    traces += [make(n=40, name="short"), make((PLAIN,) * 5, n=120, name="plain")]
-    text = html.unescape(page([], traces=traces))
-    window = "a sliding window in layers 0, 2 (50 tokens)"
-    parts = "expected and observed attention, how layers rank the prompt, the gap of log mean"
-    rows = "a prompt of 30 tokens, no more than ASL's 32 rows"
-
-    assert f"Left out, because of {window}: {parts} exponentials (of long, longer)." in text
-    assert f"Left out, because of {rows}: how layers rank the prompt (of short)." in text
-    assert text.count("Left out") == 2
-    assert "Left out" not in page([], traces=traces[3:])
-
-    windowed = html.unescape(page([], traces=traces[:1]))
-    assert windowed.count("<h2>How layers rank the prompt") == 0
-    assert "Left out: what one eviction does to the output, because layer 0 of long" in windowed
-
-
-@pytest.mark.parametrize(
-    ("n", "prompt_len", "formulas", "ids", "reasons"),
-    [
-        (120, 90, [PLAIN] * 2, (0, 1), {}),
-        (3, 2, [PLAIN] * 2, (0, 1), {"expectation": "a prompt of 2", "projections": "3 tokens",
-                                     "normality": "3 tokens", "ranking": "a prompt of 2"}),
-        (60, 60, [PLAIN] * 2, (0, 1), {"expectation": "no response"}),
-        (60, 40, [PLAIN, WINDOW], (0, 1), {"expectation": "a sliding window in layer 1 (50 tokens)",
-                                           "projections": "a sliding", "ranking": "a sliding"}),
-        (60, 40, [PLAIN] * 2, (0, 4), {"ranking": "only some layers"}),
-    ],
-)  # fmt: skip
-def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons):
-    """What has a reason is None or empty, and what has none is there."""
-    made = make(formulas, n)
-    trace = changed(made, prompt_len=prompt_len, layer_ids=ids)
-    queries, ranks = Queries(trace), Ranks(trace)
-    left_out = {**queries.left_out, **({"ranking": ranks.left_out} if ranks.left_out else {})}
-
-    assert set(left_out) == set(reasons)
-    for name, value in (("expectation", queries), ("normality", queries), ("ranking", ranks)):
-        assert (getattr(value, name) is None) == (name in reasons)
-    assert (4 in queries.projections) == ("projections" not in reasons)
-    for name, start in reasons.items():
-        assert left_out[name].startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (("retention_map",),
-         "shows policies (`kvsim policies`); give --policy NAME and --budget N"),
-        (("over_budgets", "--policy", "tova"),
-         "shows policies (`kvsim policies`); give --budget N"),
-        (("reconstruction_error",), "shows policies (`kvsim policies`); give --policy NAME"),
-        (("mass_curve", "--policy", "ams", "--budget", "20"),
-         "layer 1, head 0: nothing is evicted there at budget 20; give a smaller budget, or an"),
-        (("mass_curve", "--policy", "tova", "--budget", "20"),
-         "it does not cut by attention mass; expected ams, alone or around another policy"),
-    ],
-)  # fmt: skip
-def test_a_figure_says_what_it_needs(command, message, mixed, tmp_path, run):
-    """In the words of the command line: no argument of Python, no empty option."""
-    status, _, err = run("plot", command[0], mixed[0], *command[1:], "--out", tmp_path / "a.png")
-
-    assert (status, len(err.splitlines())) == (2, 1)
-    assert message in err
-    assert "=True" not in err
-
-
-def test_a_record_without_internals_says_so():
-    """From Python alone can it be asked for without."""
-    record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
-    with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
-        segmented(record, 1, 0)
-
-
 def test_one_layer_is_one_layer(tmp_path, run):
     """A single layer and head, one ranked token that goes on, no value at all."""
     one = random_trace(layers=1, heads=1, group=1, n=120, prompt_len=90, name="one")
@@ -318,15 +197,3 @@ def test_one_layer_is_one_layer(tmp_path, run):
     assert "nan" not in out
     _, out, _ = run("info", path)
     assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
-
-
-def test_an_axis_of_one_layer_has_one_tick():
-    """At the layer, and none between layers that there are not."""
-    one = make((PLAIN,))
-    found = diagnose(one, ranking(one, ASL(window=8)), 40)
-    drawn = (variance_curves([found]), layer_overlap([found]))
-    for figure in drawn:
-        axis = figure.axes[-1]
-        low, high = axis.get_xlim()
-        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
-    assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()
