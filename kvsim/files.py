@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -133,6 +134,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            remove_abandoned(target)
             folder.mkdir(0o700)
             with (folder / LOCK).open("ab") as locked:
                 lock(locked, wait=False)
@@ -210,10 +212,18 @@ def hidden(path: Path, kind: Kind) -> Path:
     return path.parent / f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
+def remove_abandoned(path: Path) -> None:
+    """Remove the hidden folders of outputs to `path` whose processes were killed."""
+    for folder in path.parent.glob(f".{escape(path.name)}.tmp-*"):
+        with suppress(OSError), (folder / LOCK).open("r+b") as file:
+            if lock(file, wait=False) and sys.platform != "win32":  # which has no such locks
+                shutil.rmtree(folder)
+
+
 def lock(file: Any, *, wait: bool) -> bool:
     """Lock an open file; False if another process has locked it.
 
-    Windows has no such locks: there abandoned drafts and those being written look the same.
+    Windows has no such locks: there it is always free.
     """
     if sys.platform != "win32":
         try:

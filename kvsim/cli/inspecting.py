@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -176,7 +175,6 @@ def length_text(facts: Mapping[str, Any]) -> str:
         "stop": ", ended by a stop string",
         "length": ", cut by --max-new-tokens" * is_cut(facts),
         "context": ", cut by the context",
-        "interrupted": ", interrupted",
         "given": ", given",
     }
     end = ends.get(str(facts["generation"].get("stopped")), "")
@@ -312,7 +310,7 @@ def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
 def traces(
     folder: Annotated[Path, path_argument("DIR", "A folder with traces.")], as_json: Json = False
 ) -> None:
-    """List the traces of a folder, and the drafts of interrupted captures.
+    """List the traces of a folder.
 
     Folders and packed files, four folders deep. Each is opened, which finds missing files; `kvsim
     verify` reads their content.
@@ -349,22 +347,17 @@ def traces(
     for entry in entries:
         if entry.state == "broken":
             show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
-    for entry in entries:
-        if entry.state not in ("whole", "broken"):
-            show.echo_text(f"{show.one_line(entry.path)}: {_advice(entry, folder)}")
     show.echo_text(_totals(entries, str(folder)))
 
 
 def _echo_traces(entries: Sequence[Entry]) -> None:
     used = [label for label in LABELS if any(label in entry.labels for entry in entries)]
-    cut = any(entry.stopped == "interrupted" for entry in entries)
     rows = [
         {
             "trace": entry.path,
             "model": entry.model or "-",
             **{label: str(entry.labels.get(label, "-")) for label in used},
             "answer": entry.answer or "-",
-            **({"stopped": entry.stopped or "-"} if cut else {}),
             "kvsim": entry.versions.get("kvsim", "-"),
             "tokens": str(entry.tokens),
             "prompt": str(entry.prompt_len),
@@ -374,27 +367,6 @@ def _echo_traces(entries: Sequence[Entry]) -> None:
         for entry in entries
     ]
     show.echo_rows(rows, right=list(rows[0]).index("tokens"))
-
-
-def _advice(entry: Entry, folder: Path) -> str:
-    """Return the state of a draft, and what to do with it."""
-    if entry.state == "writing":
-        return f"is being written, {entry.tokens} tokens so far"
-    path = show.one_line(shlex.quote(str(folder / entry.path)))
-    recover, discard = f"kvsim trace recover {path}", f"kvsim trace discard {path}"
-    taken = f"a trace of {entry.place_tokens} tokens is at its path"
-    if entry.state == "superseded":
-        return f"{entry.tokens} tokens, superseded: {taken}; {discard} removes it"
-    if not entry.tokens:
-        aside = "was set aside for another output, and is no whole trace"  # such as of a demo
-        state = aside if entry.state == "replaced" else "unfinished, without tokens"
-        return f"{state}; {discard} removes it"
-    if entry.state == "replaced":
-        return f"was set aside for another trace; {recover} moves it back"
-    state = f"unfinished, {entry.tokens} tokens are on disk"
-    if entry.place_tokens is not None:
-        return f"{state}, {taken}; {recover} --out OTHER"
-    return f"{state}; {recover}"
 
 
 def _layers(entry: Entry) -> str:
@@ -413,13 +385,5 @@ def _totals(entries: Sequence[Entry], folder: str) -> str:
     checked = [entry.answer for entry in whole if entry.answer is not None]
     if checked:
         parts.append(f"{checked.count('right')} of {len(checked)} answers right")
-    states = Counter(entry.state for entry in entries)
-    counts = {
-        "interrupted": sum(entry.stopped == "interrupted" for entry in whole),
-        "cannot be opened": states["broken"],
-        "being written": states["writing"],
-        "unfinished": states["unfinished"],
-        "set aside": states["replaced"],
-        "superseded": states["superseded"],
-    }
-    return ", ".join([*parts, *(f"{count} {state}" for state, count in counts.items() if count)])
+    broken = len(entries) - len(whole)
+    return ", ".join([*parts, *([f"{broken} cannot be opened"] if broken else [])])

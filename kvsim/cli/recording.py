@@ -94,8 +94,8 @@ def capture(
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
-    Several prompts make one trace each. An interrupt keeps the complete traces; --resume records
-    the others, and `kvsim trace recover` turns the incomplete one into a trace.
+    Several prompts make one trace each. Interrupted or killed, the complete traces stay, and
+    --resume records the others.
     """
     _check_prompts(model, prompt, prompts, limit)
     options = Options(**given, progress=True)
@@ -152,10 +152,8 @@ def capture(
             }
             for trace, at in zip(traces, paths, strict=True)
         ]
-    except KeyboardInterrupt as interrupt:
-        drafts = getattr(interrupt, "__notes__", [])  # the writer's notes on its draft
-        outcome = _interrupted(before, out, resume=options.resume)
-        raise Stop("; ".join([outcome, *drafts]), 130) from None
+    except KeyboardInterrupt:
+        raise Stop(_interrupted(before, out, resume=options.resume), 130) from None
     finally:
         _publish(paths, path, out)
     _report(facts, as_json=shown.as_json)
@@ -215,7 +213,7 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
 def _stage(context: typer.Context, out: str, *, resume: bool) -> Path:
     """Return where to record: `out`, or for a URL a local folder that is removed at the end.
 
-    Traces that could not be uploaded and drafts of interrupted captures stay there.
+    Traces that could not be uploaded stay there.
     """
     if not is_url(out):
         return Path(out)

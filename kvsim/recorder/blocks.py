@@ -125,7 +125,6 @@ class BlockRecorder:
     open_sink: opens the sink from the first call, which shows the shapes, after its check.
     read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
     sizes: of each of them where they differ, else empty; blocks are padded to the largest.
-    begin: called once every layer has been called, before the first block of the last one.
     store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
     kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
     logits, and with it the tolerance. left_out: rows of which the sink gets sums alone.
@@ -137,7 +136,6 @@ class BlockRecorder:
         read_ropes: Callable[[], Sequence[Rope]],
         *,
         layer_ids: Sequence[int],
-        begin: Callable[[], None],
         sizes: tuple[Size, ...] = (),
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
@@ -145,7 +143,7 @@ class BlockRecorder:
     ) -> None:
         self.left_out = left_out
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
-        self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
+        self.layer_ids, self.rounds_logits = layer_ids, rounds_logits
         self.sizes = sizes
         self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
@@ -176,7 +174,6 @@ class BlockRecorder:
             if call.layer == self.layer_ids[-1]:
                 for each in self.layers.values():
                     each.keys = None
-                self.begin()
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} has {call.start} earlier entries, expected "

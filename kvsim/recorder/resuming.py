@@ -21,8 +21,6 @@ GIVEN = "given"
 def differences(session: Any, trace: Trace) -> list[str]:
     """Return in words how a trace differs from what a capture (`Session`) would record."""
     generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
-    if generation.get("stopped") == "interrupted":
-        return ["it was recovered from an interrupted capture and is not complete"]
     prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
     ids = session.encoded.ids
     if prompt != ids:

@@ -141,7 +141,6 @@ class Session:
             self._open_sink,
             lambda: read_ropes(model),
             layer_ids=self.layer_ids,
-            begin=self._begin,
             sizes=self.sizes,
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
@@ -191,7 +190,6 @@ class Session:
                 recorded = dict(zip(PROBE, rows, strict=True))
             if self._writer is None:
                 return self._in_memory(header, tokens, texts, recorded)
-            self._writer.begin(header)
             for name, values in recorded.items():
                 for layer, of_layer in enumerate(values):
                     self._writer.write_layer(name, layer, of_layer)
@@ -269,23 +267,10 @@ class Session:
                 self.projections.receive(call)
             LayerEntries.note(self._entries, call, len(self.encoded.ids), self._recorder.last)
 
-    def _begin(self) -> None:
-        """Write the header and the prompt, once every layer has been called."""
-        if self._writer is not None:
-            self._writer.begin(self._header(), self._recorder.described)
-            self._store_tokens([*self.encoded.ids, *(self.written.tokens if self.written else [])])
-
     def _add(self, ids: list[int], question: int | None) -> None:
-        """Store new tokens; question: where they begin, if they are a question."""
+        """Note where a question begins; ids: its tokens, or a token of an answer."""
         if question is not None:
             self.questions.append((question, question + len(ids)))
-            if self._writer is not None:
-                self._writer.begin(self._header(), self._recorder.described)
-        self._store_tokens(ids)
-
-    def _store_tokens(self, ids: list[int]) -> None:
-        if self._writer is not None:
-            self._writer.add_tokens(ids, token_strings(ids, self.tokenizer))
 
     def _store_projections(self) -> None:
         """Store the projections next to the trace, once all of them are checked."""
@@ -297,7 +282,6 @@ class Session:
         self._stored = self._writer.write_projections(
             shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
         )
-        self._writer.begin(self._header(), self._recorder.described)
 
     @contextmanager
     def _leaving_out(self, name: str) -> Iterator[None]:
@@ -353,7 +337,6 @@ class Session:
             newest=bool(self.sizes),
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
-            projections=self.projections is not None,
         )
         self._writer = self._stack.enter_context(writer)
         if call.start and self.shared is not None:

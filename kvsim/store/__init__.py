@@ -3,22 +3,17 @@
 from kvsim.store.compacting import compacted
 from kvsim.store.publication import check_target, check_writable
 from kvsim.store.reader import open_trace
-from kvsim.store.recovery import Draft, discard, find_drafts, recover
 from kvsim.store.verification import Verification, describe, verify
 from kvsim.store.writer import TraceWriter, save_trace
 
 __all__ = [
-    "Draft",
     "TraceWriter",
     "Verification",
     "check_target",
     "check_writable",
     "compacted",
     "describe",
-    "discard",
-    "find_drafts",
     "open_trace",
-    "recover",
     "save_trace",
     "verify",
 ]

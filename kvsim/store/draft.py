@@ -1,4 +1,4 @@
-"""Drafts: hidden folders with a trace that is being written, its zarr group and its tokens.
+"""Drafts: hidden folders with a trace that is being written.
 
 Written one file at a time, and not by zarr, whose threads go on writing after an error
 (docs/decisions.md, section Store). Shards grow chunk by chunk and get their index at the end.
@@ -6,111 +6,30 @@ Written one file at a time, and not by zarr, whose threads go on writing after a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
-import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.left_out import LeftOut
 from kvsim.errors import TraceError
-from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
-from kvsim.store.chunks import Index, encode_chunk, read_crc, read_part
+from kvsim.store.chunks import Index, encode_chunk, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
-from kvsim.store.metadata import (
-    encode_document,
-    find_document,
-    group_attributes,
-    left_out_of,
-)
+from kvsim.store.metadata import encode_document, left_out_of
 from kvsim.store.place import Folder
-from kvsim.store.shards import encode_index, scan
-
-#: The file of a draft's tokens, a JSON object per line, locked by its writer.
-TOKENS = "draft.jsonl"
+from kvsim.store.shards import encode_index
 
 _ROOT = "zarr.json"
 
 #: Suffix of a file until it is whole.
 PARTIAL = ".partial"
-
-_NAME = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+-[0-9a-f]{8}")
-
-
-def belongs_to(folder: Path) -> tuple[Path, Kind] | None:
-    """Return the path of the trace of a hidden folder, and its kind; None for other names."""
-    match = _NAME.fullmatch(folder.name)
-    if match is None:
-        return None
-    return folder.parent / match["name"], "tmp" if match["kind"] == "tmp" else "old"
-
-
-def recover_command(folder: Path, *options: str) -> str:
-    """Return the command that makes a trace of a draft."""
-    return " ".join(["kvsim trace recover", shlex.quote(str(folder)), *options])
-
-
-class TokenFile:
-    """The file of a draft's tokens, locked until it is closed or its process ends, however it ends.
-
-    wait: wait until the lock is free; otherwise `locked` is False if it is not. Raises OSError.
-    """
-
-    def __init__(self, folder: Path, *, wait: bool) -> None:
-        self.path = folder / TOKENS
-        # unbuffered: lines reach the system as a whole, so a kill cannot lose them
-        self._file = self.path.open("ab", buffering=0)
-        self.locked = lock(self._file, wait=wait)
-
-    def add(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
-        """Append tokens, with their texts if they have any."""
-        rows: list[dict[str, Any]] = [{"token": int(token)} for token in ids]
-        for row, text in zip(rows, texts or (), strict=texts is not None):
-            row["text"] = text
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
-        while data:
-            data = data[self._file.write(data) :]
-
-    def close(self) -> None:
-        """Close and unlock the file."""
-        self._file.close()
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process is writing the draft of a trace, or another output in a hidden folder."""
-    for name in (TOKENS, LOCK):
-        with contextlib.suppress(OSError), (folder / name).open("r+b", buffering=0) as file:
-            return not lock(file, wait=False)
-    return False
-
-
-def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
-    """Return the token ids of a draft and their texts or None, up to a torn line."""
-    ids: list[int] = []
-    texts: list[str] = []
-    try:
-        lines = (folder / TOKENS).read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            ids.append(int(row["token"]))
-        except (ValueError, TypeError, KeyError):
-            break
-        if isinstance(row.get("text"), str):
-            texts.append(row["text"])
-    return ids, texts if len(texts) == len(ids) else None
 
 
 class Group:
@@ -132,21 +51,6 @@ class Group:
         self.arrays: dict[str, StoredArray] = {}
         self._documents: dict[str, dict[str, Any]] = {}
         self._crcs: dict[tuple[str, Index], bytes] = {}
-
-    @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Open the group in a folder."""
-        group = cls(folder)
-        group.attributes = group_attributes(group.place)
-        for name in DIMENSIONS:
-            document = find_document(group.place, f"{name}/{_ROOT}")
-            if document is not None:
-                group._register(name, document)
-        for array in group.arrays.values():  # chunks of shards that an earlier process has written
-            for key in array.files() if array.sharded else ():
-                with contextlib.suppress(FileNotFoundError), (folder / key).open("rb") as file:
-                    array.bounds[key] = scan(array, file)
-        return group
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -259,12 +163,8 @@ class Group:
         return sum((self.folder / array.key(index)).is_file() for index in array.indices())
 
     def crcs(self, name: str) -> bytes:
-        """Return the CRC-32C of each chunk of an array; chunks of an earlier process are read."""
-        array = self.arrays[name]
-        return b"".join(
-            self._crcs.get((name, index)) or read_crc(array, index, self.place)
-            for index in array.indices()
-        )
+        """Return the CRC-32C of each chunk of an array."""
+        return b"".join(self._crcs[name, index] for index in self.arrays[name].indices())
 
     def seal(self, attributes: Mapping[str, Any]) -> bytes:
         """Replace the attributes of the group by these, bound to the arrays and all chunks.

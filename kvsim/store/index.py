@@ -1,4 +1,4 @@
-"""Index of a folder of traces, drafts and runs; of traces, no q, k or v is read."""
+"""Index of a folder of traces and runs; of traces, no q, k or v is read."""
 
 from __future__ import annotations
 
@@ -15,33 +15,28 @@ from kvsim.store.metadata import group_attributes
 from kvsim.store.place import SUFFIX, Folder, Packed
 from kvsim.store.projections import NAME, Facts
 from kvsim.store.reader import StoredTrace
-from kvsim.store.recovery import Draft, find_drafts
 
 #: Depth of the search.
 DEPTH = 4
 
 Kind = Literal["trace", "run", "folder"]
 
-#: State of a trace: it opens, or it does not. Of a hidden folder: see `Entry`.
-State = Literal["whole", "broken", "writing", "unfinished", "replaced", "superseded"]
+#: State of a trace: it opens, or it does not.
+State = Literal["whole", "broken"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One trace of a folder, or one draft.
+    """One trace of a folder.
 
     Attributes:
         path: relative to the folder.
-        state: `whole` if it opens (`kvsim verify` reads the rest), else `broken`; of hidden
-            folders, `writing` if a process is writing it, `unfinished` if not, `replaced` if it was
-            set aside for another trace, and `superseded`, for the last two, if a whole trace with
-            at least as many tokens is at its path.
+        state: `whole` if it opens (`kvsim verify` reads the rest), else `broken`.
         reason: why it does not open: the error message, with `path` for the trace.
         bytes: size on disk.
-        tokens: prompt and response; of a draft, the committed ones.
-        place_tokens: of a draft, the tokens of the whole trace at its path.
+        tokens: prompt and response.
         prompt_len: tokens of the prompt.
-        stopped: why the response ended, `interrupted` for a recovered trace.
+        stopped: why the response ended.
         layers: number of stored layers.
         model_layers: number of layers of the model.
         model: name of the model.
@@ -56,7 +51,6 @@ class Entry:
     bytes: int
     reason: str = ""
     tokens: int | None = None
-    place_tokens: int | None = None
     prompt_len: int | None = None
     stopped: str | None = None
     layers: int | None = None
@@ -69,13 +63,10 @@ class Entry:
 
 
 def index(folder: str | Path) -> list[Entry]:
-    """Every trace and draft below `folder`, by path, from metadata and sizes of files alone."""
+    """Every trace below `folder`, by path, from metadata and sizes of files alone."""
     root = Path(folder)
-    traces = {name: _trace(name, path) for name, path in find_traces(root).items()}
-    drafts = [
-        _draft(draft, root, traces) for inner in find_folders(root) for draft in find_drafts(inner)
-    ]
-    return sorted([*traces.values(), *drafts], key=lambda entry: entry.path)
+    traces = [_trace(name, path) for name, path in find_traces(root).items()]
+    return sorted(traces, key=lambda entry: entry.path)
 
 
 def shared_projections(folder: str | Path) -> dict[str, int]:
@@ -121,23 +112,6 @@ def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | Non
     if check.get("answer") is None:
         return "none"
     return "right" if check["right"] else "wrong"
-
-
-def _draft(draft: Draft, root: Path, traces: Mapping[str, Entry]) -> Entry:
-    trace = traces.get(draft.target.relative_to(root).as_posix())
-    tokens = None if trace is None or trace.state != "whole" else trace.tokens
-    state: State = "replaced" if draft.kind == "old" else "unfinished"
-    if draft.writing:
-        state = "writing"
-    elif tokens is not None and (draft.kind == "old" or draft.tokens <= tokens):
-        state = "superseded"
-    return Entry(
-        draft.path.relative_to(root).as_posix(),
-        state,
-        _bytes(draft.path),
-        tokens=draft.tokens,
-        place_tokens=tokens,
-    )
 
 
 def _bytes(path: Path) -> int:

@@ -18,7 +18,7 @@ from kvsim.core.left_out import whole_shapes
 from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import hidden, move, sync, sync_tree
-from kvsim.store.draft import Group, TokenFile
+from kvsim.store.draft import Group
 from kvsim.store.metadata import decode_document, group_attributes, whole_attributes
 from kvsim.store.place import Folder
 from kvsim.store.projections import move_projections
@@ -87,18 +87,15 @@ def complete(
         ) from error
 
 
-def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:
+def put(group: Group, path: Path, *, overwrite: bool) -> None:
     """Flush a complete trace to disk and move it to `path`, after its output projections.
 
-    file: the tokens of the draft, which are removed. Raises TraceExistsError if something has
-    appeared at `path`, TraceError if the trace is at `path` but perhaps not on disk, and OSError
-    where the disk refuses; the trace then stays where it was.
+    Raises TraceExistsError if something has appeared at `path`, TraceError if the trace is at
+    `path` but perhaps not on disk, and OSError where the disk refuses; the trace then stays where
+    it was.
     """
     group.consolidate()
     sync_tree(group.folder)
-    if file is not None:
-        file.close()
-        file.path.unlink(missing_ok=True)
     move_projections(group.folder, path.parent)
     _rename(group.folder, path, overwrite=overwrite)
 
@@ -154,7 +151,7 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
             f"({error.strerror or error}){kept}; check it with `kvsim verify`"
         ) from error
     if aside.exists():
-        with contextlib.suppress(OSError):  # it stays a draft, which `kvsim traces` lists
+        with contextlib.suppress(OSError):
             remove_trace(aside)
 
 

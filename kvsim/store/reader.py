@@ -260,11 +260,7 @@ def _root_attributes(place: Place) -> dict[str, Any]:
         )
     check_format(attributes, where)
     if attributes.get("complete") is not True:
-        committed = short_repr(attributes.get("committed_tokens", 0))
-        raise TraceError(
-            f"{where} is incomplete ({committed} tokens were "
-            "written), expected a complete trace; `kvsim trace recover` makes one of them"
-        )
+        raise TraceError(f"{where} is incomplete, expected a complete trace; record it again")
     kind = root.get("zarr_format"), root.get("node_type")
     if kind != (3, "group"):
         raise damaged(

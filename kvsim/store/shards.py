@@ -6,9 +6,6 @@ follow each other in order and without gaps, so an index is no more than where e
 
 from __future__ import annotations
 
-import io
-from typing import BinaryIO
-
 import google_crc32c
 import numpy as np
 
@@ -55,20 +52,4 @@ def find_bounds(array: StoredArray, key: str, place: Place) -> Bounds:
     expected = int(bounds[-1]) + size
     require(f"is of {expected} bytes", f"the {total} of the file", valid=expected == total)
     array.bounds[key] = bounds
-    return bounds
-
-
-def scan(array: StoredArray, file: BinaryIO) -> list[int]:
-    """Return the bounds of the whole chunks at the beginning of a shard that has no index yet.
-
-    Each begins with its size (blosc). What is behind the last whole one is ignored.
-    """
-    bounds, size = [0], file.seek(0, io.SEEK_END)
-    while len(bounds) <= array.per_shard:
-        file.seek(bounds[-1])
-        head = file.read(16)
-        end = bounds[-1] + int.from_bytes(head[12:], "little") + 4
-        if end > size or not 20 <= end - bounds[-1] <= array.encoded:
-            break
-        bounds.append(end)
     return bounds

@@ -16,31 +16,24 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import LeftOut, held_parts
-from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
-from kvsim.errors import KvsimError, TraceError, local_path
-from kvsim.files import hidden, unbroken
-from kvsim.schema import AXES, CHUNK, OF_ROWS, SUMS, format_of, is_url
+from kvsim.errors import TraceError, TraceExistsError, local_path
+from kvsim.files import LOCK, hidden, lock, remove_abandoned, unbroken
+from kvsim.schema import AXES, CHUNK, format_of, is_url
 from kvsim.store.chunks import as_numbers
-from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, cut_shape, pos_axis, stored_arrays
-from kvsim.store.metadata import attributes_of
+from kvsim.store.draft import Group
+from kvsim.store.layout import cut_shape, pos_axis, stored_arrays
 from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
 from kvsim.store.remote import check_free, upload
-
-#: Arrays that are not appended position by position; commits do not wait for them.
-LATE = (*DENSE, "o_proj", *PROBE, *SUMS)
 
 
 class TraceWriter:
     """Writer of the trace at `path`.
 
     Use it as a context manager. `path` is not touched before `publish`. Leaving the context without
-    `publish` removes the draft, with two exceptions: a complete draft stays, and one with committed
-    tokens stays after an interrupt, a full disk or an error that is not a KvsimError.
-    `kvsim.store.recover` makes a trace of a draft that stays.
+    `publish` removes what was written; the next writer to `path` removes what a kill has left.
 
     Args:
         path: where the trace is published.
@@ -51,7 +44,6 @@ class TraceWriter:
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
         left_out: rows that are never appended to q, attn_out, lse and gate.
-        projections: `write_projections` will be called; a recovery notes it if they are missing.
         like: a trace in a folder; chunks that are the same in both are stored once, as hard links
             where the file system has them.
         shards: whether arrays with many chunks are sharded; chunks in shards are not linked.
@@ -70,7 +62,6 @@ class TraceWriter:
         newest: bool = False,
         store_dtype: str | None = None,
         overwrite: bool = False,
-        projections: bool = False,
         left_out: LeftOut = None,
         like: Path | None = None,
         shards: bool = True,
@@ -84,23 +75,18 @@ class TraceWriter:
         self._digest, self._left_out = ContentDigest(), left_out
         self._group = Group(self.folder, like)
         self._next: dict[str, list[int]] = {}
-        self._begun = {*shapes, *(["o_proj"] if projections else [])}
-        self._file: TokenFile | None = None
-        self._header: Header | None = None
-        self._so_far: Callable[[Header], Header] | None = None
-        self._committed = 0
-        self._complete = self._refused = False
+        self._kept = ""
         try:
             with self._writing():
+                remove_abandoned(path)
                 self.folder.mkdir(parents=True)
-                self._file = TokenFile(self.folder, wait=True)
+                self._lock = (self.folder / LOCK).open("ab")
+                lock(self._lock, wait=True)
                 arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
                 newest |= any(each.sharded or each.number == "bfloat16" for each in arrays)
                 self._group.set(
                     kvsim_format=format_of(shapes, newest=newest),
                     complete=False,
-                    committed_tokens=0,
-                    arrays=sorted(self._begun),  # a recovery expects them
                     **({} if left_out is None else {"left_out": list(left_out)}),
                 )
                 for each in arrays:
@@ -115,44 +101,15 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # errors of kvsim, except a full disk, are about the model or the numbers
-        usable = error is not None and (self._refused or not isinstance(error, KvsimError))
-        if not self._complete and not (usable and self._committed):
+    def __exit__(self, *_: object) -> None:
+        if not self._kept:
             self._discard()
-            return
-        if self._file is not None:
-            self._file.close()
-        if error is not None and not isinstance(error, KvsimError) and self.folder.exists():
-            error.add_note(self._kept())
 
     def _discard(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        with suppress(OSError, AttributeError):  # interrupted before there is a lock
+            self._lock.close()
         with suppress(OSError):
             remove_trace(self.folder)
-
-    def begin(self, header: Header, so_far: Callable[[Header], Header] | None = None) -> None:
-        """Write the header, so that tokens committed from here on can be recovered.
-
-        May be called again with a newer header; `publish` writes the final one.
-
-        header: the facts so far. so_far: updates it, called whenever tokens are committed.
-        """
-        self._header, self._so_far = header, so_far
-        with self._writing():
-            self._group.set(**self._attributes(header))
-
-    def add_tokens(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
-        """Write the next tokens, and their texts if they have any, before they are committed."""
-        if self._file is None:
-            raise RuntimeError("no draft")
-        with self._writing():
-            self._file.add(ids, texts)
-
-    def _attributes(self, header: Header) -> dict[str, Any]:
-        header = header if self._so_far is None else self._so_far(header)
-        return attributes_of(header, self._group.version)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""
@@ -188,28 +145,12 @@ class TraceWriter:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self.write_layer(name, layer, block, start)
         self._next[name][layer] = start + size
-        if self._header is None:  # nothing could be recovered
-            return
-        committed = min(
-            self._position(name, min(ends)) for name, ends in self._next.items() if name not in LATE
-        )
-        if committed > self._committed:
-            with self._writing():
-                self._group.set(**self._attributes(self._header), committed_tokens=committed)
-                self._committed = committed
-
-    def _position(self, name: str, rows: int) -> int:
-        """The position of the next row of an array that has so many."""
-        first, stop = self._left_out or (0, 0)
-        return rows + stop - first if name in OF_ROWS and rows >= first else rows
 
     def drop(self, name: str) -> None:
         """Remove an array, or projections, that turned out to be unusable."""
         self._next.pop(name, None)
-        self._begun.discard(name)
         self._digest.forget(name)
         with self._writing():
-            self._group.set(arrays=sorted(self._begun))
             self._group.remove(name)
 
     def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
@@ -275,17 +216,14 @@ class TraceWriter:
         """Complete the trace, move it to `path` and return the path.
 
         Raises TraceError if a chunk is missing, and TraceExistsError if something has appeared at
-        `path`; the draft is then kept.
+        `path`; the whole trace then stays in the hidden folder that the error names.
         """
         with self._writing():
             complete(self._group, header, self._digest, tokens, token_text, str(self.path))
-            self._complete = True
-            try:
-                put(self._group, self.path, file=self._file, overwrite=self.overwrite)
-            except TraceError as error:
-                if not self.folder.exists():
-                    raise
-                raise type(error)(f"{error}; {self._kept('--out', 'OTHER')}") from error
+            self._kept = f"the whole trace is {self.folder}, rename it, or "
+            self._lock.close()
+            (self.folder / LOCK).unlink()
+            put(self._group, self.path, overwrite=self.overwrite)
         return self.path
 
     @contextmanager
@@ -294,25 +232,15 @@ class TraceWriter:
         try:
             with unbroken():
                 yield
-        except TraceError:
-            raise
+        except TraceExistsError as error:
+            if not self._kept:
+                raise
+            raise TraceExistsError(f"{error}; {self._kept}remove it") from error
         except OSError as error:
-            self._refused = True
-            kept = self._kept() or "nothing was kept"
             raise TraceError(
-                f"{self.path} cannot be written ({error.strerror or error}), {kept}; "
-                "free some space or give another output path"
+                f"{self.path} cannot be written ({error.strerror or error}); "
+                f"{self._kept}free some space or give another output path"
             ) from error
-
-    def _kept(self, *options: str) -> str:
-        """Return a message: what can be recovered and how; empty if nothing can."""
-        command = recover_command(self.folder, *options)
-        if self._complete:
-            return f"the complete trace is kept, `{command}` moves it into place"
-        if self._committed:
-            count = f"{self._committed} of at most {self.n_pos} tokens"
-            return f"{count} are kept, `{command}` makes a trace of them"
-        return ""
 
 
 def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path | str:

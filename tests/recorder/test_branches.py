@@ -13,7 +13,7 @@ from families import ids
 from kvsim.errors import BudgetError, CaptureError, TraceError
 from kvsim.recorder import Prompt, Turn, capture, capture_many, contexts
 from kvsim.runner.judging import judge
-from kvsim.store import TraceWriter, open_trace, recover, verify
+from kvsim.store import TraceWriter, open_trace, verify
 from kvsim.store import layout as stored_layout
 from kvsim.store.packing import pack
 from live_runs import live_policies
@@ -203,7 +203,7 @@ def test_others_between_prompts_of_a_context(tmp_path):
 
 
 def test_interrupted_capture_resumes(branches, tmp_path, monkeypatch):
-    """What is there stays, its blocks are shared, and the draft of the interrupted one recovers."""
+    """What is there stays, and its blocks are shared."""
     runs, publish = [], TraceWriter.publish
 
     def interrupted(self, *args, **kwargs):
@@ -216,9 +216,6 @@ def test_interrupted_capture_resumes(branches, tmp_path, monkeypatch):
         patched.setattr(TraceWriter, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             recorded(tmp_path)
-    (draft,) = tmp_path.glob(".b.zarr.tmp-*")
-    recover(draft, out=tmp_path / "part.zarr")
-    assert verify(tmp_path / "part.zarr").ok
     before = files(open_trace(tmp_path / "a.zarr"))
 
     traces = recorded(tmp_path, resume=True)

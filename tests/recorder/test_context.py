@@ -7,7 +7,7 @@ import pytest
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, read_prompts
-from kvsim.store import describe, recover, verify
+from kvsim.store import describe, verify
 from small_model import bytes_tokenizer, small
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -133,26 +133,3 @@ def test_lines_of_a_file(tmp_path):
     )
 
     assert [trace.context_len for trace in traces] == [7, 2]
-
-
-def test_context_behind_what_was_recovered(tmp_path):
-    """A cut prompt keeps a context that ends in it, and loses a later one with a note."""
-
-    def interrupt(done, _):
-        if done > 300:
-            raise KeyboardInterrupt
-
-    for name, context in {"early": 200, "late": 280}.items():
-        with pytest.raises(KeyboardInterrupt):
-            capture(
-                *(small(300), None, [1] * 300),
-                context=context,
-                max_new_tokens=10,
-                progress=interrupt,
-                out=tmp_path / name,
-            )
-    early, late = (kvsim.open_trace(recover(tmp_path / name)) for name in ("early", "late"))
-
-    assert early.context_len == 200
-    assert late.context_len is None
-    assert "the context of 280 tokens does not end in what was recovered" in late.meta["notes"]

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsim
 from families import FAMILIES, Family
-from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.recorder import generation, hooks
 
@@ -188,23 +187,6 @@ def test_a_model_that_forgets_its_state_runs_in_one_piece(monkeypatch):
     assert "Qwen3NextForCausalLM starts from empty states" in trace.meta["notes"][0]
     with pytest.raises(CaptureError, match="starts from empty states in a forward of several rows"):
         recorded(model, chunk=90)
-
-
-def test_chunks_before_an_interrupt_are_recovered(tmp_path):
-    """What is recovered is the prompt up to the last complete chunk."""
-
-    def stop(done, _):
-        if done >= 512:
-            raise KeyboardInterrupt
-
-    model, out = FAMILIES["llama"].build("sdpa"), tmp_path / "a.zarr"
-    with pytest.raises(KeyboardInterrupt):
-        recorded(model, 800, chunk=256, out=out, progress=stop)
-
-    trace = kvsim.open_trace(store.recover(out))
-
-    assert (trace.n_pos, trace.prompt_len) == (512, 512)
-    assert store.verify(trace.path, deep=True).ok
 
 
 @pytest.mark.parametrize("name", ["llama, sdpa", "mistral, sdpa", "gemma3, sdpa"])

@@ -8,12 +8,11 @@ import pytest
 import torch
 from interrupted_captures import ids
 
-import kvsim
 from kvsim.cli import app
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder.modules import attention_modules
-from kvsim.store import describe, recover, verify
+from kvsim.store import describe, verify
 from kvsim.studies.language.tasks import prompts as pages
 from small_model import small, words_tokenizer
 
@@ -134,24 +133,6 @@ def test_logits_that_are_not_finite_are_refused(row, value):
         with pytest.raises(CaptureError, match=message) as caught:
             capture(broken(row, float(value)), None, [1, 2], **options)
         assert "\n" not in str(caught.value)
-
-
-def test_a_killed_capture_keeps_part_of_the_response(tmp_path, monkeypatch):
-    """Recovery gives the prompt and the committed part; likelihoods are known at the end alone."""
-    from kvsim.recorder.session import Session
-
-    def broken(self, tokens, ended):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "_final_header", broken)
-    with pytest.raises(KeyboardInterrupt):
-        capture(small(), None, ids(300), response=ids(560)[300:], out=tmp_path / "a.zarr")
-
-    trace = kvsim.open_trace(recover(tmp_path / "a.zarr"))
-    assert trace.prompt_len == 300
-    assert trace.tokens.tolist() == ids(560)[: trace.n_pos]
-    assert trace.response_logprobs == ()
-    assert trace.meta["generation"]["stopped"] == "interrupted"
 
 
 def test_info_shows_the_likelihood(tmp_path, capsys):

@@ -270,7 +270,6 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
         ("stop", ", ended by a stop string)"),
         ("length", ", cut by --max-new-tokens)"),
         ("context", ", cut by the context)"),
-        ("interrupted", ", interrupted)"),
     ],
 )
 def test_info_says_what_ended_the_response(ended, said, run, folder):
@@ -282,17 +281,6 @@ def test_info_says_what_ended_the_response(ended, said, run, folder):
     _, text, _ = run("info", folder / "b.zarr")
 
     assert f"8 tokens (prompt 2, response 6{said}" in text
-
-
-def test_a_recovered_trace_is_no_whole_one(folder, runs):
-    """What was recovered of a killed capture does not pass for the capture that was asked for."""
-    change = {"stopped": "interrupted"}
-    edit_header(folder / "b.zarr", lambda found: found["meta"]["generation"].update(change))
-    reseal_folder(folder / "b.zarr")
-
-    with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
-        capture_many(four_layers(), words_tokenizer(), MANY, folder, resume=True, **SAME)
-    assert runs == []
 
 
 def test_saving_a_model_makes_it_no_other_one(tmp_path):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.errors import CaptureError, TraceError
+from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.options import Options
-from kvsim.store import TraceWriter, find_drafts, open_trace, recover, verify
+from kvsim.store import open_trace, verify
 from small_model import small
 
 PROMPT, RESPONSE = 700, 100
@@ -92,40 +92,3 @@ def test_a_capture_of_other_rows_is_not_kept(tmp_path):
 
     with pytest.raises(CaptureError, match=r"the rows left out are \(256, 512\), expected None"):
         record(tmp_path / "few.zarr", resume=True)
-
-
-def test_a_killed_capture_is_recovered(tmp_path):
-    """Behind the rows left out, the committed tokens make a compact trace."""
-
-    def stop(done, total):
-        if done == PROMPT + 80:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "a.zarr", rows="response+64", progress=stop)
-    (draft,) = find_drafts(tmp_path)
-    found = open_trace(recover(tmp_path / "a.zarr"))
-
-    assert draft.tokens == found.n_pos == 768
-    assert found.left_out == LEFT_OUT
-    assert verify(found.path, deep=True).ok
-    expected = whole(tmp_path)
-    assert torch.equal(found.read("q", pos=slice(512, 768)), expected.q[:, :, 512:768])
-
-
-def test_a_capture_killed_within_the_rows_left_out_is_refused(tmp_path, monkeypatch):
-    """One line says that no row behind them is there, and how to remove the draft."""
-    append = TraceWriter.append
-
-    def stop(self, name, layer, block):
-        append(self, name, layer, block)
-        if self._committed == 512:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(TraceWriter, "append", stop)
-    with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "a.zarr", rows="response+64")
-    monkeypatch.undo()
-
-    with pytest.raises(TraceError, match=r"rows 256 to 511 are left out .*only 512 tokens"):
-        recover(tmp_path / "a.zarr")

@@ -14,7 +14,6 @@ from kvsim import store
 from kvsim.analysis.table import choose
 from kvsim.errors import CaptureError, NeedsError, PolicyError, TraceError
 from kvsim.recorder.hooks import intercepting
-from kvsim.store.packing import pack
 
 IDS = [(7 * i * i + 3 * i) % 64 for i in range(60)]
 
@@ -169,25 +168,3 @@ def test_sizes_that_do_not_fit_the_arrays_are_refused(sizes):
         kvsim.Trace.from_arrays(
             **arrays, prompt_len=60, rope=trace.ropes, formulas=trace.formulas, sizes=sizes
         )
-
-
-def test_an_interrupted_capture_is_recovered_with_its_sizes(tmp_path):
-    """Its tokens so far are a trace like any other, and a packed one is the same."""
-
-    def stop(done, _):
-        if done > 4:
-            raise KeyboardInterrupt
-
-    prompt, out = IDS * 5, tmp_path / "a.zarr"
-    with pytest.raises(KeyboardInterrupt):
-        kvsim.capture(sized("llama"), None, prompt, max_new_tokens=40, out=out, progress=stop)
-    (draft,) = tmp_path.glob(".a.zarr.tmp*")
-    store.recover(draft)
-    trace = kvsim.open_trace(out)
-
-    assert (trace.sizes, trace.n_pos) == (SIZES["llama"], 256)
-    assert store.verify(out, deep=True).ok
-    whole = kvsim.capture(sized("llama"), None, prompt, max_new_tokens=0)
-    assert torch.equal(of_layer(trace, "k", 1), of_layer(whole, "k", 1)[:, :256])
-    packed = kvsim.open_trace(pack(out, tmp_path / "a.zip"))
-    assert (packed.sizes, packed.digest) == (trace.sizes, trace.digest)

@@ -11,7 +11,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, load_model, read_prompts
 from kvsim.recorder.spans import located
-from kvsim.store import describe, recover
+from kvsim.store import describe
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from small_model import bytes_tokenizer, small, words_tokenizer
@@ -96,28 +96,6 @@ def test_resume_compares_the_needle(tmp_path):
     assert capture(model, tokenizer, "w1 w2", needle="w1", **again).path == out
     with pytest.raises(CaptureError, match=r"needle is at tokens \(\(0, 1\),\), expected \(\(1, 2"):
         capture(model, tokenizer, "w1 w2", needle="w2", **again)
-
-
-def test_spans_of_a_cut_prompt_are_recovered_as_far_as_it_goes(tmp_path):
-    """What lies behind the recovered prompt is left out, with a note."""
-
-    def interrupt(done, _):
-        if done > 300:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        capture(
-            *(small(), None, [1] * 300),
-            needle=[[10, 20], [250, 260]],
-            max_new_tokens=10,
-            progress=interrupt,
-            out=tmp_path / "a.zarr",
-        )
-
-    trace = kvsim.open_trace(recover(tmp_path / "a.zarr"))
-    assert trace.prompt_len == 256
-    assert trace.spans == {"needle": ((10, 20),)}
-    assert "spans behind the recovered prompt were left out" in trace.meta["notes"]
 
 
 def test_numeric_labels_are_columns_only_where_they_are(tmp_path):

@@ -164,7 +164,7 @@ def test_a_trace_of_other_turns_is_not_kept(turns, message, tmp_path):
 
 
 def test_turns_without_labels_of_their_own_have_those_of_the_prompt():
-    """An interrupted capture, and arrays of one's own, say nothing of each turn."""
+    """Arrays of one's own say nothing of each turn."""
     trace = capture(labels={"task": "get"}, max_new_tokens=3)
     meta = {name: value for name, value in trace.meta.items() if name != "turns"}
 

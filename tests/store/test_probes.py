@@ -11,9 +11,8 @@ from kvsim.core.probe import Chunk
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture
 from kvsim.recorder.repetition import repetition
-from kvsim.store import describe, find_drafts, open_trace, recover, verify
+from kvsim.store import describe, open_trace, verify
 from kvsim.store.packing import pack
-from kvsim.store.writer import TraceWriter
 from small_model import small, words_tokenizer
 
 CONTEXT, PROMPT, NEW = 50, 56, 6
@@ -104,31 +103,6 @@ def test_a_request_is_what_the_tokenizer_knows():
     assert text(plain) == first + later + "e quick \nbrown fox"
     chat = text(repetition(context, Words(), chat=True))
     assert chat == "\n\nRepeat the previous context exactly.<end><bot>the quick brown fox"
-
-
-@pytest.mark.parametrize("name", ["probe_q", "probe_k"])
-def test_an_interrupt_leaves_no_half_a_probe(tmp_path, monkeypatch, name):
-    """Whatever of the probe is written, a recovery has the whole text and no probe, and says so."""
-    write = TraceWriter.write_layer
-
-    def stopped(self, array, layer, values, start=0):
-        write(self, array, layer, values, start)
-        if (array, layer) == (name, 1):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(TraceWriter, "write_layer", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "a.zarr")
-    assert not (tmp_path / "a.zarr").exists()
-    (left,) = find_drafts(tmp_path)
-
-    trace = open_trace(recover(left.path))
-
-    assert trace.n_pos == PROMPT + NEW
-    assert trace.header.probe is None
-    assert not trace.has("probe_q")
-    assert "recovered without probe_q, which was not complete" in trace.meta["notes"]
-    assert verify(trace.path).ok
 
 
 def edited(path, change):

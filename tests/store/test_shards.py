@@ -1,6 +1,5 @@
 """Sharded traces: a file for each layer of an array, of which parts are read."""
 
-import errno
 import json
 import os
 import re
@@ -21,8 +20,7 @@ import zarr
 from damage import assign, edit, edit_header
 from kvsim.errors import TraceError
 from kvsim.schema import NEWEST_VERSION
-from kvsim.store import describe, layout, open_trace, packing, recover, verify
-from kvsim.store.draft import Group
+from kvsim.store import describe, layout, open_trace, packing, verify
 from kvsim.store.layout import StoredArray, can_be_sharded, to_shard
 from kvsim.store.packing import pack, unpack
 from kvsim.store.place import Folder
@@ -429,125 +427,3 @@ def test_sharding_belongs_to_version_5(stored):
         open_trace(stored)
     with pytest.raises(TraceError, match=r"q has chunk_grid\.\S+\.2 512, expected 768"):
         open_trace(other)
-
-
-class Torn:
-    """A disk that refuses a write after the first `room` ones, once half of it is there."""
-
-    def __init__(self, monkeypatch, room):
-        self.room, self.written, put = room, 0, Group._put
-
-        def put_or_tear(group, key, *parts, start=None):
-            self.written += 1
-            if self.written > self.room:
-                whole = b"".join(parts)
-                if start is not None:
-                    put(group, key, whole[: len(whole) // 2], start=start)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            put(group, key, *parts, start=start)
-
-        monkeypatch.setattr(Group, "_put", put_or_tear)
-
-
-def record(path):
-    """Write a trace as a capture does, block after block."""
-    trace, names = random_trace(layers=1, n=N, prompt_len=10), ("q", "k", "v")
-    shapes = {name: tuple(trace.read(name).shape) for name in names}
-    with TraceWriter(
-        path, shapes=shapes, source_dtypes=dict.fromkeys(names, "float32"), layer_ids=(0,)
-    ) as writer:
-        writer.begin(trace.header)
-        writer.add_tokens([*range(N)], None)
-        for start in range(0, N, 256):
-            for name in names:
-                writer.append(name, 0, trace.read(name)[0][:, start : start + 256])
-        writer.publish(trace.header, tokens=np.arange(N))
-
-
-@pytest.fixture
-def writes(sharding, tmp_path):
-    """The number of writes of a recording."""
-    with pytest.MonkeyPatch.context() as patch:
-        free = Torn(patch, 10**6)
-        record(tmp_path / "free.zarr")
-    return free.written
-
-
-def check_recovered(path):
-    """The number of tokens of a recovered trace, which is a prefix of the recording."""
-    trace, whole = open_trace(path), random_trace(layers=1, n=N, prompt_len=10)
-    assert verify(path).ok
-    for name in "qkv":
-        assert torch.equal(trace.read(name), whole.read(name)[:, :, : trace.n_pos])
-    return trace.n_pos
-
-
-def test_a_write_that_is_torn_loses_nothing_that_was_committed(writes, tmp_path):
-    """Whichever write stops halfway, recovery makes a trace of all blocks before it."""
-    kept = []
-    for room in range(writes):
-        path = tmp_path / str(room) / "a.zarr"
-        path.parent.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            Torn(patch, room)
-            with pytest.raises(TraceError, match="No space left on device") as caught:
-                record(path)
-        if "nothing was kept" in str(caught.value):
-            assert not [*path.parent.iterdir()]
-            kept.append(0)
-            continue
-        (left,) = path.parent.iterdir()
-        assert f"`kvsim trace recover {left}`" in str(caught.value)
-        kept.append(check_recovered(recover(path)))
-
-    assert sorted(set(kept)) == [0, 256, 512, 600]
-    assert kept == sorted(kept)
-
-
-def test_a_recovery_that_is_torn_can_be_repeated(writes, tmp_path):
-    """Whichever write of a recovery stops halfway, the next one makes the same trace."""
-    with pytest.MonkeyPatch.context() as patch:
-        Torn(patch, 14)
-        with pytest.raises(TraceError, match="256 of at most 600 tokens are kept"):
-            record(tmp_path / "a.zarr")
-    (left,) = tmp_path.glob(".a.zarr.tmp-*")
-    with (left / "k/c/0/0/0/0").open("ab") as file:
-        file.write(b"part of the next chunk")
-    for room in range(100):
-        path = tmp_path / str(room) / "a.zarr"
-        shutil.copytree(left, path.parent / left.name)
-        with pytest.MonkeyPatch.context() as patch:
-            torn, told = Torn(patch, room), ""
-            try:
-                recover(path)
-            except TraceError as error:
-                told = str(error)
-        if torn.written > room:
-            assert f"run `kvsim trace recover {path.parent / left.name}` again" in told
-            recover(path)
-        assert check_recovered(path) == 256
-        if torn.written <= room:
-            break
-
-    assert 8 < room < 100
-
-
-def test_a_damaged_chunk_of_a_draft_is_an_error(writes, tmp_path):
-    """A chunk that a crash of the system has damaged is named, and nothing is published."""
-    with pytest.MonkeyPatch.context() as patch:
-        Torn(patch, writes - 2)
-        with pytest.raises(TraceError, match="are kept"):
-            record(tmp_path / "a.zarr")
-    (left,) = tmp_path.glob(".a.zarr.tmp-*")
-    file = left / "v/c/0/0/0/0"
-    data = bytearray(file.read_bytes())
-    data[40] ^= 1
-    file.write_bytes(data)
-
-    with pytest.raises(TraceError, match="chunk c/0/0/0/0 of v is damaged"):
-        recover(tmp_path / "a.zarr")
-    file.write_bytes(data[:50])
-    with pytest.raises(TraceError, match="v has 0 of 3 chunks"):
-        recover(tmp_path / "a.zarr")
-
-    assert not (tmp_path / "a.zarr").exists()

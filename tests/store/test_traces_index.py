@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import zipfile
-from contextlib import closing
 from dataclasses import asdict
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 from damage import edit
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceExistsError
 from kvsim.schema import NEWEST_VERSION
-from kvsim.store import describe, open_trace, recover, verify
-from kvsim.store.draft import TokenFile
+from kvsim.store import describe
 from kvsim.store.index import index
 from kvsim.store.packing import pack
 from mutations import reseal_folder
@@ -58,13 +55,7 @@ def made(tmp_path_factory):
     (folder / "store" / "zarr.json").write_text('{"attributes": {}}')
     for name, change in DAMAGE.items():
         change(make(folder / "bad" / f"{name}.zarr"))
-    draft = make(folder / "b" / "x.zarr")
-    edit(
-        draft / "zarr.json",
-        lambda d: d.update(attributes={"kvsim_format": 1, "committed_tokens": 256}),
-    )
-    draft.rename(folder / "b" / ".x.zarr.tmp-12-000000ab")
-    (folder / ".y.zarr.tmp-13-000000cd").mkdir()
+    make(folder / "b" / "x.zarr").rename(folder / "b" / ".x.zarr.tmp-12-000000ab")
     (folder / "run").mkdir()
     (folder / "run" / "run.json").write_text("{}")
     make(folder / "run" / "records.zarr")
@@ -101,7 +92,7 @@ REASONS = {
     "chunkless.zarr": ": v has 1 of 2 chunks, the first missing is c/1/0/0/0, expected all; ",
     "cut.zarr": ": zarr.json is not readable (",
     "cut.zarr.zip": " is not a usable packed trace (",
-    "early.zarr": " is incomplete (7 tokens were written), expected a complete trace; ",
+    "early.zarr": " is incomplete, expected a complete trace; ",
     "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
     "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format, expected ",
     "headless.zarr": ": attribute prompt_len is None, which ",
@@ -129,16 +120,14 @@ def test_whole_traces_are_as_they_describe_themselves(made):
 
 
 def test_the_others_say_what_is_wrong(made):
-    """What cannot be opened has its reason, what is unfinished its tokens, and runs are none."""
+    """What cannot be opened has its reason, and runs and hidden folders are left out."""
     found = index(made)
 
     broken = {one.path: one.reason for one in found if one.state == "broken"}
-    drafts = {one.path: one.tokens for one in found if one.state == "unfinished"}
 
     assert broken.keys() == {f"bad/{name}" for name in REASONS}
     for name, reason in REASONS.items():
         assert broken[f"bad/{name}"].startswith(f"bad/{name}{reason}")
-    assert drafts == {"b/.x.zarr.tmp-12-000000ab": 256, ".y.zarr.tmp-13-000000cd": 0}
     assert [one.path for one in found] == sorted(one.path for one in found)
 
 
@@ -178,7 +167,7 @@ def test_no_queries_keys_or_values_are_read(made):
     assert chunks == {"layer/c/0", "/plain/layer/c/0"}
     rest = {path.split("/")[-1] for path in files if "/c/" not in path}
     packed = {"packed.zarr.zip", "plain.zip", "cut.zarr.zip", "other.zip"}
-    assert rest == {"zarr.json", "draft.jsonl", ".lock", *packed}
+    assert rest == {"zarr.json", *packed}
     assert not [path for path in files if "/run/" in path]
 
 
@@ -231,97 +220,10 @@ def test_the_table(run, made):
     assert lines[4][:-1] == ["bare.zarr", "-", "-", "-", "-", "-", "20", "5", "2"]
     for name, reason in REASONS.items():
         assert f"\ncannot be opened: bad/{name}{reason}" in text
-    draft = made / "b" / ".x.zarr.tmp-12-000000ab"
-    said = f"unfinished, 256 tokens are on disk; kvsim trace recover {draft}\n"
-    assert f"b/.x.zarr.tmp-12-000000ab: {said}" in text
-    discard = f"kvsim trace discard {made}/.y.zarr.tmp-13-000000cd removes it\n"
-    empty = f"unfinished, without tokens; {discard}"
-    assert f".y.zarr.tmp-13-000000cd: {empty}" in text
     size = sum(one.bytes for one in index(made) if one.state == "whole") / 1e6
     assert text.splitlines()[-1] == (
-        f"6 traces in {made}, 400 tokens, {size:.1f} MB, 2 of 3 answers right, "
-        "9 cannot be opened, 2 unfinished"
+        f"6 traces in {made}, 400 tokens, {size:.1f} MB, 2 of 3 answers right, 9 cannot be opened"
     )
-
-
-def test_an_interrupted_trace_is_marked(run, tmp_path):
-    """Where a trace was recovered, the table says why responses ended, and the last line so."""
-    make(tmp_path / "a.zarr", generation={"stopped": "interrupted"})
-    make(tmp_path / "b.zarr", generation={"stopped": "eos"})
-    make(tmp_path / "c.zarr")
-
-    _, text, _ = run("traces", tmp_path)
-
-    lines = [line.split() for line in text.splitlines()]
-    assert lines[0][:4] == ["trace", "model", "answer", "stopped"]
-    assert [line[:4] for line in lines[1:4]] == [
-        ["a.zarr", "-", "-", "interrupted"],
-        ["b.zarr", "-", "-", "eos"],
-        ["c.zarr", "-", "-", "-"],
-    ]
-    assert text.endswith(" MB, 1 interrupted\n")
-    assert [one.stopped for one in index(tmp_path)] == ["interrupted", "eos", None]
-
-
-def draft(trace, name, tokens):
-    """A copy of a trace under a hidden name that has so many committed tokens."""
-    copy = shutil.copytree(trace, trace.parent / name)
-    attributes(complete=None, committed_tokens=tokens)(copy)
-    return copy
-
-
-def test_drafts_whose_place_is_taken(run, tmp_path):
-    """With a trace of as many tokens there they are superseded, with fewer they are not."""
-    trace = make(tmp_path / "a.zarr", n=300)
-    fewer = draft(trace, ".a.zarr.tmp-1-000000ab", 256)
-    more = draft(trace, ".a.zarr.tmp-2-000000ab", 512)
-    aside = draft(trace, ".a.zarr.old-3-000000ab", 300)
-    alone = draft(trace, ".b.zarr.old-4-000000ab", 300)
-
-    _, text, _ = run("traces", tmp_path)
-
-    there = "a trace of 300 tokens is at its path"
-    unfinished = f"unfinished, 512 tokens are on disk, {there}"
-    assert text.splitlines()[3:] == [
-        f"{aside.name}: 300 tokens, superseded: {there}; kvsim trace discard {aside} removes it",
-        f"{fewer.name}: 256 tokens, superseded: {there}; kvsim trace discard {fewer} removes it",
-        f"{more.name}: {unfinished}; kvsim trace recover {more} --out OTHER",
-        f"{alone.name}: was set aside for another trace; kvsim trace recover {alone} moves it back",
-        text.splitlines()[-1],
-    ]
-    assert text.endswith(" MB, 1 unfinished, 1 set aside, 2 superseded\n")
-    (trace / "v" / "c" / "0" / "0" / "0" / "0").unlink()
-    assert "superseded" not in {one.state for one in index(tmp_path)}
-
-
-def test_drafts_are_discarded(run, tmp_path):
-    """The hidden folder is removed and nothing else, unless somebody writes it."""
-    trace = make(tmp_path / "a.zarr", n=300)
-    left = draft(trace, ".a.zarr.tmp-1-000000ab", 256)
-    with closing(TokenFile(left, wait=True)):
-        status, out, error = run("trace", "discard", left)
-        assert (status, out, error.count("\n")) == (2, "", 1)
-        assert "is being written" in error
-
-    assert run("trace", "discard", trace) == (0, f"removed {left} (256 tokens)\n", "")
-
-    assert [one.state for one in index(tmp_path)] == ["whole"]
-    assert verify(trace).ok
-    for given in (trace, left):
-        status, out, error = run("trace", "discard", given)
-        assert (status, out, error.count("\n")) == (2, "", 1)
-
-
-def test_recovery_says_what_it_would_replace(tmp_path):
-    """Without leave to overwrite, the error has the tokens of both, and nothing is changed."""
-    trace = make(tmp_path / "a.zarr", n=300)
-    left = draft(trace, ".a.zarr.tmp-1-000000ab", 256)
-
-    with pytest.raises(TraceExistsError, match=r"would replace its 300 tokens by the 256 of"):
-        recover(left)
-
-    assert open_trace(trace).n_pos == 300
-    assert left.is_dir()
 
 
 def test_json(run, made):
@@ -361,9 +263,6 @@ LOCAL = [
     ("trace", "pack", "sample", "--out", "URL"),
     ("trace", "unpack", "URL"),
     ("trace", "unpack", "a.zarr.zip", "--out", "URL"),
-    ("trace", "recover", "URL"),
-    ("trace", "recover", "a.zarr", "--out", "URL"),
-    ("trace", "discard", "URL"),
     ("replay", "sample", "--policy", "tova", "--budget", "32", "--out", "URL"),
     ("report", "sample", "--out", "URL"),
     ("plot", "mass_curve", "sample", "--out", "URL"),
@@ -393,7 +292,6 @@ def test_names_and_labels_are_text(run, tmp_path):
     evil = "x\x1b[31m\nerror: y"
     make(tmp_path / "a\x1b\n.zarr", labels={"task": evil}, model={"name": evil})
     (tmp_path / "b\x1b\n.zarr").mkdir()
-    (tmp_path / ".c\x1b\n.zarr.tmp-1-0000000a").mkdir()
 
     _, text, _ = run("traces", tmp_path)
 
