@@ -2,24 +2,16 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import kvsim
 from kvsim import plots
-from kvsim.analysis import axes
-from kvsim.analysis.attention.sparsity import attention_sparsity
-from kvsim.analysis.attention.windows import attention_gaps, head_table, last_needed, window_overlap
 from kvsim.analysis.kept.states import (
-    head_course,
-    kept_positions,
-    longest_gaps,
     strips_after,
     token_states,
 )
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import PolicyError
-from kvsim.studies.segments.segmentation import cut_table, segmented
 from traces import random_trace
 
 #: What draws or computes of a layer of a trace and a record, by name.
@@ -39,23 +31,6 @@ OF_LAYER = {
     "retention_lift": retention_lift,
 }
 OF_HEAD = [name for name in OF_LAYER if name not in ("lift_bars", "retention_lift")]
-#: What computes of a layer of a trace alone.
-OF_TRACE = {
-    "window_overlap": lambda trace, layer: window_overlap(trace, layer, window=8),
-    "attention_gaps": attention_gaps,
-    "attention_sparsity": attention_sparsity,
-    "head_table": head_table,
-    "last_needed": lambda trace, layer: last_needed(trace, layer, 0, least=0.1),
-    "overlap_curves": lambda trace, layer: plots.overlap_curves(trace, layers=[layer], window=8),
-}
-#: What computes of a record alone.
-OF_RECORD = {
-    "head_course": head_course,
-    "kept_positions": lambda record, layer, head: kept_positions(record, layer, head, 40),
-    "longest_gaps": lambda record, layer, head: longest_gaps(record, layer, head, np.array([40])),
-    "segmented": segmented,
-    "cut_table": cut_table,
-}
 
 
 @pytest.fixture(scope="module")
@@ -109,45 +84,3 @@ def test_minus_one_is_the_last_layer_and_head(trace, record, name):
         assert "layer 1" in found.get_suptitle()
     else:
         assert repr(found) == repr(expected)
-
-
-@pytest.mark.parametrize("name", OF_TRACE)
-def test_attention_of_a_layer_checks_it(trace, name):
-    """A missing layer is an error, and -1 is the last one."""
-    with pytest.raises(PolicyError, match="layer is 99; small has layers 0 to 1"):
-        OF_TRACE[name](trace, 99)
-
-    found, expected = OF_TRACE[name](trace, -1), OF_TRACE[name](trace, 1)
-    if hasattr(found, "get_suptitle"):
-        assert found.get_suptitle() == expected.get_suptitle()
-    else:
-        assert repr(found) == repr(expected)
-
-
-@pytest.mark.parametrize("name", OF_RECORD)
-def test_records_alone_check_layer_and_head(record, name):
-    """Both errors name the record."""
-    with pytest.raises(PolicyError, match=r"layer is 2; the record of .* has layers 0, 1;"):
-        OF_RECORD[name](record, 2, 0)
-    with pytest.raises(PolicyError, match=r"head is 2; the record of .* has heads 0 to 1"):
-        OF_RECORD[name](record, 0, 2)
-
-
-def test_lift_checks_heads_of_the_record(trace, record):
-    """A head that is not there is no IndexError."""
-    with pytest.raises(PolicyError, match="head is 7; the record of"):
-        plots.lift_bars(trace, record, heads=[0, 7])
-
-
-@pytest.mark.parametrize("name", ["retention_map", "bursts", "middle_coverage", "position_density"])
-def test_figures_without_a_record_are_an_error(trace, name):
-    """No record leaves nothing to draw."""
-    with pytest.raises(PolicyError, match="no records were given"):
-        getattr(plots, name)(trace, [])
-
-
-def test_nothing_has_no_index():
-    """Neither the first nor the last of no things exists."""
-    for index in (0, -1):
-        with pytest.raises(PolicyError, match="x has no heads"):
-            axes.checked_index("head", index, 0, "x")

@@ -1,7 +1,6 @@
 """Bursts of evicted entries against plain loops, every arrangement, and cases done by hand."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -71,25 +70,3 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
         chance = getattr(found, f"{name}_chance")
         everywhere = getattr(found, name).mean(-2, keepdims=True)
         np.testing.assert_allclose(chance, np.broadcast_to(everywhere, chance.shape), rtol=1e-12)
-
-
-def test_chance_is_known_for_long_texts():
-    """Against whole numbers of any size, where factorials leave the range of floats."""
-    last = np.full((1, 20000), 19999, np.int32)
-    last[0, :100] = NEVER
-
-    found = dropped_bursts(last, lengths=(128,))
-
-    ways = math.comb(20000, 100)
-    gap = [math.comb(20000 - length - 1, 99) for length in range(128, 19901)]
-    inside = sum(length * n for length, n in enumerate(gap, 128)) * 101
-    assert found.shares_chance[0, 0, 0] == pytest.approx(inside / ways / 19900, rel=1e-8)
-    assert found.mean_chance[0, 0] == pytest.approx(20001 / 101)
-
-
-def test_without_an_event_there_is_nothing_to_count():
-    """Shapes stay those of no events, and so does a text shorter than a window."""
-    last = np.full((2, 9), NEVER, np.int32)
-
-    assert dropped_bursts(last).runs.shape == (2, 0)
-    assert dropped_bursts(last).shares_chance.shape == (4, 2, 0)

@@ -14,7 +14,7 @@ from scipy import stats
 import kvsim
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.significance import FEWEST, few, holm, sign_flip
+from kvsim.analysis.significance import holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.analysis.table import COLUMNS as OF_TABLE
 from kvsim.errors import PolicyError
@@ -33,27 +33,6 @@ def table(values, metric="output_error", budget=64, traces=None, **more):
             row |= {"interval": 32, "prefill": True, "budget": budget, "value": value}
             rows.append(row | facts(policy) | more)
     return pl.DataFrame(rows, schema=OF_TABLE)
-
-
-def test_the_range_of_few_prompts_misses_as_often_as_said():
-    """Counted over all sides of the median that prompts can lie on; silent for one and for many."""
-    for prompts in range(2, FEWEST):
-        sides = [*itertools.product((False, True), repeat=prompts)]
-        missed = sum(all(each) or not any(each) for each in sides) / len(sides)
-        assert f"{prompts} prompts" in few(prompts)
-        assert f"in {missed:.0%} of cases" in few(prompts)
-    assert few(1) == few(FEWEST) == few(100) == ""
-
-
-def test_results_whose_rows_see_more_entries_are_flagged():
-    """Over 5 % more than another ranked policy at the budget; references are no yardstick."""
-    values = {"tova": [0.1], "ams": [0.1], "h2o": [0.1], "full": [0.1], "oracle": [0.1]}
-    seen = {"tova": [100], "ams": [105.1], "h2o": [104.9], "full": [900], "oracle": [50]}
-    both = pl.concat([table(values), table(seen, "entries_seen")])
-
-    rows = compare(both).table
-
-    assert rows.filter(pl.col("unfair"))["policy"].to_list() == ["ams"]
 
 
 @pytest.fixture(scope="module")
@@ -232,31 +211,6 @@ def test_higher_is_better_where_the_metric_says_so():
     assert rows["smallest"].to_list() == [True, False]
 
 
-def test_few_prompts_decide_nothing(real):
-    """There is a ranking and no interval, set, bound or needed number."""
-    for count in (1, 5):
-        some = real.filter(pl.col("trace").is_in([f"t{place}" for place in range(count)]))
-        comparison = compare(some, target=10.0, against="tova")
-
-        for name in ("low", "p_best", "could_be_best", "worse_by", "rank_low", "smallest"):
-            assert comparison.table[name].count() == 0, name
-        assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
-        assert all(not verdict.best for verdict in comparison.verdicts)
-
-
-def test_equal_values_are_equal():
-    """Where budgets bind neither policy, both are the best, and nothing is needed."""
-    values = [0.1, 0.2, 0.15, 0.3, 0.1, 0.2, 0.4]
-    comparison = compare(table({"tova": values, "h2o": values}), against="h2o")
-
-    assert comparison.table["verdict"].to_list() == ["equal", None]
-    assert comparison.table["rank"].to_list() == [1, 1]
-    assert comparison.table["leads"].to_list() == [7, 7]
-    assert comparison.table["worse_by"].to_list() == [0, 0]
-    (verdict,) = comparison.verdicts
-    assert (verdict.equal, verdict.best, verdict.needed) == (True, ["tova", "h2o"], None)
-
-
 @pytest.mark.parametrize("metric", ["output_error", "retained_mass"])
 def test_rounding_leads_on_no_prompt_and_decides_nothing(metric):
     """Values of one set, added up in another order, are equal; a thousandth is a difference."""
@@ -296,21 +250,6 @@ def test_a_budget_is_judged_by_itself():
         "random is left out at budget 64: its value is missing on t10, t11, t4 and 5 more"
     )
     assert joined["could_be_best"].to_list() == [True, True, False]
-
-
-def test_prompts_are_in_no_order():
-    """The outcome is the same for any order of rows and of prompts."""
-    rng = np.random.default_rng(5)
-    given = table({name: rng.gamma(2, 0.1, 16) for name in ("tova", "h2o", "snapkv")})
-    shuffled = given.sample(fraction=1, shuffle=True, seed=1)
-    columns = ["policy", "p_best", "worse_by"]
-
-    assert (
-        compare(given)
-        .table.select(columns)
-        .sort("policy")
-        .equals(compare(shuffled).table.select(columns).sort("policy"))
-    )
 
 
 def test_a_margin_is_a_share_or_a_number_in_the_unit():
@@ -357,44 +296,6 @@ def test_means_are_over_shared_prompts():
         compare(pl.concat([table({"tova": [1.0]}), other]))
 
 
-def test_different_schedules_are_flagged():
-    """A remark names the policies by the rows after which they evicted."""
-    rare = table({"h2o": [2.0, 3.0]}, interval=128, prefill=False)
-    comparison = compare(pl.concat([table({"tova": [1.0, 2.0]}), rare]))
-
-    assert any(
-        "tova after the prompt, every 32 rows; h2o after every 128 rows" in remark
-        for remark in comparison.remarks
-    )
-
-
-@pytest.mark.parametrize(("prompts", "decided"), [(2, False), (5, False), (6, True)])
-def test_few_prompts_have_no_bound(prompts, decided):
-    """However far the values are from the target, fewer than 6 prompts decide no budget."""
-    rows = compare(table({"tova": [0.1 + 0.001 * x for x in range(prompts)]}), target=9.0).table
-
-    for name in ("bound", "meets", "smallest", "low"):
-        assert (rows[name].count() > 0) is decided, name
-    if decided:
-        ends = stats.ttest_1samp([0.1 + 0.001 * x for x in range(6)], 0).confidence_interval()
-        assert rows["bound"][0] == pytest.approx(ends.high)
-        assert rows["smallest"].to_list() == [True]
-
-
-def test_a_larger_budget_that_fails_stops_the_search():
-    """A budget is enough only if all larger ones are, so chance at a small one does not count."""
-    rng = np.random.default_rng(7)
-    parts = [
-        table({"tova": mean + 0.01 * rng.normal(size=8)}, budget=budget)
-        for budget, mean in ((32, 0.1), (64, 0.5), (128, 0.1), (256, 0.1))
-    ]
-    rows = compare(pl.concat(parts), target=0.2).table
-
-    assert rows["requested"].to_list() == ["32", "64", "128", "256"]
-    assert rows["meets"].to_list() == [False, False, True, True]
-    assert rows["smallest"].to_list() == [False, False, True, False]
-
-
 def test_what_cannot_be_compared_is_refused(real):
     """A metric without a direction or values, an unknown policy; the message says what there is."""
     with pytest.raises(PolicyError, match="middle_coverage has no better direction"):
@@ -405,13 +306,3 @@ def test_what_cannot_be_compared_is_refused(real):
         compare(real, against="tov")
     with pytest.raises(PolicyError, match="the table has no results of policies"):
         compare(real.clear())
-
-
-@pytest.mark.parametrize("missing", [None, float("nan")])
-def test_a_prompt_without_a_value_is_left_out(missing):
-    """Whether a Table has null or NaN there; the remark says whose value is missing."""
-    comparison = compare(table({"tova": [0.1, missing, 0.3], "h2o": [0.2, 0.3, 0.4]}))
-
-    assert comparison.traces == ("t0", "t2")
-    assert "t1 (tova has none)" in comparison.remarks[0]
-    assert comparison.table["mean"].to_list() == pytest.approx([0.2, 0.3])

@@ -1,6 +1,6 @@
 """Facts about policies: columns that are written where a value is measured."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import polars as pl
@@ -11,10 +11,8 @@ from kvsim.analysis.overview import summarise
 from kvsim.analysis.results import FACTS, labelled
 from kvsim.core.pieces import Scorer
 from kvsim.core.policy import Protection
-from kvsim.core.record import fields_of
 from kvsim.errors import PolicyError
 from kvsim.plots.summary import pareto
-from kvsim.sweeps.driver import replay_all
 from traces import random_trace
 
 
@@ -62,39 +60,6 @@ def test_facts_of_a_policy_are_columns(trace, policy, params, expected):
     table = kvsim.measure(trace, kvsim.replay(trace, built, 12, interval=8), ["entries_seen"])
 
     assert table.select(*FACTS).unique().rows() == [expected]
-
-
-def test_a_schedule_that_compresses_the_context_is_a_change(trace):
-    """It stands with the parameters, as in `params`."""
-    record = replace(kvsim.replay(trace, "tova", 12), compress="both")
-    table = kvsim.measure(trace, record, ["entries_seen"])
-
-    assert table["changed"].unique().to_list() == ["compress"]
-
-
-def test_a_scaled_length_is_a_default_of_its_preset():
-    """A given length is not, also where it is that of the paper."""
-    paper = kvsim.policy("snapkv").params["window"]
-    scaled, given = (kvsim.policy("snapkv", **x).fitted() for x in ({}, {"window": paper}))
-    written = kvsim.policy("snapkv@scaled", window=paper)
-
-    assert fields_of(scaled)["changed"] == ()
-    assert scaled.default == kvsim.policy("snapkv@scaled").default
-    assert fields_of(written)["changed"] == ("window",)
-    assert (given.name, fields_of(given)["changed"]) == ("snapkv", ())
-
-
-def test_what_looks_ahead_by_a_parameter_has_no_rank(trace):
-    """Its label says nothing of that, nor does the name of a policy of the user's own."""
-    policies = [
-        kvsim.policy("tova"),
-        kvsim.policy("qfilter", calibration="oracle"),
-        replace(kvsim.policy("tova"), name="mine", scorer=Ahead()),
-    ]
-    run = replay_all([trace], policies, [12], interval=8, metrics=["output_error"])
-    ranks = dict(kvsim.compare(run).table.select("policy", "rank").iter_rows())
-
-    assert ranks == {"tova": 1, "qfilter": None, "mine": None}
 
 
 @pytest.mark.parametrize(

@@ -60,29 +60,3 @@ def test_the_front_is_what_no_point_dominates(points, higher):
     ]
 
     assert front(pl.DataFrame({"seen": seen, "mean": mean}), higher=higher).to_list() == expected
-
-
-def test_results_that_differ_by_rounding_are_both_on_the_front():
-    """As `compare` ranks them: neither beats the other of its size."""
-    error = [("a", "output_error", 0.5), ("b", "output_error", 0.4)]
-    table = means([*SIZES, *error, ("c", "output_error", 0.4 * (1 + 1e-7))])
-
-    assert against_entries(table, "output_error")["best"].all()
-
-
-def test_results_without_entries_are_left_out():
-    """They have no place on the axis."""
-    table = means([*SIZES[:1], ("a", "output_error", 0.5), ("b", "output_error", 0.4)])
-
-    assert against_entries(table, "output_error")["policy"].to_list() == ["a"]
-    assert against_entries(table, "wipeout").height == 0
-
-
-def test_a_front_may_be_against_bytes():
-    """The cost that is named is the axis; what lacks it has no place."""
-    bytes_read = [("a", "bytes_read", 30.0), ("b", "bytes_read", 10.0)]
-    errors = [("a", "output_error", 0.5), ("b", "output_error", 0.4), ("c", "output_error", 0.1)]
-
-    points = against_entries(means([*SIZES, *bytes_read, *errors]), "output_error", "bytes_read")
-
-    assert points.select("policy", "seen", "best").rows() == [("a", 30.0, False), ("b", 10.0, True)]

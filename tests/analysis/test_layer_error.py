@@ -6,23 +6,19 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import averages, per_prompt, stages
+from kvsim.analysis.summaries import averages, stages
 from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
 from kvsim.schema import NEVER
 from kvsim.studies.language import tasks
 from kvsim.sweeps.driver import replay_all
-from kvsim.testing import strategies
 from reference import metrics as loop_metrics
 from tests.reference.masked import masked_logits
-from traces import changed
 
 NAMES = ["layer_error", "layer_error_relative"]
 PROMPT, HIDDEN = 20, 12
@@ -137,30 +133,6 @@ def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
             assert value > 1e-3
 
 
-@given(st.sampled_from(strategies.KINDS), st.integers(0, 999), st.integers(1, 40))
-def test_it_is_finite_and_zero_only_where_nothing_is_evicted(kind, seed, budget):
-    """Whatever the attention looks like; a budget of the whole trace adds exactly nothing."""
-    trace = strategies.make_case(kind, n=40, prompt_len=12, seed=seed).trace()
-    for size in (budget, 40):
-        record = kvsim.replay(trace, kvsim.policy("knorm"), size, interval=5)
-
-        values = kvsim.measure(trace, record, ["layer_error"])["value"].to_numpy()
-
-        assert np.isfinite(values).all()
-        assert (values >= 0).all()
-        if size == 40:
-            assert (values == 0).all()
-
-
-def test_a_stream_of_zeros_that_does_not_move_has_no_relative_error():
-    """0 / 0 is 0, as for the output error."""
-    trace = make_trace()
-    still = changed(trace, o_proj=trace.o_proj, residual=torch.zeros(3, 90, 12))
-    record = kvsim.replay(still, kvsim.policy("full"), budget=9)
-
-    assert kvsim.measure(still, record, NAMES)["value"].to_list() == [0.0] * 6
-
-
 @pytest.mark.parametrize(
     ("without", "metric", "advice"),
     [
@@ -235,13 +207,3 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
         for other in ("output_error", "layer_error_relative"):
             mean = table.filter(metric=other, **cell).group_by("trace").agg(pl.col("value").mean())
             assert wide.filter(**cell)[other].item() == pytest.approx(mean["value"].mean())
-
-
-def test_a_value_that_stands_twice_in_a_table_counts_once_in_the_sum(run):
-    """Layers of which a Table has two levels weigh as much as the others."""
-    table = run.table.filter(policy="tova", metric="layer_error")
-    again = table.filter(pl.col("layer") < 3)
-
-    twice = per_prompt(pl.concat([table, again]))
-
-    np.testing.assert_allclose(twice["value"], per_prompt(table)["value"])

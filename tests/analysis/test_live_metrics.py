@@ -101,28 +101,6 @@ def test_what_is_not_known_has_no_row(changes, missing):
     assert values(measure_live([subject()])).keys() - found.keys() == missing
 
 
-def test_a_run_without_a_response_of_its_own_has_none_of_its_metrics():
-    """And one without a recorded response none of that."""
-    alone = values(measure_live([subject(Outcome(outcome().forced, None, 10, 20))]))
-    written = values(measure_live([subject(Outcome(None, outcome().generated, 10, 20))]))
-
-    assert {"response_kl", "peak_share"} <= alone.keys()
-    assert alone.keys().isdisjoint({"answer_right", "response_repetition", "decode_seconds"})
-    assert written.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
-
-
-def test_a_response_of_one_token_has_no_likelihoods():
-    """Only the last row of the prompt predicts it."""
-    forced = outcome().forced
-    names = ("nll", "full_nll", "kl", "agreement")
-    one = replace(forced, **{name: getattr(forced, name)[:1] for name in names})
-    given = [subject(Outcome(one, None, 10, 20))]
-    found = values(measure_live(given))
-
-    assert not measure_live(given, ["response_kl_tokens"]).height
-    assert found.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
-
-
 def test_an_event_after_the_context_reaches_the_first_token_too():
     """The last row of the prompt sees what such an event has left."""
     given = subject()

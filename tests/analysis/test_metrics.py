@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis import subject as subject_module
-from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output.error import output_error
@@ -159,25 +158,6 @@ def test_the_iou_of_chance_is_the_mean_over_all_random_sets(first, second, since
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("sizes", [(512, 512, 1024), (1500, 300, 4000), (3, 2900, 3000)])
-def test_the_iou_of_chance_of_large_sets_leaves_nothing_out(sizes):
-    """Terms far from the mean are left out; the sum over all of them, in fractions, is equal."""
-    first, second, total = sizes
-    terms = [
-        Fraction(comb(first, x) * comb(total - first, second - x), first + second - x) * x
-        for x in range(max(0, first + second - total), min(first, second) + 1)
-    ]
-
-    found = chance.iou(*map(np.array, sizes))
-
-    assert found == pytest.approx(float(sum(terms) / comb(total, second)), rel=1e-11)
-
-
-def test_fewer_than_two_events_have_no_iou():
-    """Nothing to compare is no zero."""
-    assert retained_iou(np.full((2, 9), NEVER, dtype=np.int32)).iou.shape == (2, 0)
-
-
 def test_entries_seen_count_what_rows_see():
     """The mean over rows after the prompt of the entries in kept."""
     trace = make_trace()
@@ -188,12 +168,6 @@ def test_entries_seen_count_what_rows_see():
 
         for layer in range(2):
             np.testing.assert_allclose(entries_seen(record.evicted_at[layer], 20), counts[layer])
-
-
-def test_windows_that_leave_no_keys_are_refused():
-    """The message says how long the trace is."""
-    with pytest.raises(TraceError, match="60 rows: four windows of 15 leave no keys"):
-        window_overlap(make_trace(), 0, window=15)
 
 
 def test_a_table_is_tidy_and_carries_its_origin():
@@ -235,18 +209,6 @@ def test_a_share_is_from_0_to_1(name):
 
     assert set(values.filter(unit="share")["metric"]) >= {"middle_coverage", "retained_mass"}
     assert set(outside["unit"]) == {"ratio", "signed share"}
-
-
-def test_a_table_carries_what_the_prompt_says_of_itself():
-    """Labels of the trace stand in every row, as text; what there is not is null."""
-    trace = make_trace(meta={"labels": {"task": "walk", "level": 2, "length": 9}})
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
-
-    table = kvsim.measure(trace, record, ["entries_seen", "window_overlap"])
-    bare = kvsim.measure(make_trace(), record, ["entries_seen"])
-
-    assert table.select("task", "domain", "level").unique().rows() == [("walk", None, "2")]
-    assert bare.select("task", "domain", "level").unique().rows() == [(None, None, None)]
 
 
 def test_a_table_lists_events_on_request_and_their_summary_otherwise():
@@ -301,21 +263,6 @@ def test_layers_computed_together_have_the_values_of_each_alone(monkeypatch):
     assert 1 < len(set(counts)) < len(counts)
 
 
-def test_many_records_share_one_table_and_one_overlap():
-    """Properties of the trace are not repeated for every record."""
-    trace = make_trace()
-    records = [kvsim.replay(trace, kvsim.policy("tova"), budget=b) for b in (8, 16)]
-
-    table = kvsim.measure(trace, records)
-
-    alone = kvsim.measure(trace, records[1], ["output_error"])
-    together = table.filter((pl.col("metric") == "output_error") & (pl.col("budget") == 16))
-    np.testing.assert_allclose(together["value"], alone["value"], rtol=1e-6)
-    overlap = table.filter(pl.col("metric") == "window_overlap")
-    assert overlap["policy"].is_null().all()
-    assert not overlap.select("layer", "variant").is_duplicated().any()
-
-
 def test_records_per_query_head_count_query_heads():
     """What is kept per query head stands in the column of query heads."""
     trace = make_trace()
@@ -325,18 +272,6 @@ def test_records_per_query_head_count_query_heads():
 
     assert table["head"].is_null().all()
     assert set(table["qhead"]) == {0, 1, 2, 3}
-
-
-def test_metrics_of_a_trace_count_kv_heads_whatever_the_record_counts():
-    """A record per query head changes nothing about the keys of the trace."""
-    trace = make_trace()
-    per_query_head = kvsim.replay(trace, kvsim.policy("snapkv@original", window=4), budget=9)
-    other = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
-
-    tables = [kvsim.measure(trace, record, ["sparsity"]) for record in (per_query_head, other)]
-
-    assert tables[0].equals(tables[1])
-    assert set(tables[0]["head"]) == {0, 1}
 
 
 def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
@@ -400,16 +335,3 @@ def test_fidelity_says_what_a_live_run_would_give_too():
     assert fidelity(trace, once, "rows", 1) == "open"
     assert fidelity(trace, alone, "rows", 1) == "exact"
     assert fidelity(trace, full, "rows", 1) == "exact"
-
-
-def test_a_value_of_all_layers_has_the_weakest_label_of_theirs():
-    """Pages of one table for the whole model are open loop where a layer is."""
-    trace = make_trace()
-    running = kvsim.replay(trace, kvsim.policy("tova"), budget=8)
-    once = kvsim.replay(trace, kvsim.policy("snapkv", window=4), budget=8)
-    alone = kvsim.replay(trace, kvsim.policy("tova"), budget=8, layers=[1])
-
-    tables = [kvsim.measure(trace, each, "pages_freed") for each in (running, once, alone)]
-
-    whole = [table.filter(variant="page=16,table=model")["fidelity"].item() for table in tables]
-    assert whole == ["open", "exact", "exact"]

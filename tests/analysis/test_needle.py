@@ -64,19 +64,3 @@ def test_a_window_sees_the_needles_that_lie_in_it():
     assert recall["value"].to_list() == pytest.approx([0.4] * recall.height)
     assert recall["chance"].to_list() == pytest.approx([12 / 40] * recall.height)
     assert wipeout["value"].to_list() == pytest.approx([1 / 3] * wipeout.height)
-
-
-def test_a_trace_without_a_needle_has_no_values():
-    """Tables of such traces are as they were."""
-    source = trace()
-    record = kvsim.replay(source, kvsim.policy("streaming_llm"), budget=12)
-
-    assert kvsim.measure(source, record, NAMES).is_empty()
-    assert not set(NAMES) & set(kvsim.measure(source, record)["metric"])
-
-
-def test_without_rows_after_the_prompt_it_is_unknown():
-    """NaN in arrays, null in tables."""
-    needle = needle_visibility(np.full((2, 5), NEVER, np.int32), 5, [(1, 3)])
-
-    assert np.isnan([needle.recall, needle.chance, needle.wipeout]).all()

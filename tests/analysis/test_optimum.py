@@ -8,8 +8,8 @@ import torch
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.optimum import optimum
-from kvsim.core.policy import Even, Protection, Schedule
-from kvsim.errors import KvsimError, MemoryLimitError, PolicyError
+from kvsim.core.policy import Even, Protection
+from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import names
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
@@ -138,14 +138,6 @@ def test_the_share_counts_what_a_policy_protects(trace):
     assert abs(mass[guarded] - mass[plain]) > 1e-3
 
 
-def test_regret_is_null_without_anything_to_lose(trace):
-    """With room for all entries nothing is to be gained, and there is no share of it."""
-    run = replay_all([trace], [kvsim.policy("tova")], [70], interval=5, regret=True)
-
-    assert set(run.table.filter(metric="regret")["value"]) == {0.0}
-    assert run.table.filter(metric="possible_share")["value"].null_count() == 2
-
-
 def test_heads_that_share_a_budget_are_compared_with_heads_that_do(trace, attention):
     """The optimum of adakv gives heads different numbers of entries, and beats that of each."""
     shared = kvsim.policy("adakv+tova", protect=Protection(sink=1))
@@ -171,20 +163,3 @@ def test_a_record_without_a_certificate_is_no_optimum(trace):
         kvsim.measure(trace, record, ["regret"], optima=[record])
     with pytest.raises(PolicyError, match="regret compares with the optimum, which was not"):
         kvsim.measure(trace, record, ["regret"])
-
-
-def test_an_optimum_that_does_not_fit_is_refused(trace):
-    """One line says what it needs and what to do, before anything is computed."""
-    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=1)
-
-    with pytest.raises(MemoryLimitError, match=r"21 events.*give at least --memory|at least"):
-        optimum(trace, kvsim.policy("tova"), record, memory=10_000)
-
-
-def test_no_event_leaves_everything(trace):
-    """A schedule whose first event comes after the text evicts nothing, in the optimum as well."""
-    policy = kvsim.policy("pyramidkv", window=2)
-    record = kvsim.replay(trace, policy, 20, interval=100, prefill=False)
-
-    assert Schedule(100, prefill=False).rows(50, 70) == []
-    assert (optimum(trace, policy, record).evicted_at == kvsim.schema.NEVER).all()

@@ -2,13 +2,11 @@
 
 import numpy as np
 import polars as pl
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
-from kvsim.errors import BudgetError, PolicyError
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases
 from reference import metrics
@@ -80,17 +78,3 @@ def test_the_table_has_every_policy_ratio_and_layer():
     ]
     assert said[0] == (0, 18, "sample: knorm, ratio 0.1")
     assert len(said) == 18
-
-
-def test_what_cannot_be_is_refused_before_any_work():
-    """A cut without rows behind it, ratios that leave nothing, budgets without a rule."""
-    trace, made = kvsim.open_trace(kvsim.sample_trace()), kvsim.policy("knorm")
-
-    for cut in (0, 472):
-        with pytest.raises(PolicyError, match=f"cut is {cut}; expected 1 to 471"):
-            reconstruction_table(trace, [made], cut=cut)
-    for ratio in (1.0, -0.1):
-        with pytest.raises(PolicyError, match=f"ratio is {ratio}; expected a share"):
-            reconstruction_table(trace, [made], [ratio])
-    with pytest.raises(BudgetError):
-        reconstruction_table(trace, [made, kvsim.policy("snapkv")], [0.5, 0.99])

@@ -1,7 +1,6 @@
 """What results of a Table are called, and which of several is the main one."""
 
 import json
-import sys
 from dataclasses import replace
 
 import polars as pl
@@ -9,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvsim
 from kvsim.analysis.results import Result, differing, labelled, labels, main, results
 from kvsim.analysis.table import COLUMNS
-from kvsim.core.policy import Protection
 from kvsim.core.record import fields_of
 from kvsim.errors import PolicyError
 
@@ -44,35 +41,6 @@ def test_ablations_are_called_by_what_they_change():
     assert main(found) == found[1]
     assert list(labels(found).values()) == ["mine (a=2)", "mine", "mine (b=2)", "mine (c=0.5)"]
     assert differing(found[0], found[2]) == {"a", "b"}
-
-
-def test_of_two_the_default_is_the_main_one():
-    """Whichever comes first in the Table; what is protected is said in words."""
-    plain, changed = of(kvsim.policy("ams")), of(kvsim.policy("ams", credit=False))
-    protected = of(kvsim.policy("tova", protect=Protection(4, 8)))
-    tova = of(kvsim.policy("tova"))
-
-    assert main([changed, plain]) == plain
-    assert labels([changed, plain])[changed] == "ams (credit=False)"
-    assert labels([protected, tova])[protected] == "tova (protect=recent 8 sink 4)"
-
-
-def test_a_policy_without_its_default_is_called_by_what_it_has():
-    """Of two windows neither is `ams`; what all results set alike is not named."""
-    settings = ({"window": 16}, {"window": 32}, {"window": 16, "credit": False})
-    built = [kvsim.policy("ams", recent=8, **each) for each in settings]
-    found = [of(each) for each in built]
-
-    assert list(labels(found[:2]).values()) == ["ams (window=16)", "ams (window=32)"]
-    assert list(labels([found[0], found[2]]).values()) == ["ams", "ams (credit=False)"]
-    assert labels(found)[found[2]] == "ams (credit=False, window=16)"
-
-
-def test_values_of_a_policy_of_your_own_are_all_named():
-    """Its defaults are not known, so none of them stands for the policy."""
-    results = [result(power=0), result(power=1)]
-
-    assert list(labels(results).values()) == ["mine (power=0)", "mine (power=1)"]
 
 
 def test_schedules_are_named_where_they_tell_results_apart():
@@ -113,14 +81,6 @@ def test_labels_tell_all_results_apart(found):
     assert list(results(table).values()) == found
 
 
-def test_a_table_without_policies_has_no_results():
-    """Rows of a trace stay as they are."""
-    table = frame(Result(None, None, None, None))
-
-    assert results(table) == {}
-    assert labelled(table).equals(table)
-
-
 def test_what_cannot_be_called_is_refused():
     """Parameters that kvsim did not write, and a policy with the name of another's variant."""
     for text in ("{", "[1]", "null", "", None):
@@ -128,12 +88,3 @@ def test_what_cannot_be_called_is_refused():
             results(frame(Result("mine", text, None, prefill=True)))
     with pytest.raises(PolicyError, match=r"called mine \(a=1\)"):
         labels([result(), result(a=1), result("mine (a=1)")])
-
-
-def test_no_code_is_run_that_a_table_names(tmp_path, monkeypatch):
-    """A policy of the user's own is a name here and nothing to import."""
-    (tmp_path / "evil_policy.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("evil_policy:make", "ams+evil_policy:make"):
-        assert labels([result(name), result(name, a=1)])[result(name, a=1)] == f"{name} (a=1)"
-    assert "evil_policy" not in sys.modules

@@ -58,10 +58,3 @@ def test_the_longest_gap_is_the_first_of_the_longest_runs(seed, budget, interval
                 best = position + 1 - run, position + 1
         assert (start, stop) == best
     assert (gaps[:, 1] - gaps[:, 0]).tolist() == course["longest"].to_list()
-
-
-def test_nothing_is_dropped():
-    """No event, no row; and an event that leaves one head whole has no gap there."""
-    record = kvsim.replay(random_trace(n=110), kvsim.policy("full"), 24)
-    assert head_course(record, 0, 0).height == 0
-    assert longest_gaps(record, 0, 0, np.array([50])).tolist() == [[0, 0]]

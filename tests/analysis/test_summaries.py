@@ -5,7 +5,7 @@ import re
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
@@ -14,7 +14,6 @@ from kvsim.analysis.summaries import (
     RESAMPLES,
     Interval,
     averages,
-    level_shares,
     per_prompt,
     stages,
     strongest,
@@ -54,33 +53,6 @@ def test_an_interval_is_that_of_resampled_means():
     assert found.high == pytest.approx(np.percentile(means, 97.5))
 
 
-def test_intervals_of_many_prompts_take_little_memory(monkeypatch):
-    """Resamples are drawn in parts, and the interval is that of all of them at once."""
-    values = np.random.default_rng(2).normal(size=(3, 50))
-    whole = Interval.of_each(values)
-    sizes = []
-
-    def mean(resamples, axis):
-        sizes.append(resamples.size)
-        return resamples.mean(axis)
-
-    monkeypatch.setattr("kvsim.analysis.summaries._DRAWN", 1000)
-    monkeypatch.setattr("kvsim.analysis.summaries.np.mean", mean)
-
-    assert Interval.of_each(values) == whole
-    assert max(sizes) <= 1000
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=6, max_size=12))
-@example([-8.826233823527722e-29] * 6)
-def test_an_interval_lies_within_the_values(values):
-    """It holds no number beyond the extremes, and equal values leave no doubt."""
-    found = Interval.of(np.array(values))
-
-    assert min(values) <= found.low <= found.high <= max(values)
-    assert min(values) <= found.mean <= max(values)
-
-
 @pytest.mark.parametrize("prompts", range(7))
 def test_fewer_than_six_prompts_have_a_mean_and_no_interval(prompts):
     """Little is known of other prompts; without a value there is no mean either."""
@@ -90,15 +62,6 @@ def test_fewer_than_six_prompts_have_a_mean_and_no_interval(prompts):
     assert (one.n, str(one)) == (prompts, str(again))
     assert np.isnan([one.low, one.high]).all() == (prompts < 6)
     assert one.text(".1f") == (f"{text} [2.2, 4.8]" if prompts == 6 else text * bool(prompts))
-
-
-def test_what_rounds_to_zero_is_not_below_it():
-    """In the mean and at both ends, with a sign and without."""
-    one = Interval(-1e-5, -2e-5, -1e-5, 9)
-
-    assert one.text(".3f") == "0.000 [0.000, 0.000]"
-    assert one.text("+.1f") == "+0.0 [+0.0, +0.0]"
-    assert one.text("+.2g") == "-1e-05 [-2e-05, -1e-05]"
 
 
 def test_a_prompt_counts_once_however_many_values_it_has():
@@ -133,15 +96,6 @@ def test_what_cannot_be_measured_is_counted_and_not_zero():
     assert found["output_error"]["low"] is None
 
 
-def test_chance_is_averaged_beside_the_value():
-    """Over the same values and prompts."""
-    values = table(
-        row("a", "tova", 0.2, chance=0.5), row("b", "tova", 0.2, chance=0.3), row("c", "tova", 0.2)
-    )
-
-    assert averages(values)["chance"].to_list() == [pytest.approx(0.4)]
-
-
 def test_budgets_are_told_apart_as_they_were_asked_for():
     """25 % of two traces of different lengths is one budget, 64 entries another."""
     values = table(
@@ -153,33 +107,6 @@ def test_budgets_are_told_apart_as_they_were_asked_for():
     assert dict(averages(values).select("requested", "mean").rows()) == pytest.approx(
         {"25%": 0.3, "64": 0.6}
     )
-
-
-def test_a_column_that_is_not_there_is_an_error():
-    """With the names that are there, and a suggestion."""
-    with pytest.raises(PolicyError, match="'domian'; did you mean 'domain'"):
-        averages(table(row("a", "ams", 0.1)), by=["domian"])
-
-
-@pytest.mark.parametrize("name", ["value", "chance", "fidelity"])
-@pytest.mark.parametrize("summary", [averages, per_prompt, level_shares])
-def test_results_cannot_be_split_by_what_was_measured(summary, name):
-    """The error names the column."""
-    values = table(row("a", "tova", 0.2), row("a", "ams", 0.1))
-    with pytest.raises(PolicyError, match=f"'{name}' is what a row measured"):
-        summary(values, by=[name])
-
-
-def test_a_column_that_tells_results_apart_may_be_named():
-    """Once or twice, it changes nothing; means over traces have no row for each trace."""
-    values = table(
-        *(row(x, name, 0.2, layer=n) for x in "ab" for name in ("tova", "ams") for n in (0, 1))
-    )
-
-    assert averages(values, by=["metric", "layer", "layer"]).equals(averages(values, by="layer"))
-    assert per_prompt(values, by=["trace"]).equals(per_prompt(values))
-    with pytest.raises(PolicyError, match="means are over traces"):
-        averages(values, by=["trace"])
 
 
 @pytest.mark.parametrize(
@@ -242,19 +169,6 @@ def test_a_head_counts_once_however_many_events_have_a_value():
     assert summarise(values, ["burst_share"])["burst_share"][0] == pytest.approx(0.25)
 
 
-def test_stages_without_a_number_are_those_of_each_trace():
-    """Its last layer in the table is the model's last; a layer the model lacks has no stage."""
-    deep = [row("deep", "tova", 0.0, layer=layer) for layer in range(7)]
-    values = table(*deep, *(row("flat", "tova", 0.0, layer=layer) for layer in (0, 1, 2, None)))
-    early, middle, late = ["early"] * 2, ["middle"] * 3, ["late"] * 2
-
-    assert stages(values)["stage"].to_list() == [
-        *(*early, *middle, *late),
-        *("early", "middle", "late", None),
-    ]
-    assert stages(values, 2)["stage"].to_list()[:3] == ["early", "late", None]
-
-
 LEVELS = ("exact", "closed", "judged", "semi", "open")
 
 
@@ -276,21 +190,6 @@ DRAWS = st.lists(
     min_size=12,
     max_size=12,
 )
-
-
-@given(DRAWS)
-def test_shares_of_levels_are_counts(draws):
-    """Of the values that are known, by metric and layer or over everything."""
-    values = levelled(draws)
-    rows = [one for one in values.to_dicts() if one["value"] is not None]
-    for by in ((), ("metric",), ("metric", "layer")):
-        found = level_shares(values, by)
-        for one in found.to_dicts():
-            own = [x for x in rows if all(x[name] == one[name] for name in by)]
-            count = sum(x["fidelity"] == one["fidelity"] for x in own)
-            assert (one["values"], one["of"]) == (count, len(own))
-            assert one["share"] == pytest.approx(count / len(own))
-        assert found["values"].sum() == len(rows)
 
 
 @given(DRAWS)
@@ -372,14 +271,3 @@ def test_shares_of_fidelity_leave_out_what_stands_for_no_policy():
     assert found == [("exact", 2, 4), ("open", 2, 4)]
     exact = summarise(values, ["output_error"]).select("policy", "exact").rows()
     assert exact == [("tova", pytest.approx(1 / 3)), ("full", 1.0)]
-
-
-def test_a_budget_that_grows_is_no_pair_of_one_that_does_not():
-    """Both have the same entries at the last event alone."""
-    values = table(
-        row("a", "asl", 0.5, share="50%so-far", fidelity="closed"),
-        row("a", "asl", 0.4, share="50%so-far"),
-        row("a", "asl", 0.9, share="50%"),
-    )
-
-    assert strongest(values)["value"].to_list() == [0.5, 0.9]

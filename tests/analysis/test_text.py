@@ -13,7 +13,6 @@ from kvsim.analysis.kept.text import (
     repetition,
     retention_lift,
 )
-from kvsim.errors import NeedsError
 from kvsim.schema import NEVER
 from traces import random_trace
 
@@ -76,21 +75,6 @@ def test_lift_equals_loops_over_positions_and_heads(text, row, sink, recent, hea
     assert lifts == sorted(lifts, reverse=True)
 
 
-def test_halves_of_surrogate_pairs_are_escaped():
-    """A Table cannot hold them; each string has a row of its own all the same."""
-    words = ["\ud800", "\\ud800", "a\udfff", "a"]
-    trace = made(words * 15, n=60)
-    record = kvsim.replay(trace, kvsim.policy("random"), budget=20, interval=10)
-
-    found = retention_lift(trace, record, 0, 59)
-
-    assert sorted(found["token"]) == ["\\ud800", "\\ud800", "a", "a\\udfff"]
-    assert found["count"].to_list() == [15] * 4
-    held = record.retained(59)[0]
-    kept = sorted(int(held[:, i::4].sum()) for i in range(4))
-    assert sorted(found["retained"]) == kept
-
-
 def test_heads_do_not_narrow_the_interval():
     """Heads that all keep the same say no more than one of them: Wilson's interval of 8 of 10."""
     trace = made(["a"] * 10, n=10, prompt=10, heads=4)
@@ -104,17 +88,6 @@ def test_heads_do_not_narrow_the_interval():
     assert (one["count"], one["retained"]) == (10, 32)
     # 0.8 of 10: Brown, Cai, DasGupta 2001, Statist. Sci. 16:101, the Wilson interval
     assert (one["low"], one["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-
-
-def test_a_trace_without_text_has_no_lift():
-    """The message says what would give it."""
-    trace = made()
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=8)
-
-    with pytest.raises(NeedsError, match="no text of its tokens"):
-        retention_lift(trace, record, 0)
-    with pytest.raises(IndexError, match=r"row is 60; expected 0\.\.59"):
-        retention_lift(made(["a"] * 60), record, 0, 60)
 
 
 def test_punctuation_is_known_by_its_characters():

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.summaries import averages
-from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed, key_projections
@@ -202,59 +200,6 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     assert set(found["chance"]) == {ks_by_chance(400)}
 
 
-def test_rows_are_those_of_a_table():
-    """Columns as `kvsim.measure` gives them, labels of the prompt, no policy, all exact."""
-    sample = kvsim.open_trace(kvsim.sample_trace())
-    found = measured(sample)
-    both = pl.concat([kvsim.measure(sample, kvsim.replay(sample, kvsim.policy("tova"), 64)), found])
-
-    assert dict(found.schema) == {
-        name: pl.DataFrame(schema=COLUMNS)[name].dtype for name in COLUMNS
-    }
-    empty = ("policy", "params", "budget", "share", "interval", "prefill", "event")
-    assert found.select(empty).null_count().row(0) == (found.height,) * len(empty)
-    assert found.select("trace", "task", "domain", "level", "fidelity").unique().row(0) == (
-        *("sample", "check", "paint", "2"),
-        "exact",
-    )
-    assert found["metric"].unique(maintain_order=True).to_list() == list(DEFINED)
-    for name in DEFINED:
-        what = METRICS[name]
-        part = found.filter(metric=name)
-        assert part["unit"].unique().to_list() == [what.unit]
-        assert what.main in part["variant"].to_list()
-        assert part["layer"].is_null().all() == (name == "selection_layer")
-    assert found.filter(pl.col("metric") != "selection_layer")["value"].is_not_null().all()
-    mean = averages(both).filter(metric="expectation").to_dicts()
-    assert len(mean) == 1
-    expected = found.filter(metric="expectation")["value"].mean()
-    assert mean[0]["mean"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_what_never_selects_is_counted_and_not_zero():
-    """Of two traces one selects: one of two, at the layer of the one."""
-    tables = [
-        measured(
-            settling_trace(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8)
-        )
-        for name, speed in (("random", 0.0), ("settling", 1.4))
-    ]
-    at = values(tables[1])["selection_layer", "k=25%,tau=0.6", None, None, None]
-    (row,) = averages(pl.concat(tables)).filter(variant="k=25%,tau=0.6").to_dicts()
-
-    assert (row["mean"], row["n"], row["of"]) == (at, 1, 2)
-
-
-def test_a_metric_has_one_entry_that_says_what_it_is():
-    """Of a trace alone no direction is better."""
-    for entry in METRICS.values():
-        assert entry.summary
-        assert entry.unit
-        assert entry.source
-        assert entry.better is None or entry.kind != "trace"
-        assert entry.default or entry.beside != "optimum"
-
-
 def test_a_trace_alone_has_all_of_its_metrics():
     """Those that records have too are the same; one of records is refused."""
     sample = kvsim.open_trace(kvsim.sample_trace())
@@ -287,23 +232,6 @@ def test_overlap_of_layers_is_that_of_their_first_tokens():
     assert table["chance"].to_list() == pytest.approx([shared / (40 - shared)] * 5)
 
 
-def test_what_no_metric_reads_is_not_analysed():
-    """In the order asked for; each analysis once, and only if something needs it."""
-    sample = kvsim.open_trace(kvsim.sample_trace())
-    seen = []
-    analysis = Analysis(sample)
-    found = kvsim.measure(
-        analysis, metrics=["rank_union", "layer_entropy"], progress=lambda *at: seen.append(at)
-    )
-
-    assert found["metric"].unique(maintain_order=True).to_list() == ["rank_union", "layer_entropy"]
-    assert seen == [(0, 2, "sample: rank_union"), (1, 2, "sample: layer_entropy")]
-    assert list(analysis.given) == [ranks]
-    computed = vars(analysis.of(ranks)).keys() - {"trace", "ks", "rule", "device", "gold"}
-    assert computed == {"ranking", "diagnoses"}
-    assert measured(sample, ["layer_entropy"]).equals(found.filter(metric="layer_entropy"))
-
-
 @pytest.mark.parametrize(
     ("n", "prompt_len", "missing"),
     [
@@ -324,53 +252,3 @@ def test_what_a_trace_is_too_short_for_has_no_rows(n, prompt_len, missing):
     trace = changed(whole, **arrays, prompt_len=prompt_len)
 
     assert set(DEFINED) - set(measured(trace)["metric"]) == missing
-
-
-def test_some_layers_of_a_model_are_not_ranked():
-    """Ranks are compared from layer to layer; the rest goes by the trace's own layers."""
-    found = measured(settling_trace(3, prompt_len=60, layer_ids=(0, 4, 8)))
-    assert set(found["metric"]) == {
-        *("expectation", "expectation_steps", "projection_gap", "normal_distance", "score_decline"),
-    }
-    assert set(found["layer"]) == {0, 1, 2}
-
-
-def test_a_prompt_that_fits_is_asked_and_does_not_select():
-    """No test of its ranks, so no curve, at a k of all tokens or more."""
-    found = measured(settling_trace(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
-
-    assert set(found.filter(metric="rank_relative")["variant"]) == {"k=50%"}
-    fits = found.filter(pl.col("variant").str.starts_with("k=100%,"))
-    assert fits.height >= len(TAUS)
-    assert fits["value"].is_null().all()
-
-
-def test_heads_without_a_correlation_are_null():
-    """Keys that are all alike have no ranks, and dimensions that do not vary no distance."""
-    q, k = np.ones((1, 2, 80, 4)), np.zeros((1, 2, 80, 4))
-    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=kvsim.Rope((0.0, 0.0)))
-    found = measured(trace)
-
-    for name in ("expectation", "expectation_steps", "normal_distance"):
-        part = found.filter(metric=name)
-        assert part.height
-        assert part["value"].is_null().all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"names": ["expectaton"]}, "unknown metric 'expectaton'; did you mean 'expectation'?"),
-        ({"ks": ("5",  "0%")}, r"k is '0%'; expected tokens \(128\) or a share"),
-        ({"ks": ("120%",)}, "k is '120%'"),
-        ({"ks": (0,)}, "k is 0; expected"),
-        ({"ks": ("all",), "names": ["expectation"]}, "k is 'all'"),
-        ({"ks": (2.5,)}, "k is 2.5"),
-        ({"ks": ("-3",)}, "k is '-3'"),
-        ({"rule": ASL(first_layer=9)}, "layer is 9"),
-    ],
-)  # fmt: skip
-def test_refusals(arguments, says):
-    """What was found and what was expected, before anything is computed."""
-    with pytest.raises(PolicyError, match=says):
-        measured(settling_trace(3), **arguments)

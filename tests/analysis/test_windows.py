@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsim.analysis.attention.windows import attention_gaps
-from kvsim.errors import TraceError
-from kvsim.testing.strategies import cases, make_case
+from kvsim.testing.strategies import cases
 from reference import metrics
 
 
@@ -82,9 +81,3 @@ def test_chance_is_the_mean_over_every_order(case, count):
         counts = np.mean([one[0] for one in every], axis=0)
         np.testing.assert_allclose(found.chance.gaps[head], counts)
         assert found.chance.back[head] == pytest.approx(np.mean([one[2] for one in every]))
-
-
-def test_a_trace_without_two_windows_is_refused():
-    """The message says what did not fit."""
-    with pytest.raises(TraceError, match="two windows of 16 rows from row 40 on do not fit"):
-        attention_gaps(make_case("normal", n=60, prompt_len=40).trace(), 0, window=16)

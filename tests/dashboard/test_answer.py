@@ -57,19 +57,6 @@ def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
     assert f"at budget 32 {best['policy']} ({best['mean']:.3g})" in said(app)
 
 
-@pytest.mark.parametrize("page", ["answer", "compare", "fidelity"])
-def test_a_page_of_a_run_has_no_control_of_a_trace(opened, ran, page):
-    """What it does not use is not there."""
-    app = opened(ran, page)
-
-    assert not app.exception
-    assert {"trace", "layer", "head"}.isdisjoint(one.key for one in app.selectbox)
-    app.selectbox(key="run").select("the chosen trace, replayed here").run()
-    keys = {one.key for one in app.selectbox}
-    assert "trace" in keys
-    assert {"layer", "head"}.isdisjoint(keys)
-
-
 def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
     """Of the sample with a text, at its last event; the sentence is that of a plain count."""
     app = opened(tmp_path)
@@ -93,25 +80,6 @@ def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
     before = said(app)
     app.number_input(key="budget").set_value(300).run()
     assert said(app) != before
-
-
-def test_a_trace_without_text_leads_to_the_map(opened, tmp_path):
-    """The page says where it is."""
-    made(0).save(tmp_path / "plain.zarr")
-    app = opened(tmp_path)
-
-    assert not app.exception
-    assert "Retention" in app.info[0].value
-
-
-def test_a_policy_that_cannot_be_replayed_says_why(opened, tmp_path):
-    """Next to the text of the other one."""
-    made(0, [f"w{i} " for i in range(100)]).save(tmp_path / "words.zarr")
-    app = opened(tmp_path, first="cake")
-
-    assert not app.exception
-    assert app.warning[0].value == "This policy cannot be replayed with these settings."
-    assert len([one for one in app.get("html") if one.proto.body.startswith("<pre")]) == 1
 
 
 def test_a_run_without_a_ranking_says_so(opened, ran, tmp_path):

@@ -63,17 +63,6 @@ def sample(tab, address):
     return tab
 
 
-@pytest.fixture
-def wide_and_dark(tab):
-    """The tab on a wide dark screen."""
-    screen = tab.page.viewport_size
-    tab.page.set_viewport_size({"width": 1900, "height": 900})
-    tab.page.emulate_media(color_scheme="dark")
-    yield tab
-    tab.page.set_viewport_size(screen)
-    tab.page.emulate_media(color_scheme="light")
-
-
 def opens(tab, page, took, capsys):
     """Check a page that was opened: no traceback, and it asks nothing of the world."""
     title = tab.page.locator("[data-testid=stHeading]").first
@@ -131,15 +120,6 @@ def test_another_server_gets_no_token(tab, link, address, neighbour):
     other.close()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("page", ["compare", "fidelity", "layers"])
-def test_a_page_opens_by_its_link(tab, address, page, capsys):
-    """Other tests open the other pages."""
-    tab.received.clear()
-
-    opens(tab, page, tab.open(address, page, trace="sample.zarr"), capsys)
-
-
 def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
     """The link follows the control, and a page that is loaded anew follows the link."""
     sample.follow("trace")
@@ -152,57 +132,6 @@ def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
     sample.check()
     with capsys.disabled():
         print(f"\nchange of a layer: {took:.1f} s")
-
-
-@pytest.mark.deep
-def test_a_long_trace_is_sent_in_few_bytes(sample, capsys):
-    """A map of 4,096 by 4,096 in less than 1 MB."""
-    sample.follow("trace")
-    sample.received.clear()
-    took = sample.choose("Trace", "long.zarr")
-
-    sample.linked("long.zarr")
-    sample.check()
-    total = sum(sample.received)
-    with capsys.disabled():
-        print(f"\n4,096 x 4,096: {took:.1f} s, {total / 1e6:.2f} MB")
-    assert 1e5 < total < 1e6
-
-
-@pytest.mark.deep
-def test_policy_and_parameter_are_changed(tab, address, capsys):
-    """A policy beside another one, and the budget of segments; the link holds both."""
-    tab.open(address, "segments", trace="sample.zarr")
-    value, parameter = tab.step("Budget")
-    tab.linked(f"budget={value}")
-    assert value == 144
-    tab.check()
-
-    tab.follow("retention")
-    policy = tab.choose("Policy", "snapkv")
-    tab.linked("snapkv")
-    title = tab.page.locator("h3", has_text="snapkv")
-    title.first.wait_for(timeout=10_000)
-    assert title.count() == 1
-    tab.check()
-    with capsys.disabled():
-        print(f"\nchange of a policy: {policy:.1f} s, of a parameter: {parameter:.1f} s")
-
-
-@pytest.mark.deep
-def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(wide_and_dark, address, capsys):
-    """With the server warm; layer and head stay, and nothing has to be scrolled sideways."""
-    seen = wide_and_dark
-    seen.open(address, "retention", trace="sample.zarr", layer="1", head="2")
-    times = {}
-    for page in ("fidelity", "trace", "compare", "segments"):
-        times[page] = seen.follow(page)
-        seen.check()
-        seen.fits()
-        if page in ("trace", "segments"):
-            assert (seen.chosen("Layer"), seen.chosen("KV head")) == ("1", "2")
-    with capsys.disabled():
-        print("\nnext page:", ", ".join(f"{page} {took:.1f} s" for page, took in times.items()))
 
 
 @pytest.fixture
@@ -230,45 +159,3 @@ def test_hostile_tokens_and_names_stay_text(hostile, page):
     if page not in ("answer", "compare", "fidelity"):
         assert hostile.chosen("Trace") == "more/hostile.zarr"
     assert hostile.page.title() != "taken"
-
-
-def test_a_broken_trace_is_a_message(tab, address):
-    """And no traceback."""
-    tab.open(address, "trace", trace="broken.zarr")
-
-    tab.check()
-    assert "cannot be read" in tab.page.locator("[data-testid=stAlert]").first.inner_text()
-
-
-#: Texts of boxes and numbers that are larger than their place: placeholders, values, labels.
-_CUT = """() => {
-  const pen = document.createElement("canvas").getContext("2d");
-  const folded = document.querySelector("[data-testid=stExpandSidebarButton]");
-  const within = (kind, parts) => [...document.querySelectorAll(`[data-testid=${kind}] ${parts}`)]
-    .filter((each) => !folded || !each.closest("[data-testid=stSidebar]"));
-  const boxes = within("stSidebar", "input:not([type=checkbox])").filter((box) => {
-    const style = getComputedStyle(box);
-    pen.font = style.font;
-    const room = box.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-    return pen.measureText(box.value || box.placeholder).width > room + 1;
-  });
-  const texts = ["stMetric", "stWidgetLabel", "stMultiSelect"].flatMap((kind) => within(kind, "*"));
-  const cut = texts.filter((text) => text.clientWidth
-    && getComputedStyle(text).overflow !== "visible"
-    && Math.max(text.scrollWidth - text.clientWidth, text.scrollHeight - text.clientHeight) > 4);
-  return [...boxes.map((box) => box.value || box.placeholder), ...cut.map((x) => x.innerText)];
-}"""
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("width", [390, 768, 1280, 1440])
-def test_nothing_is_cut_and_every_page_is_a_click_away(tab, address, width):
-    """On narrow screens, too, where links to pages are in two lines; boxes behind a policy open."""
-    screen = tab.page.viewport_size
-    tab.page.set_viewport_size({"width": width, "height": 900})
-    tab.open(address, "retention", trace="sample.zarr", policy_reader="quest", beside_codec="kivi")
-    for page in PAGES[1:] + PAGES[:1]:
-        tab.follow(page)
-        tab.fits()
-        assert tab.page.evaluate(_CUT) == []
-    tab.page.set_viewport_size(screen)

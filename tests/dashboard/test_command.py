@@ -54,12 +54,3 @@ def test_without_the_extra_it_says_what_to_install(started, monkeypatch, tmp_pat
     assert "plotly is not installed" in said
     assert "pip install 'kvsim[dashboard]'" in said
     assert started == []
-
-
-def test_an_installation_without_the_app_says_so(started, monkeypatch, tmp_path, capsys):
-    """Both places that were looked at."""
-    monkeypatch.setattr(dashboard, "_PACKAGE", tmp_path / "kvsim")
-
-    assert run(tmp_path) == 2
-    assert "install kvsim again" in capsys.readouterr().err
-    assert started == []

@@ -117,15 +117,6 @@ def test_a_split_has_a_panel_for_each_part(opened, ran, by):
     assert app.selectbox(key="by").options == ["nothing", "stage", "domain"]
 
 
-def test_policies_of_the_link_are_compared(opened, ran):
-    """Two of three."""
-    app = opened(ran, "compare", run="several", policies=["tova", "random"])
-    values = table_of(ran, metric="output_error", policies=("tova", "random"))
-
-    assert app.multiselect(key="policies").value == ["tova", "random"]
-    assert numbers(app.dataframe[0].value) == numbers(averages(values))
-
-
 def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
     """Entries seen beside error and wipe-out, the best filled."""
     app = opened(ran, "compare", run="several")
@@ -137,25 +128,6 @@ def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
         assert list(own["mean"]) == wanted["mean"].to_list()
         assert list(own["seen"]) == seen["mean"].to_list()
         assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
-
-
-def test_regret_is_shown_where_it_was_asked_for(opened, ran):
-    """And where it was not, how to ask for it."""
-    app = opened(ran, "compare", run="several")
-    assert numbers(app.dataframe[2].value) == numbers(averages(table_of(ran, metric="regret")))
-
-    app = opened(ran, "compare", run="one")
-    assert any("--regret" in one.value for one in app.info)
-
-
-def test_one_prompt_has_no_bars(opened, ran):
-    """The page says so."""
-    app = opened(ran, "compare", run="one")
-
-    assert not app.exception
-    assert any("1 prompt: no interval" in one.value for one in app.caption)
-    assert all("array" not in one.get("error_y", {}) for one in drawn(app, 0).values())
-    assert any("entries_seen" in one.value for one in app.info), "and nothing to say of costs"
 
 
 def test_a_damaged_run_is_a_message(opened, ran):
@@ -190,35 +162,6 @@ def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
     assert len(app.dataframe) == 3
     app.multiselect(key="replay").set_value([]).run()
     assert any("at least one policy" in one.value for one in app.info)
-
-
-def test_a_long_trace_waits_for_a_click(opened, tmp_path):
-    """And is not replayed again while knobs are turned."""
-    made(0, n=1100).save(tmp_path / "long.zarr")
-    app = opened(tmp_path, "compare", replay=["streaming_llm"], budgets=["64"])
-
-    assert not app.dataframe
-    app.button[0].click().run()
-    assert app.dataframe
-    app.selectbox(key="metric").select("wipeout").run()
-    assert app.dataframe
-
-
-def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ran, tmp_path):
-    """The page of a run does not show it; the next page has it, and its link."""
-    shutil.copytree(ran / "one", tmp_path / "one")
-    for name in ("a", "b"):
-        shutil.copytree(ran / "trace.zarr", tmp_path / f"{name}.zarr")
-    app = opened(tmp_path, "compare", trace="b.zarr")
-    assert "trace" not in [box.key for box in app.selectbox]
-
-    for page in ("trace", "compare", "trace"):
-        switch(app, page)
-        app.query_params = {}  # as a browser goes on to another page
-        app.run()
-    assert app.selectbox(key="trace").value == "b.zarr"
-    # a list before Streamlit 1.65
-    assert app.query_params["trace"] in ("b.zarr", ["b.zarr"])
 
 
 def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatch):
@@ -267,54 +210,6 @@ def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatc
         getattr(app, kind)(key=key).set_value(value).run()
         assert not app.exception
         assert computed == expected, key
-
-
-def test_choices_outlast_a_run_without_them(opened, ran, tmp_path):
-    """Policies, metric and scale that were chosen; where nothing was, each run has its default."""
-    policies = [kvsim.policy(name) for name in ("tova", "knorm")]
-    replay_all([made(0)], policies, [32], metrics=["wipeout"]).save(tmp_path / "few")
-    shutil.copytree(ran / "several", tmp_path / "several")
-    app = opened(tmp_path, "compare", run="several")
-    defaults = {
-        "few": (["tova", "knorm"], "wipeout"),
-        "several": ([*POLICIES], "output_error"),
-    }
-    chosen = {
-        "few": (["tova"], "wipeout"),
-        "several": (["tova", "random"], "bytes_held"),
-    }
-    for expected in (defaults, chosen):
-        for name in ("several", "few", "several"):
-            app.selectbox(key="run").select(name).run()
-            shown = app.multiselect(key="policies").value, app.selectbox(key="metric").value
-            assert shown == expected[name]
-        app.multiselect(key="policies").set_value(["tova", "random"]).run()
-        app.selectbox(key="metric").select("bytes_held").run()
-
-
-@pytest.mark.parametrize(
-    ("factor", "metric", "scale"),
-    [(1, "output_error", "-"), (100, "output_error", "log"), (100, "wipeout", "-")],
-)
-@pytest.mark.parametrize("page", ["answer", "compare"])
-def test_a_policy_far_above_the_others_is_drawn_on_a_logarithmic_scale(
-    opened, ran, tmp_path, page, factor, metric, scale
-):
-    """By the rule of the figures, without the full cache, whose error is 0; never for shares."""
-    run = replay_all([made(0)], [kvsim.policy(x) for x in ("full", *POLICIES)], [32, 64],
-        metrics=[metric])  # fmt: skip
-    value = pl.col("value") * pl.when(policy="random").then(factor).otherwise(1)
-    dataclasses.replace(run, table=run.table.with_columns(value)).save(tmp_path / "far")
-    app = opened(tmp_path, page, run="far")
-
-    axis = json.loads(app.get("plotly_chart")[0].proto.spec)["layout"]["yaxis"]
-    assert axis.get("type", "-") == scale
-    assert any("values of 0: full" in one.value for one in app.text) == (scale == "log")
-    if page == "compare":
-        assert app.toggle(key="log").value == (scale == "log")
-        app.toggle(key="log").set_value(scale != "log").run()
-        axis = json.loads(app.get("plotly_chart")[0].proto.spec)["layout"]["yaxis"]
-        assert axis.get("type", "-") == {"log": "-", "-": "log"}[scale]
 
 
 def test_the_recorded_model_judges_on_request(opened, tmp_path):

@@ -1,7 +1,6 @@
 """Page *Fidelity* without a browser: shares and differences are those of the summaries."""
 
 import dataclasses
-import json
 
 import polars as pl
 import pytest
@@ -74,43 +73,3 @@ def test_shares_are_counts_of_the_table(opened, folder):
         for name in (*by, "values", "of", "share"):
             assert shown[name].to_list() == expected[name].to_list()
         assert shown["fidelity"].to_list() == expected["fidelity"].cast(pl.String).to_list()
-
-
-def test_every_level_is_explained_and_said_to_be_there_or_not(opened, folder):
-    """Exact and open are in a replay, the others are not."""
-    app = opened(folder, "fidelity", run="open")
-    said = [one.value for one in app.markdown]
-
-    for level in ("exact", "open"):
-        (line,) = [one for one in said if one.startswith(f"**{level}**")]
-        assert "None in this run" not in line
-    for level in ("semi", "closed"):
-        (line,) = [one for one in said if one.startswith(f"**{level}**")]
-        assert line.endswith("None in this run.")
-
-
-def test_bars_are_the_shares(opened, folder):
-    """Of each level that there is, one colour."""
-    app = opened(folder, "fidelity", run="open")
-    spec = json.loads(app.get("plotly_chart")[0].proto.spec)
-    expected = level_shares(values(folder, "open"), ["metric"])
-
-    assert [one["name"] for one in spec["data"]] == ["exact", "open"]
-    for one in spec["data"]:
-        assert one["x"] == pytest.approx(expected.filter(fidelity=one["name"])["share"].to_list())
-
-
-def test_compare_takes_the_strongest_level_and_says_so(opened, folder):
-    """Of a run that holds both."""
-    app = opened(folder, "compare", run="whole", metric="wipeout")
-
-    assert not app.exception
-    assert any("several levels" in one.value for one in app.caption)
-
-
-def test_a_damaged_run_is_a_message(opened, folder):
-    """Instead of the page."""
-    app = opened(folder, "fidelity", run="worse")
-
-    assert not app.exception
-    assert "cannot be read" in app.error[0].value

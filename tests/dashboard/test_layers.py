@@ -61,21 +61,6 @@ def test_the_table_is_that_of_the_diagnosis(opened, folder):
     np.testing.assert_allclose(floats(drawn(app, 1)["chance"]["y"])[1:], one.jaccard_chance)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.5, 1.5])
-def test_the_selection_layer_follows_the_knobs(opened, folder, tau):
-    """At once, as the curve says."""
-    app = opened(folder, "layers", trace="deep.zarr")
-    app.slider(key="tau").set_value(tau).run()
-    trace = kvsim.open_trace(folder / "deep.zarr")
-    known = ranking(trace)
-    rule = ASL(tau=tau, first_layer=3, look_back=8)
-    curve = known.curve(known.ranked // 4 + 32, rule)
-
-    assert curve.verdict() in app.info[0].value
-    selected = app.dataframe[0].value["selected"].to_list()
-    assert selected == [layer == curve.selected() for layer in range(9)]
-
-
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
@@ -98,15 +83,6 @@ def test_every_control_takes_its_ends(opened, folder, kind, key, value):
 
     assert not app.exception
     assert app.info
-
-
-@pytest.mark.parametrize(("name", "said"), [("flat", "behind layer 1 alone"), ("one", "at all")])
-def test_few_layers_are_said_to_be_few(opened, folder, name, said):
-    """With so few there is nothing to choose."""
-    app = opened(folder, "layers", trace=f"{name}.zarr")
-
-    assert not app.exception
-    assert any(said in one.value for one in app.caption)
 
 
 def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
@@ -137,12 +113,3 @@ def test_the_pattern_holds_the_ranks_of_each_layer(opened, folder, order):
     in_order = positions if order == "position" else known.ranks[-1, positions].tolist()
     assert in_order == sorted(in_order)
     assert picture["x"][0].startswith(f"position {positions[0]} ")
-
-
-@pytest.mark.parametrize("name", ["tiny", "unasked"])
-def test_a_trace_too_short_is_said_to_be(opened, folder, name):
-    """Nothing to rank, or no four windows."""
-    app = opened(folder, "layers", trace=f"{name}.zarr")
-
-    assert not app.exception
-    assert app.info

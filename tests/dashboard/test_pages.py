@@ -51,13 +51,3 @@ def test_tokens_are_text(opened, folder, page, texts):
         assert "<img" not in text
         assert "<script" not in text
     assert not any("invalid" in one.value for kind in SPOKEN for one in app.get(kind))
-
-
-@pytest.mark.parametrize(("page", "charts"), [("trace", 1), ("retention", 2), ("segments", 1)])
-def test_a_trace_without_text_has_positions_alone(opened, folder, page, charts):
-    """The pictures are there; pages that show text say why there is none."""
-    app = opened(folder, page, trace="more/plain.zarr")
-
-    assert not app.exception
-    assert len(app.get("plotly_chart")) == charts
-    assert any("no text" in one.value for one in app.info) == (page != "segments")

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 import kvsim
-from apps.dashboard.views import response
 from kvsim.analysis.kept.states import spaced
 from kvsim.plots import token_html
 from kvsim.samples import sample_trace
@@ -64,41 +63,3 @@ def test_an_event_has_the_text_and_the_tokens_until_the_next(
     marked = re.findall(r'outline:2px solid">(.*?)</span>', right)
     assert [html.unescape(x) for x in marked] == [words[first]]
     assert any("judged" in one.value for one in app.caption)
-
-
-def test_events_play_to_the_last_one(opened, judged, monkeypatch):
-    """From the first, one after the other; then the page stands still."""
-    slept = []
-    monkeypatch.setattr(response, "sleep", slept.append)
-    app = opened(judged, "response", run="tokens", trace="sample.zarr", result="h2o, budget 64")
-    (slider,) = app.select_slider
-    (play,) = (one for one in app.button if one.label == "Play")
-
-    play.click().run()
-
-    assert not app.exception
-    assert len(slept) == len(slider.options) - 1
-    assert str(app.select_slider[0].value) == slider.options[-1]
-    assert f"After row {slider.options[-1]}" in said(app)
-
-
-def test_without_values_of_tokens_the_page_says_what_has_them(opened, judged):
-    """A run without, no run, and a policy that evicts nothing."""
-    for name in ("plain", "the chosen trace, replayed here"):
-        app = opened(judged, "response", run=name, trace="sample.zarr")
-        assert not app.exception
-        assert "--judge --metric response_kl_tokens --out DIR" in said(app)
-    app = opened(judged, "response", run="tokens", trace="sample.zarr", result="full, budget 64")
-    assert not app.exception
-    assert "evicts nothing before a token" in app.info[0].value
-
-
-def test_a_run_without_its_records_says_so(opened, judged, tmp_path):
-    """Their values alone do not say what was evicted."""
-    shutil.copytree(judged, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "tokens" / "records.zarr")
-
-    app = opened(tmp_path / "copy", "response", run="tokens", trace="sample.zarr")
-
-    assert not app.exception
-    assert "records" in said(app)

@@ -1,7 +1,6 @@
 """The page of retention: its numbers are those of kvsim, every control works, tokens are text."""
 
 import json
-import re
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +8,6 @@ import polars as pl
 import pytest
 
 import kvsim
-from apps.dashboard import cache
 from kvsim.samples import sample_trace
 
 FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
@@ -125,55 +123,6 @@ def test_a_reader_shows_what_rows_read_of_what_is_held(page):
     assert "Row 354 reads " in said(both)
 
 
-def test_only_what_changes_is_computed_and_drawn_again(page, monkeypatch):
-    """Another event replays nothing; another second policy leaves the first one's map as it is."""
-    computed = []
-    for owner, name in ((kvsim, "replay"), (cache, "last_needed"), (cache, "head_course")):
-        inner = getattr(owner, name)
-        counted = lambda *a, inner=inner, name=name, **k: (computed.append(name), inner(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(owner, name, counted)
-    for each in (cache.record, cache.needed, cache.course):
-        each.clear()
-    app = page(**FIRST)
-    assert sorted(computed) == ["head_course"] * 2 + ["last_needed"] + ["replay"] * 2
-
-    app.select_slider(key="event").set_value(353).run()
-    assert len(computed) == 5
-
-    before = [one.proto.spec for one in app.get("plotly_chart")]
-    app.selectbox(key="beside").select("h2o").run()
-    after = [one.proto.spec for one in app.get("plotly_chart")]
-    assert sorted(computed[5:]) == ["head_course", "replay"]
-    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
-
-
-def test_an_event_is_followed_to_the_nearest(page):
-    """Another interval has other events: the one that was looked at has a neighbour there."""
-    app = page(beside="none", event="321")
-    assert app.select_slider(key="event").value == 321
-    app.number_input(key="interval").set_value(50)
-    app.run()
-
-    assert not app.exception
-    assert app.select_slider(key="event").value == 325
-    assert numbers(app)["event"].to_list() == [325]
-
-
-def test_lengths_fit_the_budget_unless_that_is_switched_off(page):
-    """By the rule of `POLICY@scaled`, and else they are those of the paper."""
-    app = page(budget="96", interval="64")
-    app.toggle(key="fit").set_value(False).run()
-
-    record = kvsim.replay(
-        kvsim.open_trace(sample_trace()), kvsim.policy("ams+tova"), 96, interval=64, prefill=True
-    )
-    row = numbers(app).to_dicts()[1]
-    assert row["policy"] == "ams+tova"
-    gone = record.gone_after[2, 0]
-    assert row["kept"] == np.count_nonzero(gone[: row["event"] + 1] > row["event"])
-    assert record.remark in said(app)
-
-
 def test_typed_parameters_reach_the_policies_that_have_them(page):
     """Beside what fits the trace; what nobody has, and what could name a file, is refused."""
     app = page(**FIRST, set="min_quota=3 window=8")
@@ -192,44 +141,6 @@ def test_typed_parameters_reach_the_policies_that_have_them(page):
         assert not app.exception
         assert app.error[0].value == "The parameters cannot be read."
         assert reason in app.text[0].value
-
-
-def test_a_policy_that_cannot_be_replayed_says_why(page):
-    """Layers that share a budget, on request all of them; what the trace lacks; a small budget."""
-    link = {"beside": "none"}
-    app = page(**link, policy="cake")
-    assert not app.exception
-    assert "layers share one budget" in app.text[0].value
-    app.toggle(key="all").set_value(True)
-    app.run()
-    assert not app.exception
-    trace = kvsim.open_trace(sample_trace())
-    record = kvsim.replay(trace, kvsim.policy("cake"), 128, interval=32)
-    row = numbers(app).to_dicts()[0]
-    assert row["kept"] == record.retained(row["event"])[2, 0].sum()
-    assert any("fidelity **open**" in one for one in spoken(app))
-
-    for more in ({"policy": "criticalkv"}, {"policy": "snapkv", "budget": "8", "fit": "false"}):
-        app = page(**{**link, **more})
-        assert not app.exception
-        assert app.warning[0].value == "This policy cannot be replayed with these settings."
-        assert re.search(r"o_proj|below the 32 entries", app.text[0].value)
-
-
-@pytest.mark.parametrize("policy", ["asl", "fastkv", "pyramidkv", "snapkv@original", "qfilter"])
-def test_layers_behind_a_selection_are_replayed_with_their_rows(page, policy):
-    """What a policy holds where it drops rows across layers, per query head, or learns first."""
-    app = page(policy=policy, beside="none", head="1")
-    assert not app.exception
-    name = numbers(app)["policy"].item()
-    params = {"calibration": "prefix:64"} if policy == "qfilter" else {}
-    record = kvsim.replay(
-        kvsim.open_trace(sample_trace()), kvsim.policy(name, **params), 128, interval=32
-    )
-    row = numbers(app).to_dicts()[0]
-    head = 2 if policy == "snapkv@original" else 1
-    gone = record.gone_after[2, head]
-    assert row["kept"] == np.count_nonzero(gone[: row["event"] + 1] > row["event"])
 
 
 def test_a_link_names_no_policy_beyond_the_catalogue(page):

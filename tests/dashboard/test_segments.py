@@ -3,14 +3,12 @@
 import base64
 import io
 import json
-import re
 
 import numpy as np
 import polars as pl
 import pytest
 
 import kvsim
-from kvsim.core.attention import Formula
 from kvsim.samples import sample_trace
 from kvsim.studies.segments.segmentation import segmented
 from kvsim.studies.segments.segments import ams_segments
@@ -122,63 +120,6 @@ def test_the_figure_draws_the_event(page, trace):
     assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()
 
 
-def test_the_first_event_has_none_before(page):
-    """No old boundaries, and nothing that has moved."""
-    app = page(event="225")
-
-    assert not app.exception
-    assert "boundaries of the event before" not in drawn(app)
-    (moved,) = [one for one in app.metric if one.label == "Boundaries moved, positions"]
-    assert (moved.value, moved.delta) == ("-", "first event")
-
-
-#: Values of controls, several at a time: without any one of them the figure is another.
-CONTROLS = [
-    {"layer": ("selectbox", 0), "head": ("selectbox", 3), "event": ("select_slider", 289)},
-    {
-        "scorer": ("selectbox", "snapkv"),
-        "budget": ("number_input", 64),
-        "interval": ("number_input", 16),
-    },
-    {
-        "segment_mass": ("slider", 0.25),
-        "max_segment": ("number_input", 32),
-        "sink": ("number_input", 0),
-        "mode": ("selectbox", "reference"),
-    },
-    {
-        "min_quota": ("number_input", 4),
-        "credit_decay": ("slider", 0.5),
-        "credit_mix": ("slider", 0.1),
-    },
-    {
-        "min_segment": ("number_input", 40),
-        "window": ("number_input", 8),
-        "suffix_fill": ("selectbox", "observed"),
-        "recent": ("number_input", 8),
-    },
-]
-
-
-@pytest.mark.parametrize("controls", CONTROLS, ids=" ".join)
-def test_every_control_replays_the_layer(page, trace, controls):
-    """No exception; the figure is that of a replay with the values."""
-    app = page()
-    for key, (kind, value) in controls.items():
-        (control,) = [one for one in app.get(kind) if one.key == key]
-        control.set_value(value)
-    app.run()
-
-    assert not app.exception
-    terms = {"layer": 2, "budget": 128, "interval": 32, "scorer": "tova", "head": 0, "event": 449}
-    terms |= {key: value for key, (_, value) in controls.items()}
-    head, event = terms.pop("head"), terms.pop("event")
-    record, _ = replayed(trace, **terms)
-    (one,) = [one for one in segmented(record, terms["layer"], head) if one.row == event]
-    assert drawn(app)["quota"][1].tolist() == one.quota.tolist()
-    assert drawn(app)["kept"][1].tolist() == one.counts(one.kept).tolist()
-
-
 def test_downloads_are_the_tables_and_the_figure(page, trace):
     """A row for each segment of each event; the figure is a PNG."""
     app = page(layer="0")
@@ -213,31 +154,3 @@ def test_what_cannot_be_replayed_says_why(page, link, said):
     else:
         assert app.warning[0].value == "There are no segments with these settings."
         assert said in app.text[0].value
-
-
-def test_nothing_dropped_is_an_empty_state(page):
-    """Its own schedule fires every 512 rows, and the sample has 472; the page says so."""
-    app = page(interval="0")
-
-    assert not app.exception
-    assert [one.value for one in app.warning] == ["There are no segments with these settings."]
-    assert "give a smaller budget, or an interval that fits the trace" in app.text[0].value
-
-
-@pytest.mark.parametrize(
-    ("n", "prompt", "window"), [(120, 120, None), (120, 118, None), (120, 1, 50), (2, 2, None)]
-)
-def test_a_trace_opens_on_a_picture(opened, random_trace, tmp_path, n, prompt, window):
-    """Without a response, with a short one, below a windowed layer, and of two tokens."""
-    formulas = [Formula(8**-0.5), Formula(8**-0.5, window=window)]
-    texts = [f"token{at}" for at in range(n)]
-    trace = random_trace(n, texts, prompt_len=prompt, formulas=formulas)
-    trace.save(tmp_path / "recorded.zarr")
-
-    app = opened(tmp_path, "segments")
-
-    assert not app.exception
-    assert not app.warning
-    assert len(app.get("plotly_chart")) == 1
-    meaning = r"The \d+ segments are stretches of the text of which this head keeps \d+ to \d+ "
-    assert re.match(meaning, app.text[0].value)

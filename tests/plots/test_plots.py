@@ -7,9 +7,7 @@ import torch
 
 import kvsim
 from kvsim import plots
-from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
-from kvsim.studies.layers import figures as module
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.tables import diagnose, distribution, selection_table
 from traces import random_trace
@@ -86,18 +84,6 @@ def test_the_retention_map_marks_the_needle():
     assert figure.legends[0].get_texts()[-1].get_text() == "needle"
 
 
-def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
-    """A block of cells shows the worst of them."""
-    monkeypatch.setattr(plots.records, "_PIXELS", 10)
-    needed = np.zeros((40, 40), dtype=bool)
-    needed[39, 0] = True
-
-    cells = plots.records._cells(np.maximum(np.arange(40), 20), needed)
-
-    assert cells.shape == (10, 10)
-    assert cells[9, 0] == 4
-
-
 def deep(seed=0, layers=12, n=90, name="deep"):
     """A trace whose layers look at the same tokens from the middle on."""
     torch.manual_seed(seed)
@@ -154,20 +140,6 @@ def test_variance_curves_show_threshold_and_selection(layered):
     )
 
 
-def test_many_curves_have_no_names():
-    """More traces than colours are drawn alike, without a legend."""
-    found = []
-    for seed in range(11):
-        trace = deep(seed, name=f"d{seed}")
-        found.append(diagnose(trace, ranking(trace, ASL(window=16)), 32))
-
-    many, few = plots.variance_curves(found), plots.variance_curves(found[:2])
-
-    assert many.legends == []
-    assert len(few.legends[0].get_texts()) == 2
-    assert "11 traces" in many.get_suptitle()
-
-
 def test_the_grid_names_its_layers(layered):
     """A cell per first layer and look-back, with the layer or `never`, hatched where cut short."""
     trace, found = layered
@@ -200,39 +172,6 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
     assert (np.diff(image[-1]) > 0).all()
     np.testing.assert_allclose(sorted(image[-1]), sorted(ranked[-1, union]))
     assert bar.get_ylabel() == "rank, of 70"
-    assert "fidelity: exact" in figure.get_suptitle()
-
-
-def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
-    """Neighbours share a column: the geometric mean of their ranks, and the title says so."""
-    _, found = layered
-    whole = np.asarray(plots.rank_pattern(found[0]).axes[0].images[0].get_array())
-    monkeypatch.setattr(module, "_PIXELS", 5)
-
-    figure = plots.rank_pattern(found[0])
-
-    pooled = np.asarray(figure.axes[0].images[0].get_array())
-    factor = -(-whole.shape[1] // 5)
-    np.testing.assert_allclose(pooled[:, 0], np.exp(np.log(whole[:, :factor]).mean(1)))
-    rest = (pooled.shape[1] - 1) * factor
-    np.testing.assert_allclose(pooled[:, -1], np.exp(np.log(whole[:, rest:]).mean(1)))
-    assert f"geometric mean of {factor}" in figure.get_suptitle()
-
-
-def test_attention_of_the_layers_is_masked_after_the_row(layered):
-    """A map per layer; what a row cannot see is blank."""
-    trace, found = layered
-
-    figure = plots.layer_attention(trace, 16, selected=found[0].layer)
-
-    maps = [axis for axis in figure.axes if axis.images]
-    assert len(maps) == 12
-    assert maps[found[0].layer].get_title().endswith("selection layer")
-    image = maps[3].images[0].get_array()
-    unseen = np.arange(86)[None, :] > np.arange(70, 86)[:, None]
-    np.testing.assert_array_equal(np.ma.getmaskarray(image), unseen)
-    expected = trace.attention(3, range(70, 86), range(86)).mean(0).numpy()
-    np.testing.assert_allclose(image[~unseen], np.maximum(expected, 1e-5)[~unseen], rtol=1e-4)
     assert "fidelity: exact" in figure.get_suptitle()
 
 
@@ -275,18 +214,6 @@ def test_gold_recall_names_regret(layered):
     np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
 
 
-def test_overlap_stands_beside_chance(layered):
-    """Jaccard from the second layer on, chance and equal scores dotted."""
-    _, found = layered
-
-    upper, lower = plots.layer_overlap(found).axes
-
-    np.testing.assert_array_equal(upper.get_lines()[0].get_ydata(), found[0].jaccard[1:])
-    assert list(upper.get_lines()[1].get_ydata()) == [found[0].jaccard_chance] * 2
-    np.testing.assert_array_equal(lower.get_lines()[-2].get_ydata(), found[0].ranking.entropy())
-    assert list(lower.get_lines()[-1].get_ydata()) == [np.log(70)] * 2
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_shallow_models_have_every_figure(layers):
     """One layer, or three: nothing to select, and no figure fails or warns."""
@@ -306,12 +233,3 @@ def test_shallow_models_have_every_figure(layers):
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))
-
-
-def test_rows_that_a_layer_does_not_have_are_blank():
-    """A row of the prompt that did not go on sees nothing and misses nothing."""
-    last = np.array([9, 0, 9, 2, 9], np.int32)  # rows 1 and 3 never entered the layer
-    cells = _cells(last, np.zeros((5, 5), dtype=bool))
-
-    assert (cells[[1, 3]] == 0).all()
-    assert cells[4].tolist() == [1, 3, 1, 3, 1]

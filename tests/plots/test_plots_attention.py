@@ -8,7 +8,7 @@ import kvsim
 from kvsim.analysis.attention.sparsity import SHARES
 from kvsim.analysis.attention.windows import overlap_table
 from kvsim.analysis.table import COLUMNS
-from kvsim.errors import PolicyError, TraceError
+from kvsim.errors import PolicyError
 from kvsim.plots.attention import overlap_curves, sparsity_curves
 from traces import random_trace
 
@@ -50,25 +50,6 @@ def test_overlap_is_that_of_the_analysis(traces):
     assert axis.get_title() == "layer 1"
 
 
-def test_overlap_over_all_layers_says_what_it_is(traces):
-    """One panel, the mean over the layers; axes and caption."""
-    figure = overlap_curves(traces, window=8, tops=(0.25,))
-
-    (axis,) = figure.axes
-    expected = overlaps(traces, [0, 1], (0.25,))[3]
-    assert lines(axis)["union of the three"] == pytest.approx(expected)
-    assert axis.get_title() == "all layers"
-    assert axis.get_xlabel() == "share of keys that count as top"
-    assert "windows of 8 rows" in figure.get_suptitle()
-    assert "2 prompts (fidelity: exact)" in figure.get_suptitle()
-
-
-def test_a_trace_too_short_for_four_windows_is_an_error(traces):
-    """It says which."""
-    with pytest.raises(TraceError, match="a has 80 rows: four windows of 20"):
-        overlap_curves(traces, window=20)
-
-
 @pytest.fixture(scope="module")
 def table(traces):
     """Full and compressed sparsity of two policies."""
@@ -108,13 +89,6 @@ def test_sparsity_over_p_is_that_of_the_table(table):
         assert list(curve(axis, "layer 0")) == list(SHARES)
 
 
-def test_sparsity_of_one_layer_has_no_mean_line(table):
-    """The layer that was requested alone."""
-    axis = sparsity_curves(table, layers=[1]).axes[0]
-
-    assert [line.get_label() for line in axis.lines] == ["layer 1"]
-
-
 def test_sparsity_names_axes_and_fidelity(table):
     """p, share, and what can be trusted how far; at two budgets rows name theirs."""
     more = pl.concat([table, table.with_columns(budget=pl.col("budget") + 8)])
@@ -129,17 +103,6 @@ def test_sparsity_names_axes_and_fidelity(table):
     assert "(fidelity: exact, open)" in figure.get_suptitle()
     assert titles[:2] == ["full cache: all keys", "tova, budget 24: all keys"]
     assert "streaming_llm, budget 32: all keys" in titles
-
-
-def test_many_layers_have_a_colour_bar(table):
-    """Where a legend would have more entries than fit."""
-    deep = pl.concat([table.with_columns(layer=pl.col("layer") + 2 * i) for i in range(6)])
-
-    figure = sparsity_curves(deep)
-
-    assert figure.legends == []
-    assert figure.axes[-1].get_ylabel() == "layer (dashed: mean)"
-    assert figure.axes[-1].get_ylim() == (0, 11)
 
 
 def test_a_table_without_sparsity_is_an_error(table):

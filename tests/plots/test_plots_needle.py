@@ -48,17 +48,6 @@ def made(policies=("snapkv", "tova"), budgets=(128, 256), drop=()):
     )
 
 
-def test_schedules_have_panels_of_their_own():
-    """A policy that was replayed on two schedules is two results."""
-    one = made(["tova"], [128]).with_columns(interval=pl.lit(16), prefill=True)
-
-    figure = plots.needle(pl.concat([one, one.with_columns(interval=pl.lit(32))]))
-
-    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
-    assert len(titles) == 2
-    assert all(title.startswith("tova (after") for title in titles)
-
-
 def test_each_cell_is_the_mean_of_its_prompts():
     """A panel per policy and budget; depths downwards, lengths to the right, percent in cells."""
     figure = plots.needle(made())
@@ -84,15 +73,6 @@ def test_each_cell_is_the_mean_of_its_prompts():
     assert panels[0].get_ylabel() == "depth of the needle"
     assert "2 prompts" in figure.get_suptitle()
     assert "open)" in figure.get_suptitle()
-
-
-def test_a_cell_without_prompts_is_empty():
-    """No colour and no number, not 0."""
-    figure = plots.needle(made(("tova",), (128,), drop=[(1024, 0.5)]))
-
-    (image,) = figure.axes[0].images
-    assert np.isnan(image.get_array().filled(np.nan)).sum() == 1
-    assert len(figure.axes[0].texts) == 8
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,13 +74,3 @@ def test_no_public_figure_is_missing_from_the_registry():
     }
 
     assert drawn == {*FIGURES}
-
-
-def test_names_are_imported_on_first_use():
-    """The registry and the help load no matplotlib; an unknown name is an AttributeError."""
-    code = "import sys, kvsim.cli, kvsim.plots; sys.exit('matplotlib' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert {*FIGURES, "save"} < {*plots.__all__} <= {*dir(plots)}
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = plots.nothing

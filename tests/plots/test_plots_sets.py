@@ -8,7 +8,6 @@ import kvsim
 from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.summaries import stages
-from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.summary import iou_by, middle_coverage, position_density
 from traces import random_trace
@@ -59,31 +58,6 @@ def test_coverage_is_the_share_kept_by_position(traces, records):
     assert list(lines(large)) == ["tova", "snapkv@original"]
 
 
-def test_coverage_of_one_head_of_one_layer(traces, records):
-    """Of a record per query head, the query heads of the KV head."""
-    found = middle_coverage(traces[:1], records[:4], layer=1, head=1, bins=6).axes[0]
-
-    tova, snapkv = records[0], records[2]
-    np.testing.assert_allclose(lines(found)["tova"][1], covered(tova, 1, [1], 6))
-    np.testing.assert_allclose(lines(found)["snapkv@original"][1], covered(snapkv, 1, [2, 3], 6))
-    assert "layer 1, KV head 1, mean over one prompt" in found.figure.get_suptitle()
-
-
-def test_coverage_names_chance_middle_and_fidelity(traces, records):
-    """Chance is flat at K / N, the middle third is shaded, axes say what they are."""
-    figure = middle_coverage(traces[:1], records[:1], bins=4)
-
-    (axis,) = figure.axes
-    (dotted,) = (line for line in axis.lines if line.get_linestyle() == ":")
-    events = records[0].events
-    assert list(dotted.get_ydata()) == pytest.approx([np.mean([12 / (e + 1) for e in events])] * 4)
-    (span,) = axis.patches
-    assert (span.get_x(), span.get_x() + span.get_width()) == pytest.approx((1 / 3, 2 / 3))
-    assert "relative position" in axis.get_xlabel()
-    assert axis.get_ylabel() == "share of the positions kept"
-    assert "(fidelity: exact, open)" in figure.get_suptitle()
-
-
 def test_what_cannot_be_shown_is_an_error(traces, records):
     """A record of another trace, and records in which nothing leaves."""
     with pytest.raises(TraceError, match="a record of 'b', but the traces are a"):
@@ -126,16 +100,6 @@ def test_bars_are_the_iou_by_stage(table):
     assert "(fidelity: exact, open)" in figure.get_suptitle()
 
 
-def test_stages_are_those_of_the_layers_in_the_table(table):
-    """Where the table has no column of stages, the figure is that of `stages`."""
-    heights = [
-        [bar.get_height() for bar in figure.axes[0].containers[0]]
-        for figure in (iou_by(table), iou_by(stages(table)))
-    ]
-
-    assert heights[0] == heights[1]
-
-
 def test_bars_by_label_stand_beside_chance(table):
     """One prompt per domain has no interval; the line across a bar is the chance of the table."""
     figure = iou_by(table, "domain")
@@ -150,16 +114,6 @@ def test_bars_by_label_stand_beside_chance(table):
     rows = table.filter(policy="tova", budget=20, variant="").group_by("domain").agg("chance")
     expected = {domain: np.mean(chance) for domain, chance in rows.rows()}
     assert across == pytest.approx([expected["algebra"], expected["geometry"]])
-
-
-def test_a_table_without_the_column_is_an_error(table):
-    """With the name that was meant."""
-    with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
-        iou_by(table, "domian")
-    with pytest.raises(PolicyError, match="no retained_iou by task"):
-        iou_by(table, "task")
-    with pytest.raises(PolicyError, match="no retained_iou by domain"):
-        iou_by(pl.DataFrame(schema=COLUMNS), "domain")
 
 
 def test_density_is_a_histogram_of_area_one(traces, records):

@@ -1,7 +1,5 @@
 """Strips of what is held after an event: states, runs and brackets beside loops and the metric."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -11,7 +9,6 @@ from matplotlib.colors import to_hex
 import kvsim
 from kvsim.analysis.kept.states import STRIP_STATES as STATES
 from kvsim.analysis.kept.states import strip, strips_after
-from kvsim.errors import PolicyError, TraceError
 from kvsim.plots import events as module
 from kvsim.plots.events import bursts
 from kvsim.schema import NEVER
@@ -129,38 +126,6 @@ def test_brackets_are_the_bursts(trace, records):
     )
 
 
-def test_axes_and_caption_say_what_is_shown(trace, records):
-    """Policies, positions, layer, head, row, prompt, fidelity; lines at both ends of the part."""
-    figure = bursts(trace, records, layer=1, head=1, zoom=(30, 99))
-
-    whole, part = figure.axes
-    for axis in (whole, part):
-        names = [tick.get_text() for tick in axis.get_yticklabels()]
-        assert names == ["streaming_llm", "snapkv@original"]
-    assert [axis.get_xlabel() for axis in (whole, part)] == [
-        "position",
-        "token, positions 30 to 99",
-    ]
-    dashed = [line.get_xdata()[0] for line in whole.lines if line.get_linestyle() == "--"]
-    dotted = [line.get_xdata()[0] for axis in (whole, part) for line in axis.lines
-              if line.get_linestyle() == ":"]  # fmt: skip
-    assert (dashed, dotted) == ([29.5, 99.5], [39.5, 39.5])
-    assert figure.get_suptitle() == (
-        "a $ name: layer 1, KV head 1, after row 99; dotted: end of the prompt\n"
-        "dashed: the part below, positions 30 to 99 (fidelity: open)"
-    )
-    figure.draw_without_rendering()  # neither a token nor a name is taken for mathematics
-
-
-def test_budgets_tell_strips_apart(trace):
-    """Where there are several, as they were asked for."""
-    records = [kvsim.replay(trace, kvsim.policy("tova"), b, interval=20) for b in (20, 40)]
-
-    _, found = strips_after(trace, [replace(records[0], share="10%"), records[1]])
-
-    assert [one.name for one in found] == ["tova, 10%", "tova, 40"]
-
-
 @pytest.mark.parametrize("length", [5, 40, 64, 65, 200])
 def test_the_closer_look_is_at_the_longest_run(length):
     """All of a short run and what is around it; of a long one where the others keep most."""
@@ -186,52 +151,3 @@ def test_the_closer_look_is_at_the_longest_run(length):
         assert last - first == 63
         counts = [(other[p : p + 64] == NEVER).sum() for p in range(20, 20 + length - 63)]
         assert first == 20 + int(np.argmax(counts))
-
-
-def test_tokens_stand_below_a_short_part_alone(trace, records):
-    """Escaped and cut; a longer part, and a trace without text, have numbers."""
-    near = bursts(trace, records, zoom=(8, 15)).axes[1]
-    far = bursts(trace, records, zoom=(0, 99)).axes[1]
-
-    names = [tick.get_text() for tick in near.get_xticklabels()]
-    assert names == [
-        "<b>",
-        "$x$",
-        "\\n",
-        "\\x1b[31m",
-        "\\u202e",
-        "\\ud800",
-        "\\u6f22",
-        "yyyyyyyyy...",
-    ]
-    assert not any(tick.get_parse_math() for tick in near.get_xticklabels())
-    assert far.get_xlabel() == "position"
-
-
-def test_more_positions_than_pixels_are_averaged(monkeypatch):
-    """Neighbours share a column of their mean colour."""
-    codes = np.array([0, 0, 1, 1, 0, 1, 2])
-    whole = module._pixels(codes)
-    monkeypatch.setattr(module, "_PIXELS", 4)
-
-    pooled = module._pixels(codes)
-
-    expected = [whole[:2].mean(0), whole[2:4].mean(0), whole[4:6].mean(0), whole[6]]
-    np.testing.assert_allclose(pooled, expected)
-
-
-def test_what_cannot_be_shown_is_an_error(trace, records):
-    """Nothing evicted, a record of another trace, positions and rows that are not there."""
-    full = kvsim.replay(trace, kvsim.policy("full"), 10)
-
-    with pytest.raises(PolicyError, match="nothing left the cache"):
-        bursts(trace, [full])
-    with pytest.raises(PolicyError, match="nothing is evicted after this row"):
-        bursts(trace, records, row=20)
-    with pytest.raises(TraceError):
-        bursts(trace, [replace(records[0], prompt_len=41)])
-    with pytest.raises(IndexError, match="row is 115"):
-        bursts(trace, records, row=115)
-    for zoom in ((50, 100), (9, 9), (-1, 5)):
-        with pytest.raises(PolicyError, match=r"zoom is .*; expected two positions of 0 to 99"):
-            bursts(trace, records, zoom=zoom)

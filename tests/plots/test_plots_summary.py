@@ -62,32 +62,6 @@ def test_entries_and_shares_are_in_the_order_of_entries(table):
         assert (np.diff(line.get_ydata()) < 0).all()
 
 
-@pytest.mark.parametrize(
-    ("share", "unit"),
-    [
-        ("25%", "share of the trace"),
-        ("25%so-far", "share of the tokens so far"),
-        ("64MiB@float32", "bytes of all heads"),
-    ],
-)
-def test_the_axis_names_the_unit_of_budgets(table, share, unit):
-    """Of all budgets one unit, of several each of them."""
-    whole, given = pl.lit(share), pl.when(pl.col("budget") == 64).then(pl.lit(share))
-    alone, both = (over_budgets(table.with_columns(share=each)).axes[0] for each in (whole, given))
-
-    assert both.get_xlabel() == f"budget per KV head (entries or {unit})"
-    assert alone.get_xlabel() == f"budget per KV head ({unit})"
-
-
-def test_a_single_budget_has_its_interval_as_a_line(table):
-    """A band between one budget and itself would not be seen."""
-    error = over_budgets(table.filter(budget=32)).axes[0]
-
-    ((bottom, top),) = error.collections[0].get_segments()[0][:, 1].reshape(1, 2)
-    mean = error.lines[0].get_ydata()[0]
-    assert bottom < mean < top
-
-
 def test_bytes_are_axes_of_the_front(table):
     """A panel for each metric and each cost that is named, in bytes on a logarithmic axis."""
     sizes = table.filter(metric="entries_seen")
@@ -104,23 +78,6 @@ def test_bytes_are_axes_of_the_front(table):
     assert held.get_xscale() == read.get_xscale() == "log"
     lines = {line.get_label(): line.get_xdata() for line in read.lines}
     assert lines["tova"] == pytest.approx([16_000, 32_000])
-
-
-@pytest.mark.parametrize("name", ["quest", "tova+int8"])
-def test_readers_and_codecs_are_compared_by_bytes(table, name):
-    """Rows see entries that are not read, or stored in fewer bytes; entries only if requested."""
-    known = {"policy": name, **facts(name)}
-    other = pl.col("policy") == table["policy"][0]
-    policies = [pl.when(other).then(pl.lit(x)).otherwise(y).alias(y) for y, x in known.items()]
-    sizes = table.filter(metric="entries_seen")
-    parts = [sizes.with_columns(metric=pl.lit(cost)) for cost in ("bytes_held", "bytes_read")]
-    whole = pl.concat([table, *parts]).with_columns(policies)
-
-    assert [axis.get_xlabel()[:5] for axis in pareto(whole, "output_error").axes] == ["bytes"] * 2
-    (axis,) = pareto(whole, ["output_error", "entries_seen"]).axes
-    assert axis.get_xlabel() == "entries that a row sees, mean"
-    with pytest.raises(PolicyError, match=r"needs bytes_held and .* another axis: entries_seen"):
-        pareto(table.with_columns(policies))
 
 
 def test_the_front_is_marked(table):
@@ -175,25 +132,6 @@ def test_figures_open_with_what_ranks_the_policies(table):
             assert label.replace("_", " ").startswith(name)
 
 
-def test_a_ranking_of_many_policies_is_readable(table):
-    """Means over three times the median are at the edge of their panel, and no colour repeats."""
-    errors = table.filter(metric="output_error", policy="tova")
-    factors = [1.0, 1.1, 1.2, 1.3, 1.4, 3.0, 8.0, 20.0]
-    many = pl.concat(
-        errors.with_columns(policy=pl.lit(f"p{place}"), value=pl.col("value") * factor)
-        for place, factor in enumerate(factors)
-    )
-
-    for axis in ranking(many).axes:
-        points = [line for line in axis.lines if line.get_marker() == "o"]
-        edge = [line for line in axis.lines if line.get_marker() == ">"]
-        assert (len(points), len(edge)) == (6, 2)
-        assert {line.get_color() for line in points + edge} == {"#0072b2"}
-        assert [line.get_xdata()[0] for line in edge] == [1, 1]  # of the panel's width
-        assert axis.get_xlim()[1] < 4 * float(points[0].get_xdata()[0])
-        assert len(axis.texts) == 2
-
-
 def test_a_table_without_the_metrics_is_an_error(table):
     """It says what the table has."""
     with pytest.raises(PolicyError, match="no mean of regret in the table of output_error"):
@@ -202,39 +140,3 @@ def test_a_table_without_the_metrics_is_an_error(table):
         over_budgets(table, ["wipout"])
     with pytest.raises(PolicyError, match=r"needs entries_seen.*--metric .*entries_seen"):
         pareto(table.filter(pl.col("metric") != "entries_seen"))
-
-
-def test_a_metric_without_a_better_direction_has_no_front(table):
-    """Its panel has points and no mark, and the caption says that others have one."""
-    neutral = table.with_columns(
-        metric=pl.col("metric").replace("wipeout", "middle_coverage"),
-        variant=pl.when(pl.col("metric") == "wipeout").then(pl.lit("")).otherwise("variant"),
-    )
-
-    figure = pareto(neutral, ["output_error", "middle_coverage"])
-
-    error, middle = figure.axes
-    marks = [
-        [len(line.get_xdata()) for line in axis.lines if line.get_markersize() == 7]
-        for axis in (error, middle)
-    ]
-    assert marks == [[0, 2], [0, 0]]
-    assert middle.get_ylabel() == "middle coverage (share)"
-    assert "on the front, where one direction is better" in figure.get_suptitle()
-
-
-def test_many_metrics_stand_in_rows_of_three(table):
-    """Whatever was requested, a panel each."""
-    names = ["output_error", "wipeout", "entries_seen"]
-    parts = [table, *(table.filter(metric="output_error").with_columns(metric=pl.lit(name))
-                      for name in ("missing_mass", "error_distance"))]  # fmt: skip
-
-    figure = over_budgets(pl.concat(parts), [*names, "missing_mass", "error_distance"])
-
-    assert [axis.get_ylabel().split(" (")[0] for axis in figure.axes] == [
-        *("output error", "wipeout", "entries seen", "missing mass", "error distance")
-    ]
-    places = [axis.get_subplotspec() for axis in figure.axes]
-    assert [(one.rowspan.start, one.colspan.start) for one in places] == [
-        *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
-    ]

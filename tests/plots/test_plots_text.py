@@ -1,11 +1,9 @@
 """The text of a trace as a figure and as HTML, hostile tokens included, and bars of lift."""
 
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,20 +112,6 @@ def test_states_are_those_of_the_head_after_the_event(trace, record):
     assert len({*found.codes}) == 3
 
 
-def test_a_part_of_the_page_holds_these_tokens_alone():
-    """Positions start to stop; the states are those of the whole."""
-    trace = made([f"w{i} " for i in range(90)])
-    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=16)
-
-    page = token_html(trace, record, start=25, stop=70)
-
-    words = re.findall(r"w(\d+) ", page)
-    assert [int(word) for word in words] == list(range(25, 70))
-    codes = token_states(trace, record).codes[25:70]
-    assert page.count("<span") == 1 + np.count_nonzero(np.diff(codes))
-    assert token_html(trace, record) == token_html(trace, record, start=0, stop=90)
-
-
 def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
     """Needed after the row of their eviction, and not at or before it; each has its colour."""
     gone, row = record.evicted_at[1, 0].astype(int), max(record.events)
@@ -144,23 +128,6 @@ def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
     assert [STATES[code] for code in found.codes] == expected
     assert {title for title, _ in read.runs} == {*STATES[:4]}
     assert found.counts()["missed"] == expected.count("missed") > 5
-
-
-def test_tokens_that_the_next_row_does_not_read_have_a_state_of_their_own(trace):
-    """Held entries of pages that no query head of the group reads, after any row."""
-    policy = kvsim.policy("quest", page=4, dense_layers=0)
-    record = kvsim.replay(trace, policy, 20)
-    bits = np.unpackbits(record.reads.bits[1, :, 61 - record.prompt_len], axis=-1)
-    read = np.repeat(bits.reshape(2, -1, bits.shape[-1])[1].any(0), 4)
-
-    found = token_states(trace, record, layer=1, head=1, row=60)
-
-    expected = ["retained" if read[p] else "held, not read" for p in range(61)]
-    assert [STATES[code] for code in found.codes[:61]] == expected
-    assert len({*expected}) == 2
-    assert 'title="held, not read"' in token_html(trace, record, layer=1, head=1, row=60)
-    labels = [text.get_text() for text in token_text(trace, record).legends[0].get_texts()]
-    assert labels[-1].startswith("held, not read (")
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6))
@@ -202,17 +169,6 @@ def test_the_figure_places_every_token_in_the_style_of_its_state(trace, record):
     assert labels == [f"{n} ({c})" for n, c in zip(STATES, counts, strict=True)][:3]
     assert "layer 1, KV head 0\nafter row 79 (fidelity: open)" in figure.get_suptitle()
     figure.draw_without_rendering()
-
-
-def test_a_long_text_is_cut_and_says_so():
-    """60 lines, from the position that is asked for."""
-    trace = made(["word\n"])
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=20, interval=25)
-
-    figure = token_text(trace, record, start=3)
-
-    assert len(figure.axes[0].texts) == 60
-    assert "positions 3 to 62" in figure.get_suptitle()
 
 
 def judged(trace, *policies, seed=0):
@@ -266,21 +222,6 @@ def test_tokens_of_the_response_are_coloured_by_their_kl():
     assert figure.bbox.width < 1280
 
 
-def test_a_long_response_is_cut_and_says_so():
-    """Results share 60 lines; policies that change nothing have no frame."""
-    trace = made(["word\n"], n=200)
-    table, _, _ = judged(trace, "tova", "knorm")
-    never = table.with_columns(
-        value=pl.when(pl.col("metric") == "response_kl_tokens").then(0.0).otherwise("value")
-    )
-
-    figure = kl_text(trace, never)
-
-    assert "the first 30 of 170 tokens" in figure.get_suptitle()
-    assert all(patch.get_fill() for patch in figure.axes[0].patches)
-    assert "0 nats a token, 0 of 169 changed" in figure.axes[0].texts[0].get_text()
-
-
 def test_bars_are_lifts_with_wilsons_interval():
     """The largest and the smallest, of strings that are frequent enough; 1 is as all."""
     trace = made(["a", "b", "<i>$", "c", "d\n", "a"])
@@ -301,38 +242,6 @@ def test_bars_are_lifts_with_wilsons_interval():
     assert axis.get_ylabel() == "token (positions)"
     assert "layer 1, all heads, with 95 % interval (fidelity: open)" in figure.get_suptitle()
     lift_bars(trace, record).draw_without_rendering()  # no token is taken for mathematics
-
-
-def test_bars_of_hostile_tokens_have_names_that_fit():
-    """Escaped, cut, no mathematics, and the panel keeps its width."""
-    trace = made([*HOSTILE, "z" * 5000], n=180)
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=160, interval=10)
-
-    figure = lift_bars(trace, record)
-
-    (axis,) = figure.axes
-    names = [tick.get_text().rsplit("  (", 1)[0] for tick in axis.get_yticklabels()]
-    assert len(names) == len(HOSTILE) + 1
-    assert {"\\ud800", "\\u202e", "\\x00", "\\u6f22", "$x^2$", "z" * 21 + "..."} < {*names}
-    assert all(len(name) <= 24 and name.isascii() and name.isprintable() for name in names)
-    assert not any(tick.get_parse_math() for tick in axis.get_yticklabels())
-    figure.draw_without_rendering()
-    assert axis.get_window_extent().width > 0.5 * figure.bbox.width
-
-
-def test_a_long_caption_stands_above_the_text():
-    """Its lines make the figure higher."""
-    traces = [made(["word "], name=name) for name in ("short", "a name " * 60)]
-    figures = [
-        token_text(one, kvsim.replay(one, kvsim.policy("tova"), budget=20, interval=25))
-        for one in traces
-    ]
-
-    for figure in figures:
-        figure.draw_without_rendering()
-        title = figure._suptitle.get_window_extent()
-        assert title.y0 >= figure.axes[0].get_window_extent().y1
-        assert title.x0 >= 0
 
 
 def test_what_cannot_be_shown_is_an_error(trace, record):

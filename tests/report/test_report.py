@@ -14,7 +14,6 @@ from kvsim.cli import _status
 from kvsim.core.policy import Policy
 from kvsim.errors import OutputError, PolicyError
 from kvsim.report import write_report
-from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.driver import replay_all
 from tests.facts import facts
 from web import Reader
@@ -74,17 +73,6 @@ def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys)
     assert len([1 for tag, _ in page.tags if tag == "img"]) == 3
 
 
-@pytest.mark.parametrize("level", FIDELITY)
-def test_a_page_explains_the_levels_of_its_runs(tmp_path, level):
-    """Each level that a run has, and no other, in the words of the dashboard."""
-    folder = saved(tmp_path / "r", {"tova": [0.3, 0.5]}, fidelity=level)
-
-    text = read(write_report([folder], tmp_path / "r.html")).text
-
-    for name, meaning in FIDELITY_MEANING.items():
-        assert (f"{name}: {meaning}." in text) == (name == level)
-
-
 def test_a_page_needs_nothing_else(run, tmp_path):
     """No scripts, no links, no address but those of the images that it holds."""
     page = read(write_report([run], tmp_path / "r.html"))
@@ -106,17 +94,6 @@ def test_texts_of_a_run_are_escaped(tmp_path):
     assert "<script" not in page
     assert found.text.count("alert('x')") >= 4
     assert HOSTILE in html.unescape(page)
-
-
-def test_control_characters_of_names_are_escaped(tmp_path):
-    """A page has no character that a terminal or an editor acts on, whatever a name holds."""
-    name = "\x1b[31mred\x9b2J\x07\u202e\u2028\x7f"
-    folder = saved(tmp_path / "\x1b[2Jrun", {name: [0.1, 0.2], "tova": [0.3, 0.5]}, domain=name)
-    page = write_report([folder], tmp_path / "r.html").read_text("utf-8")
-
-    assert "".join(page.split("\n")).isprintable()
-    for escaped in (r"\u001b[31mred\u009b2J\u0007\u202e\u2028\u007f", r"\u001b[2Jrun"):
-        assert escaped in page
 
 
 def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
@@ -155,19 +132,6 @@ def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     assert "kvsim report RUN TRACE..." in page.text
 
 
-def test_labels_split_the_results(tmp_path):
-    """A table for a label of several values, none for one."""
-    folder = saved(tmp_path / "r", {"tova": [0.1, 0.2]}, domain="ore", level=1)
-    table = pl.read_parquet(folder / "results.parquet")
-    domain = pl.when(pl.col("trace") == "t1").then(pl.lit("fruit")).otherwise(pl.col("domain"))
-    table.with_columns(domain=domain).write_parquet(folder / "results.parquet")
-    bind(folder, {})
-    page = read(write_report([folder], tmp_path / "r.html"))
-
-    assert "By domain" in page.text
-    assert "By level" not in page.text
-
-
 def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     """With what was expected; nothing is written."""
     empty = tmp_path / "empty"
@@ -181,20 +145,3 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
     assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
     assert "is no run folder" in capsys.readouterr().err
-
-
-def test_what_cannot_be_told_apart_is_refused(tmp_path):
-    """Two values in one place, a name that another result would have, or no value at all."""
-    one = saved(tmp_path / "one", {"tova": [0.1]})
-    again = saved(tmp_path / "again", {"tova": [0.2]})
-    with pytest.raises(PolicyError, match="different values of output_error for tova on t0"):
-        write_report([one, again], tmp_path / "r.html")
-    other = saved(tmp_path / "other", {"tova": [0.1], "tova (a=1)": [0.1]}, params='{"a": 1}')
-    with pytest.raises(PolicyError, match=r"two results would be called tova \(a=1\)"):
-        write_report([one, other], tmp_path / "r.html")
-    with pytest.raises(PolicyError, match="no values"):
-        write_report([saved(tmp_path / "none", {"tova": [None]})], tmp_path / "r.html")
-    broken = saved(tmp_path / "broken", {"tova": [0.1]}, params=HOSTILE)
-    with pytest.raises(PolicyError, match=r"parameters of tova are .*; expected a JSON object"):
-        write_report([broken], tmp_path / "r.html")
-    assert not (tmp_path / "r.html").exists()

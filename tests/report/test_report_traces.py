@@ -2,7 +2,6 @@
 
 import base64
 import html
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +15,7 @@ from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, write_report
-from kvsim.report.html import cell, details, lines, section, table_of
-from kvsim.report.study import METHODS, RATIOS
+from kvsim.report.study import RATIOS
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
@@ -149,15 +147,6 @@ def test_selection_layers_count_the_prompts_that_select(alone, several):
     assert "ASL select on any" not in alone
 
 
-def test_an_eviction_without_a_rule_is_named_and_counted(alone):
-    """A quarter of 64 rows is less than SnapKV's window, and of the others more."""
-    found = Reader(alone)
-    assert re.search(r"Not measured: snapkv: budget 16 is below the 32 entries", found.text)
-    assert {row[0] for row in found.tables[EVICTION] if row} == set(METHODS)
-    assert found.row(EVICTION, "snapkv")[3] == "-"
-    assert "of 3)" not in "".join(found.row(EVICTION, "tova"))
-
-
 def test_names_and_texts_of_traces_are_escaped(alone):
     """On the page and in the figures, where they are no mathematics either."""
     found = Reader(alone)
@@ -172,28 +161,6 @@ def test_names_and_texts_of_traces_are_escaped(alone):
     assert kinds == {"data:image/svg+xml;base64", "data:image/png;base64"}
     (wide,) = [int(a["width"]) for tag, a in found.tags if tag == "img" and "width" in a]
     assert 300 < wide < 1200
-
-
-def test_a_trace_too_short_for_anything_still_has_a_page():
-    """Of two tokens: what it is, and that the papers cannot be answered."""
-    one = settling(2, 2, speed=1.0, seed=0, name="short", prompt_len=1)
-    found = Reader(page([], traces=[one]))
-
-    assert "What the traces say" in found.tables
-    assert EXPECTED not in found.tables
-    assert LAYERS not in found.tables
-    assert "not decided" in found.text
-
-
-def test_a_section_cannot_forget_to_escape():
-    """Text is escaped wherever a section puts it, and HTML of ours once only."""
-    table = table_of([HOSTILE], [[HOSTILE, cell(pl.DataFrame())]], right=1)
-    made = section(HOSTILE, HOSTILE, lines([details(table, HOSTILE), details(HOSTILE), HOSTILE]))
-
-    assert "<script" not in made
-    assert "&amp;lt;" not in made
-    assert html.unescape(made).count(HOSTILE) == 7
-    assert made.count("<td") == 2
 
 
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
@@ -219,20 +186,3 @@ def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
         write_report([], out)
     assert not out.exists()
     assert read_run(run).parameters["traces"] == {"sample": sample.fingerprint}
-
-
-def test_what_is_neither_run_nor_trace_is_refused(run, tmp_path, capsys):
-    """With a line that says what was found, and status 2."""
-    missing, plain = tmp_path / "x.zarr", tmp_path / "plain"
-    plain.mkdir()
-    out = ["--out", str(tmp_path / "r.html")]
-    for path, says in (
-        (missing, "does not exist, expected a trace"),
-        (plain, "is no run folder"),
-        (run / "records.zarr", "is not a kvsim trace"),
-    ):
-        assert _status(["report", "sample", str(path), *out]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert says in line
-    assert _status(["report", *out]) == 2
-    assert not (tmp_path / "r.html").exists()

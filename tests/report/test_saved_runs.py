@@ -11,8 +11,6 @@ import pytest
 
 import kvsim
 from kvsim.analysis.folder import bind, read_run
-from kvsim.analysis.overview import summarise
-from kvsim.analysis.sentences import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
 from kvsim.store import inputs
@@ -115,15 +113,6 @@ def test_what_no_run_holds_is_refused(run, tmp_path, name):
 
     with pytest.raises(OutputError, match=said):
         contents(folder)
-
-
-@pytest.mark.parametrize("name", ["run", "runs of [a] *", "<b>?"])
-def test_a_run_comes_back_as_it_was(run, tmp_path, name):
-    """Types of columns included, and whatever its folder is called."""
-    found = read_run(run.save(tmp_path / name))
-
-    assert found.table.equals(run.table)
-    assert found.table.schema == run.table.schema
 
 
 def contents(folder):
@@ -231,17 +220,3 @@ def test_records_of_another_run_are_refused(run, tmp_path):
 
     with pytest.raises(OutputError, match="damaged"):
         read_records(one / "records.zarr")
-
-
-@pytest.mark.parametrize("later", [("wipeout",), ("wipeout", "entries_seen")])
-def test_metrics_of_a_later_version_are_ignored(run, later):
-    """A summary and a verdict are of the metrics that this version knows."""
-    names = {name: f"later_{name}" for name in later}
-    table = run.table.with_columns(pl.col("metric").replace(names))
-    measured = table["metric"].unique(maintain_order=True).to_list()
-
-    summary = summarise(table, measured)
-
-    known = [name for name in run.table["metric"].unique(maintain_order=True) if name not in later]
-    assert [name for name in summary.columns if name in (*known, *names.values())] == known
-    assert answer(table, measured) == (None, [])

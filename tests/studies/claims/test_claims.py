@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
-from kvsim.studies.claims import ALL, CLAIMS, HOLDS, MOST, NOT, OPEN, Claim, Seconds, claims
+from kvsim.studies.claims import ALL, CLAIMS, HOLDS, MOST, NOT, OPEN, Claim, claims
 
 EVERY = {
     "AMS": {f"Q{i}" for i in range(1, 14)},
@@ -45,11 +45,6 @@ def rows(policy, values, metric="output_error", variant=None, *, params=None, fe
 def table(*parts):
     """A Table of all these rows."""
     return pl.DataFrame([row for part in parts for row in part], schema=COLUMNS)
-
-
-def at_prompt(policy, values, **more):
-    """Rows at the one event after the prompt."""
-    return rows(policy, values, **{"interval": None, "prefill": True} | more)
 
 
 def answer(found, number, words=""):
@@ -130,34 +125,6 @@ def test_p_values_are_those_of_a_loop_over_flips(cells, where):
     assert claim.p == pytest.approx(
         (plain(numbers - least, right), plain(-numbers - least, cells - right + 1))
     )
-
-
-def test_the_order_of_prompts_does_not_matter():
-    """Also where flips are drawn."""
-    rng = np.random.default_rng(3)
-    numbers = rng.normal(0.3, 1, (20, 3))
-    both = [
-        Claim("", "", cells={str(i): gap for i, gap in enumerate(rows.T)}).p
-        for rows in (numbers, rng.permutation(numbers))
-    ]
-
-    assert both[0] == both[1]
-
-
-def test_a_claim_says_its_test_or_what_it_needs():
-    """Over the prompts that have all cells of enough of them; and what they can say."""
-    one = Claim("", "", cells={"a": np.append(WRONG, np.nan), "b": np.append(np.nan, 3 * WRONG)})
-    assert list(one.means.values()) == pytest.approx([WRONG[1:].mean(), 3 * WRONG[:-1].mean()])
-    assert one.result == "contrary p=0.00049, n=11, 0/2 above 0, -2.864 to -1.045"
-    few = Claim("", "", cells={"a": RIGHT, "b": np.append(RIGHT[:2], [np.nan] * 10)})
-    assert few.omitted == "1 cell left out: too few prompts"
-    five = Claim("", "", cells={"": RIGHT[:5]}, needs="needs more")
-    assert five.result == "n=5, 1/1 above 0, +0.682"
-    assert five.why == "fewer than 6 prompts decide nothing; record 12"
-    assert "of 6 prompts p is at least 0.016" in Claim("", "", cells={"": EITHER[:6]}).why
-    assert Claim("", "", needs="needs more").why == "needs more"
-    out = Claim("", "", left_out={"a": "why", "b": "why"})
-    assert out.why == out.omitted == "2 cells left out: why"
 
 
 def test_every_claim_is_there_and_says_what_it_needs():
@@ -408,49 +375,6 @@ def test_a_claim_holds_or_not_by_what_is_planted(number, words, make):
     assert right.n == PROMPTS
 
 
-@pytest.mark.parametrize(
-    ("number", "words", "policy", "metric", "variant", "right", "wrong"),
-    [
-        ("Q9", "most of the budget", "ams", "quota_share", "mass", 0.8, 0.2),
-        ("Q9", "measured, and not filled in", "ams",
-         "suffix_mass", "", 0.2, 0.8),
-        ("G5", "90%", "gkv", "sparsity_compressed", "p=0.01,max=sequence", 0.95, 0.5),
-        ("G5", "80%", "gkv", "sparsity_compressed", "p=0.05,max=sequence", 0.85, 0.5),
-        ("G13", "neglects", "h2o", "retained_position", "older", 0.2, 0.8),
-        ("G14", "punctuation", "gkv", "punctuation_lift", "", 1.5, 0.5),
-        ("E4", "decides about most", "expected_attention", "value_norm_overlap", "", 0.8, 0.2),
-    ],
-)  # fmt: skip
-def test_claims_about_one_policy(number, words, policy, metric, variant, right, wrong):
-    """Its value beside a fixed one."""
-    for value, verdict in ((right, HOLDS), (wrong, NOT)):
-        values = (rows(policy, [value, value + 0.01], metric, variant, layer=i) for i in (0, 1))
-        of_policy = table(*values)
-        assert answer(of_policy, number, words).verdict == verdict
-
-
-def test_a_late_first_layer():
-    """Selection layers scatter."""
-    usual = rows(None, [5.0, 5.0, 5.1], "selection_layer", "k=10%,tau=0.3")
-    late = rows(None, [3.0, 9.0, 16.0], "selection_layer", "k=10%,tau=0.3,first_layer=9")
-    both_rules = table(usual, late)
-
-    assert answer(both_rules, "S4", "noisier").verdict == HOLDS
-
-
-def test_cost_is_decided_by_seconds_that_are_handed_in():
-    """Seconds in proportion to the length, and a hundredth of the scores; and the contrary."""
-    lengths = np.array([1000, 2000, 4000])
-    noise = 1 + 0.001 * np.arange(9)[:, None]
-    base = {"tova": 0 * lengths * noise, "random": 0 * lengths * noise}
-    linear, square = lengths * noise, lengths**2 * noise
-    for added, scoring, verdict in ((linear, 100 * linear, HOLDS), (square, linear, NOT)):
-        taken = Seconds(lengths.tolist(), base | {"ams": added, "expected_attention": scoring})
-        found = claims(table(rows("tova", [1.0])), taken)["AMS, arXiv 2605.23200"]
-
-        assert [one.verdict for one in found if one.number == "Q13"] == [verdict] * 2
-
-
 def test_a_claim_about_two_policies_is_about_their_paired_difference():
     """At each budget, on the prompts that both have."""
     base = np.arange(1.0, 10.0)
@@ -489,40 +413,6 @@ def test_schedules_are_not_mixed():
     ]
 
 
-def test_expected_attention_is_tested_at_the_one_event_after_the_prompt():
-    """Where there are results of it; otherwise the case says what they are of."""
-    more, less = [2.0, 2.1], [1.0, 1.1]
-    decode = (*rows("snapkv", less), *rows("expected_attention", more))
-    both_kinds = table(decode, at_prompt("snapkv", more), at_prompt("expected_attention", less))
-
-    assert list(answer(both_kinds, "E6", "snapkv").means) == ["budget 64, snapkv"]
-    assert answer(both_kinds, "E6", "snapkv").verdict == HOLDS
-    decoding = answer(table(decode), "E6", "snapkv").means
-    assert list(decoding) == ["budget 64, snapkv, after: every 16 rows"]
-    assert answer(table(decode), "E6", "snapkv").verdict == NOT
-
-
-def test_an_interval_beyond_any_text_is_the_one_event():
-    """As the command that a claim names asks for it, beside a policy whose own schedule it is."""
-    found = table(
-        at_prompt("tova", [2.0, 2.1], interval=1_000_000),
-        at_prompt("expected_attention", [1.0, 1.1]),
-        at_prompt("ams", [1.0, 1.1], interval=1_000_000),
-    )
-
-    assert list(answer(found, "E6", "tova").means) == ["budget 64, tova"]
-    assert answer(found, "Q8", "every scorer").why.startswith("needs tova and ams")
-
-
-def test_claims_about_decoding_leave_the_one_event_out():
-    """Fusion of windows does nothing there."""
-    there = [at_prompt(name, [1.0, 1.0]) for name in ("global_max", "global_mean")]
-    one = answer(table(*there), "G9", "by mean")
-
-    assert one.verdict == OPEN
-    assert "--interval N --no-prefill" in one.why
-
-
 def test_ablations_are_pairs_that_differ_in_one_parameter():
     """Whatever else the pair shares; a pair that differs in more is none."""
     small = {"window": 32, "credit_decay": 0.5}
@@ -539,70 +429,6 @@ def test_ablations_are_pairs_that_differ_in_one_parameter():
     credit = answer(found, "Q5", "raises the IoU")
     assert credit.verdict == OPEN
     assert "with one schedule and all else equal" in credit.why
-
-
-def test_pairs_of_one_kind_are_told_apart():
-    """By the parameters in which they differ from each other."""
-    found = table(
-        *(
-            rows("ams", values, "boundary_shift", params={"credit": credit, "window": window})
-            for window in (16, 32)
-            for credit, values in ((False, [2.0, 2.1]), (True, [1.0, 1.1]))
-        ),
-    )
-
-    assert list(answer(found, "Q5", "move less").means) == [
-        "budget 64, window=16",
-        "budget 64, window=32",
-    ]
-
-
-def test_sinks_and_recent_entries_are_those_of_ams():
-    """Another number of protected entries would not say what the rest of AMS adds."""
-    wrong = {"protect": {"sink": 4, "recent": 8, "prompt": False}}
-    found = table(rows("tova", [2.0, 2.1]), rows("tova", [1.0, 1.1], params=wrong))
-    missing = answer(found, "Q8", "Keeping sinks")
-    ours = table(
-        rows("tova", [2.0, 2.1]),
-        rows("tova", [1.0, 1.1], params=wrong),
-        rows("ams", [1.0, 1.1], params={"recent": 8}),
-    )
-
-    assert "--sink 4 --recent 32" in missing.why
-    assert answer(ours, "Q8", "Keeping sinks").verdict == HOLDS
-
-
-def test_more_policies_and_budgets_make_no_more_claims():
-    """What a table has beside decides how many cells a sentence has."""
-    few = table(rows("tova", [1.0]), rows("ams", [2.0]))
-    pairs = [(name, f"ams+{name}") for name in ("knorm", "snapkv", "h2o")]
-    names = ("tova", "ams", *(name for pair in pairs for name in pair))
-    many = table(*(rows(name, [1.0], budget=budget) for name in names for budget in (32, 64)))
-
-    assert [(paper, [(x.number, x.says) for x in of]) for paper, of in claims(few).items()] == [
-        (paper, [(x.number, x.says) for x in of]) for paper, of in claims(many).items()
-    ]
-
-
-def test_scorers_and_named_policies_are_cells_of_one_sentence():
-    """AMS around each policy that was replayed with and without it, budgets as shares too."""
-    found = table(
-        *(
-            rows(name, [value, value + 0.1], budget=budget, share=share)
-            for name, value in (("tova", 2.0), ("ams", 1.0), ("knorm", 3.0), ("ams+knorm", 1.0))
-            for share, budget in (("50%", 900), (None, 1000), ("5%", 90))
-        )
-    )
-    one = answer(found, "Q8", "every scorer")
-
-    assert (one.where, one.verdict) == (ALL, HOLDS)
-    assert list(one.means) == [
-        f"budget {budget}, {name}" for name in ("tova", "knorm") for budget in ("5%", "50%", "1000")
-    ]
-    assert one.tested == "output_error: tova minus ams, and likewise knorm"
-    assert list(answer(found, "Q10").means) == ["budget 5%", "budget 5% against 1000"]
-    some = answer(table(at_prompt("tova", [2.0]), at_prompt("expected_attention", [1.0])), "E6")
-    assert (some.verdict, some.omitted) == (HOLDS, "4 cells left out: not replayed")
 
 
 def test_the_wipe_out_claim_is_over_the_whole_grid():
@@ -626,36 +452,6 @@ def test_the_wipe_out_claim_is_over_the_whole_grid():
         "budget 64, length=32,threshold=0": pytest.approx(-0.4 / 0.705),
     }
     assert one.verdict == NOT
-
-
-def test_a_difference_of_two_settings_matters_as_a_share_of_their_mean():
-    """Half of few regions is much, whatever the unit."""
-    few = {"tova": 0.004, "ams": 0.002}
-    found = table(*(rows(name, [x, 1.1 * x], "wipeout") for name, x in few.items()))
-    assert answer(found, "Q1").verdict == HOLDS
-    near = {"tova": 1.0, "ams": 0.995}
-    found = table(*(rows(name, [x, 1.1 * x], "wipeout") for name, x in near.items()))
-    assert answer(found, "Q1").verdict == OPEN
-
-    base = [*[1.0] * 6, *[100.0] * 6]  # the last six prompts have no value of the other window
-    alike = table(rows("ams", base), rows("ams", [1.2] * 6, params={"window": 32}, few=True))
-    one = answer(alike, "Q12")
-    change = 0.2 / 1.1
-    assert list(one.means.values()) == pytest.approx([0.05 - change, 0.05 + change])
-    assert (one.n, one.verdict) == (6, NOT)
-
-
-def test_a_smaller_loss_is_no_growing_lead():
-    """AMS behind TOVA at every budget, least at the smallest."""
-    found = table(
-        *(
-            rows(name, [value, value + 0.1], budget=budget)
-            for budget, gap in ((32, 1.0), (64, 2.0))
-            for name, value in (("tova", 3.0), ("ams", 3.0 + gap))
-        )
-    )
-
-    assert answer(found, "Q10").verdict == NOT
 
 
 @given(
@@ -697,27 +493,6 @@ def test_a_policy_is_not_tested_at_a_budget_that_is_mostly_its_window():
     alone = answer(table(*parts[::2]), "Q8", "every scorer")
     assert alone.verdict == OPEN
     assert alone.why == "1 cell left out: a window of more than half of the budget"
-
-
-@pytest.mark.parametrize(("filled", "verdict"), [(0.3, HOLDS), (0.8, OPEN)])
-def test_mass_that_is_filled_in_decides_nothing(filled, verdict):
-    """The share of the budget by mass is tested where most of that mass was measured."""
-    share = rows("ams", [0.8, 0.81], "quota_share", "mass")
-    one = answer(table(share, rows("ams", [filled], "suffix_mass")), "Q9", "of the budget")
-
-    assert one.verdict == verdict
-    assert ("mass that is mostly filled in" in one.why) == (verdict == OPEN)
-
-
-def test_ams_around_tova_is_ams():
-    """The long name says the same policy."""
-    plain = rows("tova", [0.3, 0.4], "middle_coverage")
-    made = rows("ams+tova", [0.5, 0.7], "middle_coverage")
-
-    found = answer(table(plain, made), "Q3")
-
-    assert list(found.cells) == ["budget 64"]
-    assert found.verdict == HOLDS
 
 
 @pytest.mark.parametrize(

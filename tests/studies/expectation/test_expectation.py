@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.attention.agreement import lost, pearson, places, recall, spearman
 from kvsim.analysis.subject import Analysis
-from kvsim.errors import PolicyError
 from kvsim.studies.expectation.expectation import (
     ORDERS,
     STEPS,
@@ -90,18 +89,6 @@ def test_every_step_equals_the_definition(case, data):
     assert (found.keys, found.rows) == (cut - sink, case.n - cut)
 
 
-def test_the_default_cut_is_the_share_of_the_paper():
-    """1,000 of 5,000 tokens: a fifth."""
-    assert expected_and_observed(kvsim.open_trace(kvsim.sample_trace())).cut == 472 // 5
-
-
-@pytest.mark.parametrize(("cut", "sink"), [(5, 4), (0, 0), (472, 4), (8, -1)])
-def test_a_cut_without_samples_or_rows_is_refused(cut, sink):
-    """Two rows behind the sinks before it, one row after it."""
-    with pytest.raises(PolicyError, match=f"cut is {cut} of 472 rows; expected two rows"):
-        expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), cut, sink=sink)
-
-
 @given(pairs=st.lists(st.tuples(*[st.integers(-3, 3).map(float)] * 2), min_size=2), data=st.data())
 def test_agreement_equals_loops(pairs, data):
     """Ranks with ties, correlations, recall and the mass that goes, entry by entry."""
@@ -125,27 +112,6 @@ def test_agreement_equals_loops(pairs, data):
     order = sorted(range(n), key=lambda i: (a[i], -i))
     expected = [sum(mass[i] for i in order[:gone]) / mass.sum() for gone in range(n + 1)]
     np.testing.assert_allclose(lost(a, mass, np.arange(n + 1)), expected)
-
-
-def test_nothing_loses_less_than_the_oracle_and_chance_loses_what_it_removes():
-    """On the sample, at every share; all curves go from 0 to 1 and never down."""
-    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 104)
-    loss = found.loss()
-
-    assert loss.shape == (len(ORDERS), 3, 8, 21)
-    assert (loss >= loss[-1] - 1e-12).all()
-    assert (np.diff(loss) >= 0).all()
-    assert (loss[..., 0] == 0).all()
-    np.testing.assert_allclose(loss[..., -1], 1.0)
-    np.testing.assert_allclose(loss[ORDERS.index("random"), 0, 0], np.linspace(0, 1, 21))
-    # small keys stay: the order of `knorm`
-    half = found.key_norm < np.median(found.key_norm, -1, keepdims=True)
-    mass = np.exp(found.observed)
-    np.testing.assert_allclose(
-        loss[ORDERS.index("key_norm"), ..., 10],
-        1 - (mass * half).sum(-1) / mass.sum(-1),
-        rtol=1e-5,
-    )
 
 
 def test_tables_hold_what_the_arrays_do():

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.errors import PolicyError
-from kvsim.studies.expectation.expectation import key_projections, normal_gap
+from kvsim.studies.expectation.expectation import key_projections
 from kvsim.studies.expectation.normality import normal_ks, state_normality
 from kvsim.testing.strategies import cases
 
@@ -43,11 +42,6 @@ def test_distances_equal_their_definition(drawn, scale):
         assert float(found[i]) == pytest.approx(naive([one * scale for one in x]), abs=1e-4)
 
 
-def test_numbers_that_do_not_vary_have_no_distance():
-    """NaN, also where rounding moves their mean."""
-    assert normal_ks(torch.full((2, 9), 0.1)).isnan().all()
-
-
 def test_queries_before_rope_are_found_again():
     """Every layer, head and dimension in its place, with and without the first rows."""
     rng = np.random.default_rng(0)
@@ -69,13 +63,6 @@ def test_queries_before_rope_are_found_again():
         expected = naive(before[1, 3, skip:stop, 2].tolist())
         assert one.distance[1, -1, 2] == pytest.approx(expected, abs=1e-4)
     assert found[0].distance.mean() > found[2].distance.mean() + 0.1
-
-
-@pytest.mark.parametrize(("skip", "stop"), [(469, None), (-1, None), (4, 473)])
-def test_rows_that_are_too_few_or_not_there_are_refused(skip, stop):
-    """A distance needs four."""
-    with pytest.raises(PolicyError, match=f"rows {skip} to .* expected at least 4 rows"):
-        state_normality(kvsim.open_trace(kvsim.sample_trace()), skip=skip, stop=stop)
 
 
 @given(case=cases(min_n=3, max_n=14, max_layers=2, max_heads=2), data=st.data())
@@ -105,12 +92,3 @@ def test_the_gap_of_every_key_equals_the_definition(case, data):
             assert found.mean[at] == pytest.approx(m, rel=1e-9, abs=1e-9)
             assert found.variance[at] == pytest.approx(variance, rel=1e-9, abs=1e-9)
             assert found.gap[at] == pytest.approx(exact - m - variance / 2, rel=1e-9, abs=1e-8)
-
-
-def test_the_gap_of_normal_quantiles_between_the_computed_ones():
-    """At any variance, as computed there."""
-    variance = np.array([[0.0, 0.3, 4.0, 25.0]])
-    quantile = np.array([NORMAL.inv_cdf((i + 0.5) / 50) for i in range(50)])
-    expected = [np.log(np.exp(np.sqrt(v) * quantile).mean()) - v / 2 for v in variance[0]]
-
-    np.testing.assert_allclose(normal_gap(variance, 50)[0], expected, atol=1e-3)

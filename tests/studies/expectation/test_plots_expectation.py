@@ -10,7 +10,6 @@ from scipy.stats import spearmanr
 import kvsim
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.subject import Analysis
-from kvsim.errors import PolicyError
 from kvsim.plots import (
     agreement_steps,
     attention_loss,
@@ -24,7 +23,6 @@ from kvsim.studies.expectation.expectation import (
     expected_and_observed,
     key_projections,
 )
-from kvsim.studies.expectation.figures import FLOOR
 from kvsim.studies.expectation.normality import state_normality
 from kvsim.studies.expectation.queries import Queries, queries
 from tests.plots.test_plots_sets import lines
@@ -78,26 +76,6 @@ def test_a_panel_has_the_attention_of_each_key(found):
         "a: 20 keys before position 24, mean over 36 later rows\n"
         "dotted: equal shares (fidelity: exact)"
     )
-
-
-def test_what_is_below_the_floor_lies_on_the_edge():
-    """The caption says so, and the correlations are of the values themselves."""
-    one = expected_and_observed(made(0, "a", size=40.0), 24)
-    figure = expected_observed(one, layers=[0], qhead=0)
-    x, y = figure.axes[0].collections[0].get_offsets().data.T
-
-    assert np.exp(one.expected[0, 0, 0]).min() < FLOOR == y.min()
-    assert x == pytest.approx(np.exp(one.observed[0, 0]).clip(FLOOR))
-    assert figure.axes[0].get_title().endswith(f"log-Pearson {one.log_pearson[0, 0, 0]:.2f}")
-    assert "at the edge: 1e-12 or less" in figure.get_suptitle()
-
-
-def test_a_head_that_is_not_there_is_an_error(found):
-    """It says which there are."""
-    with pytest.raises(PolicyError, match="query head is 4; a has query heads 0 to 3"):
-        expected_observed(found[0], qhead=4)
-    with pytest.raises(PolicyError, match="layer is 2; a has layers 0 to 1"):
-        expected_observed(found[0], layers=[0, 2])
 
 
 def test_agreement_is_that_of_each_head(found):
@@ -185,12 +163,6 @@ def test_errors_are_means_over_layers_and_by_layer(errors):
         "2 traces: output of all heads where a policy evicts once, then 12 rows "
         "(fidelity: exact, open)"
     )
-
-
-def test_no_error_is_nothing_to_show(errors):
-    """It says so."""
-    with pytest.raises(PolicyError, match="no policy moved any output"):
-        reconstruction_error(errors.filter(pl.col("ratio") == 0))
 
 
 def test_what_the_page_says_of_the_sample():

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 import kvsim
-from kvsim.analysis.results import task_of
-from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
+from kvsim.errors import GoldError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.studies.language.answers import answer_facts
-from kvsim.studies.layers.gold import check_positions, find_text
-from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking, window_attention
+from kvsim.studies.layers.gold import find_text
+from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking
 from kvsim.studies.layers.tables import (
     Diagnosis,
     diagnose,
@@ -145,24 +144,6 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
         assert recall[layer] == pytest.approx(len(kept & gold) / len(gold))
 
 
-def test_the_threshold_is_strict():
-    """Below tau, not at it: the first tested layer has 1."""
-    curve = ranking(settling_trace(24, speed=0.1), ASL(window=8)).curve(40)
-
-    assert curve.relative[8] == 1.0
-    assert curve.selected(tau=1.0) != 8
-    assert curve.selected(tau=np.nextafter(1.0, 2)) == 8
-
-
-def test_jaccard_by_chance_is_what_random_sets_give():
-    """The value beside the index, against many pairs of random sets."""
-    rng = np.random.default_rng(0)
-    ranking = made(rng.random((400, 60)))
-    diagnosis = Diagnosis(ranking, ranking.curve(24))
-
-    assert np.nanmean(diagnosis.jaccard) == pytest.approx(diagnosis.jaccard_chance, abs=0.01)
-
-
 @given(cases(min_n=6, max_n=24), st.data())
 def test_scores_equal_loops_over_the_attention(case, data):
     """The pooled scores of every layer, from queries and keys."""
@@ -216,34 +197,6 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
     assert layers < 3 or len(selected) > 2  # not all the same: the test can tell them apart
 
 
-def test_window_attention_is_that_of_the_trace():
-    """Mean over query heads of full attention; columns are pooled by their maximum."""
-    trace = settling_trace(2, n=50)
-    rows = range(46 - 8, 46)
-    expected = np.stack(
-        [trace.attention(layer, rows, range(46)).mean(0).numpy() for layer in range(2)]
-    )
-
-    whole = window_attention(trace, 8)
-    pooled = window_attention(trace, 8, columns=10)
-
-    np.testing.assert_allclose(whole, expected, atol=1e-6)
-    assert pooled.shape == (2, 8, 10)
-    np.testing.assert_allclose(pooled[..., 0], expected[..., :5].max(-1), atol=1e-6)
-    np.testing.assert_allclose(pooled[..., 9], expected[..., 45:].max(-1), atol=1e-6)
-
-
-def test_a_small_model_is_told_how_its_rule_differs():
-    """The look-back that there are layers for, as replay remarks."""
-    trace = kvsim.open_trace(kvsim.sample_trace())
-    one = diagnose(trace, ranking(trace), 64)
-    record = kvsim.replay(trace, kvsim.policy("asl"), budget=64)
-
-    assert (one.curve.first_layer, one.curve.look_back) == (1, 2)
-    assert one.remark.startswith("ranks are compared over 2 layers instead of 8")
-    assert one.remark in record.remark
-
-
 @pytest.mark.parametrize(
     ("layers", "budget", "parameters", "expected"),
     [
@@ -267,38 +220,6 @@ def test_verdicts(layers, budget, parameters, expected):
     assert curve.verdict().startswith(expected.format(layer=curve.selected()))
 
 
-def test_the_second_pass_takes_the_last_layer():
-    """`asl_2pass` selects in any case, and the verdict says why there."""
-    curve = ranking(settling_trace(6, speed=0.1), TwoPass(tau=0.1)).curve(64)
-
-    assert curve.selected() == 5
-    assert curve.verdict() == "no layer is below tau = 0.1; the last layer selects, 5"
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "expected"),
-    [
-        (lambda t: ranking(t, ASL(window=116)), PolicyError, "no token is left to rank"),
-        (lambda t: ranking(t, ASL(first_layer=6)), PolicyError, "model has layers 0..5"),
-        (lambda t: ranking(t).curve(32), BudgetError, "selects no token beside the window of 32"),
-        (lambda t: ranking(t).curve(64, ASL(window=8)), PolicyError, "a ranking for each"),
-        (lambda t: ranking(t).curve(64, ASL(first_layer=6)), PolicyError, "layer is 6"),
-        (lambda t: ranking(t).grid(64, [7], [2]), PolicyError, "layer is 7"),
-        # ranks are compared from layer to layer: one that is missing would change them
-        (
-            lambda _: ranking(settling_trace(3, layer_ids=[0, 2, 4])),
-            *(PolicyError, r"layers \[0, 2, 4\]; expected 0, 1, 2"),
-        ),
-        # recorded without a tokenizer
-        (lambda t: find_text(t, "x"), TraceError, "no token texts"),
-    ],
-)
-def test_refusals(call, error, expected):
-    """What has no answer says what was expected."""
-    with pytest.raises(error, match=expected):
-        call(settling_trace(6))
-
-
 def texts(pieces, prompt_len=None):
     """A trace with given token texts."""
     n = len(pieces)
@@ -315,27 +236,6 @@ def test_text_is_found_between_words():
     assert find_text(trace, "A gold").tolist() == [6, 7]
     with pytest.raises(GoldError, match="'old' does not occur"):
         find_text(trace, "old")
-
-
-def test_text_of_tokens_without_blanks():
-    """There tokens are words: a text is found from the start of one to the end of one."""
-    trace = texts(["gold", "old", ".", "old", ".", "old", "key"], prompt_len=6)
-
-    assert find_text(trace, "old").tolist() == [1, 3, 5]
-    assert find_text(trace, "old . old").tolist() == [1, 2, 3, 4, 5]
-    for absent in ("ld", "key", "", "  "):
-        with pytest.raises(GoldError, match="does not occur in the prompt"):
-            find_text(trace, absent)
-
-
-def test_positions_are_those_of_the_prompt():
-    """Sorted, each once; none outside."""
-    trace = settling_trace(1, 60, prompt_len=50)
-
-    assert check_positions(trace, [7, 3, 7]).tolist() == [3, 7]
-    for outside in (-1, 50):
-        with pytest.raises(GoldError, match=f"{outside} is not in the prompt; expected 0 to 49"):
-            check_positions(trace, [3, outside])
 
 
 @pytest.fixture(scope="module")
@@ -402,23 +302,6 @@ def test_the_distribution_counts_traces(several):
         assert set(rows["of"]) == {2}
         assert set(rows["mean_layer"]) == {sum(known) / len(known) if known else None}
     assert None in table["layer"].to_list()
-
-
-@pytest.mark.parametrize(
-    ("name", "meta", "task"),
-    [
-        ("walk-f32-l48-s0-3", None, "walk"),
-        ("niah_128", None, "niah"),
-        ("p12", None, "p"),
-        ("12", None, "12"),
-        ("x-1", {"labels": {"task": "qa"}}, "qa"),
-        ("x-1", {"labels": {"task": ["qa"]}}, "x"),
-        ("x-1", {"labels": "qa"}, "x"),
-    ],
-)
-def test_tasks(name, meta, task):
-    """From the trace's labels, else the first part of its name."""
-    assert task_of(settling_trace(1, name=name, meta=meta)) == task
 
 
 @pytest.fixture(scope="module")

@@ -43,11 +43,6 @@ def test_sparsity_is_that_of_the_windows():
         assert row["behind_sink"] == pytest.approx(found.behind_sink[0].mean())
 
 
-def test_a_trace_too_short_for_a_window_has_no_sparsity():
-    """Null, not a number of nothing."""
-    assert sparsity_table(random_trace(layers=4, n=12))["sequence"].null_count() == 8
-
-
 @settings(max_examples=20)
 @given(st.data())
 def test_a_pattern_shows_the_ranks_of_what_could_go_on(data):

@@ -47,26 +47,6 @@ def test_masses_cuts_and_quotas_are_those_of_the_event(trace, mode):
         assert upper.get_title() == f"event after row {event.row}: {len(first)} segments"
 
 
-def test_axes_and_caption_say_what_is_shown(trace):
-    """Units, layer, head, budget and fidelity."""
-    record = replayed(trace)
-
-    figure = mass_curve(trace, record, layer=1, head=0, events=record.events[1:2])
-
-    upper, lower = figure.axes
-    assert upper.get_ylabel() == "cumulative attention mass (share)"
-    assert lower.get_ylabel() == "entries of the segment"
-    assert lower.get_xlabel() == "position"
-    expected = "small: ams+tova, layer 1, KV head 0, budget 24 (fidelity: open)"
-    assert figure.get_suptitle() == expected
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "a segment begins",
-        "entries",
-        "quota",
-        "an entry stays",
-    ]
-
-
 def test_what_cannot_be_shown_is_an_error(trace):
     """Another policy, no internals, an event that is none, another trace."""
     record = replayed(trace)

@@ -1,7 +1,5 @@
 """What the events of AMS decided, by entry and by segment, beside loops over the Plans."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -158,11 +156,3 @@ def test_the_table_of_cuts_is_that_of_the_segments(head):
     for before, one, shift in zip(events, events[1:], table["shift"][1:], strict=False):
         gaps = np.abs(np.diff(one.moves(before))).ravel()
         assert shift == (pytest.approx(gaps.mean()) if len(gaps) else None)
-
-
-def test_a_record_without_segments_has_no_table_of_cuts():
-    """It says why."""
-    record = replace(replayed(), internals=())
-
-    with pytest.raises(PolicyError, match="replay it with internals=True"):
-        cut_table(record, 1, 0)

@@ -10,13 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
-from kvsim.analysis.registry import METRICS
 from kvsim.schema import NEVER
 from kvsim.studies.segments.segments import ams_segments, proxy_segments
-from kvsim.sweeps import cells
-from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
 
@@ -151,22 +147,6 @@ def test_boundaries_are_positions_where_rows_were_dropped(name):
         assert_equal(ams_segments(record, layer), head, events)
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.data())
-def test_the_nearest_above_equals_a_walk(values, data):
-    """In both directions, from any place and for any bound, also where there is none."""
-    line = np.array(values)
-    at = np.array(data.draw(st.lists(st.integers(0, len(line) - 1), min_size=1)))
-    bound = np.array(data.draw(st.lists(st.integers(-1, 6), min_size=len(at), max_size=len(at))))
-
-    for step in (1, -1):
-        found = above(tops(line, len(line)), at, bound, step)
-        for start, least, got in zip(at.tolist(), bound.tolist(), found.tolist(), strict=True):
-            here = start + step
-            while 0 <= here < len(line) and line[here] <= least:
-                here += step
-            assert got == here
-
-
 @pytest.mark.parametrize(("total", "kept"), [(8, 1), (8, 3), (8, 7), (1, 0)])
 def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     """Number of runs and their mean length, over every choice of what is kept."""
@@ -180,24 +160,6 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     for name in ("count", "length"):
         chance, values = getattr(found, f"{name}_chance"), getattr(found, name)
         np.testing.assert_allclose(chance, np.full_like(chance, values.mean()))
-
-
-def test_one_segment_has_no_boundary():
-    """All mass in one segment: as long as the cache; nothing can move, so nothing is said of it."""
-    trace = small_trace()
-    record = segmented(trace, segment_mass=2.0, max_segment=64)
-
-    table = kvsim.measure(trace, record, DECIDED, events=True)
-
-    own = table.filter(pl.col("variant").is_in(["ams", "ams,mean", "ams,pooled"]))
-    values = {
-        key: found["value"].unique().to_list() for key, found in own.group_by("metric", "variant")
-    }
-    assert values["segment_count", "ams"] == [1.0]
-    held = [(plans.pos >= 0).sum(-1).max() for plans in record.internals]
-    assert sorted(values["segment_length", "ams,mean"]) == sorted({float(n) for n in held})
-    assert values["segment_length", "ams,pooled"] == [pytest.approx(np.mean(held))]
-    assert values["boundary_shift", "ams"] == [None]
 
 
 @settings(deadline=None, max_examples=20)
@@ -233,18 +195,6 @@ def test_shares_of_the_budget_sum_to_one(seed, mode, weights, least):
         recent = plans.pos[here] > plans.row - SMALL["window"]
         if mode == "strict":
             assert row["suffix"] == pytest.approx(plans.notes["mass"][here][recent].sum())
-
-
-def test_minima_that_do_not_fit_are_said():
-    """Always where each segment wants all it has and the budget is small, else never."""
-    trace = small_trace()
-    tight = segmented(trace, min_quota=8, budget=12)
-    shares = [
-        kvsim.measure(trace, record, ["quota_share"]).filter(variant="infeasible")["value"]
-        for record in (tight, segmented(trace))
-    ]
-
-    assert [one.to_list() for one in shares] == [[1.0] * 4, [0.0] * 4]
 
 
 def variants(table):
@@ -306,34 +256,3 @@ def test_events_are_listed_on_request():
             assert own["value"].item() == pytest.approx(found["value"].mean())
     pooled = table.filter(variant="ams,pooled")
     assert pooled["event"].null_count() == len(pooled) == 4
-
-
-def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
-    """The numbers are those of a replay with internals, which no record keeps or holds in full."""
-    trace = small_trace()
-    policies = [kvsim.policy("ams", **SMALL), kvsim.policy("tova")]
-    replayed = []
-
-    def replay(*args, **how):
-        record = kvsim.replay(*args, **how)
-        replayed.append((how["internals"], record))
-        return record
-
-    monkeypatch.setattr(cells, "replay", replay)
-    run = replay_all([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
-    replay_all([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
-
-    expected = kvsim.measure(trace, segmented(trace), DECIDED)
-    own = run.table.filter(policy="ams")
-    assert own.drop("value", "chance").equals(expected.drop("value", "chance"))
-    for name in ("value", "chance"):
-        np.testing.assert_allclose(own[name].to_numpy(), expected[name].to_numpy())
-    noted = frozenset().union(*(METRICS[name].notes for name in DECIDED))
-    assert noted == policies[0].allocator.notes
-    assert [asked for asked, _ in replayed] == [noted, frozenset(), frozenset()]
-    assert [len(record.internals) > 0 for _, record in replayed] == [True, False, False]
-    assert all(record.internals == () for record in run.records)
-    for plans in replayed[0][1].internals:
-        assert set(plans.notes) == noted
-        parts = [plans.pos, plans.scores, plans.quotas, *plans.notes.values()]
-        assert sum(one.nbytes for one in parts) < 2 * 2 * 200
