@@ -20,9 +20,7 @@ CONTEXT = (
 QUESTION = " Who brings the map?"
 PAIRS = {
     "SnapKVPress": ("snapkv@kvpress", {"window_size": 8}, {"window": 8}),
-    "TOVAPress": ("tova@kvpress", {}, {}),
     "KeyDiffPress": ("keydiff", {}, {}),
-    "KnormPress": ("knorm", {}, {}),
     "ExpectedAttentionPress": ("expected_attention@kvpress", {}, {}),
 }
 

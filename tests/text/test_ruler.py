@@ -77,15 +77,6 @@ def test_numbers_of_facts_are_those_of_the_tasks():
     assert Counter(drawn("cwe", 8000).context.split())[drawn("cwe", 8000).answers[0]] == 30
 
 
-def test_the_same_seed_gives_the_same_prompts():
-    """Another seed or number gives another one."""
-    for task in RULER:
-        again = ruler_sample(0, 0, words, task=task, length=1200)
-        others = (drawn(task, index=1), drawn(task, seed=1))
-        assert again == drawn(task)
-        assert again.prompt not in {each.prompt for each in others}
-
-
 def test_bad_tasks_and_lengths_are_one_line():
     """A length that the example alone exceeds, one that the documentation has not, and a name."""
     with pytest.raises(TextError, match=r"length is 100, expected at least \d+ for vt"):

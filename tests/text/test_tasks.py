@@ -1,6 +1,5 @@
 """Tasks on real text: lengths, depths, needles and answers of every task."""
 
-import random
 import re
 from functools import cache
 
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvsim.errors import TextError
 from kvsim.text.answers import REASONING, is_right, open_reasoning, score
-from kvsim.text.haystack import draw, prose
+from kvsim.text.haystack import prose
 from kvsim.text.tasks import DEPTHLESS, TASKS, sample
 
 WITH_DEPTH = [task for task in TASKS if task not in DEPTHLESS]
@@ -94,14 +93,6 @@ def test_a_response_of_text_continues_its_prompt():
     assert drawn.answer is None
 
 
-def test_prompts_depend_on_seed_and_index_alone():
-    """Equal arguments give equal prompts; another seed or index another code and another text."""
-    drawn = [sample(s, i, count, task="needle", length=300) for s, i in ((0, 0), (0, 1), (1, 0))]
-
-    assert drawn[0] == sample(0, 0, count, task="needle", length=300)
-    assert len({one.prompt for one in drawn}) == len({one.answer for one in drawn}) == 3
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_of_a_prompt_file(split):
     """Text is `prompt`, or `context` and `prompt`; a chat `messages`, and how many are context."""
@@ -135,27 +126,6 @@ def test_what_cannot_be_written_is_refused(wrong, message):
     """One line that says what is expected."""
     with pytest.raises(TextError, match=f"^{message}"):
         sample(0, 0, count, **{"task": "needle", "length": 300, **wrong})
-
-
-def test_prose_has_no_markup():
-    """Paragraphs of whole sentences, each once, without tables, headings and grammars."""
-    paragraphs = [" ".join(paragraph) for paragraph in prose()]
-
-    assert len(set(paragraphs)) == len(paragraphs) > 300
-    assert not any(re.search(r"::=|===|\*\*\*|\n| {2}", text) for text in paragraphs)
-    assert all(text[0].isupper() and text.endswith(".") for text in paragraphs)
-
-
-def test_a_haystack_loses_its_first_words():
-    """So many words are left, the last ones, in the same paragraphs."""
-    whole = draw(random.Random(0), 300)  # noqa: S311  no secret
-
-    part = whole.last_words(100)
-
-    assert part.words == 100
-    assert whole.text().endswith(part.text().split(" ", 1)[1])
-    assert whole.last_words(whole.words) == whole
-    assert whole.last_words(0).text() == ""
 
 
 @pytest.mark.parametrize(

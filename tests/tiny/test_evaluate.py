@@ -1,6 +1,5 @@
 """The measurements behind the model card, and the card itself."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,12 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from apps.tiny import card, evaluate, train
-from apps.tiny.heads import head_maps, head_masses, removed_heads
+from apps.tiny import card, evaluate
 from apps.tiny.model import build
 from apps.tiny.probes import (
     NEEDS,
-    ablation,
     attention_maps,
     needs,
     replaced,
@@ -42,44 +39,6 @@ def model():
 def start():
     """A model at the start of its training: its heads are known, and it answers nothing."""
     return build(0).eval()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with weights that are hardly trained."""
-    folder = tmp_path_factory.mktemp("model")
-    run = train.start(train.Settings(steps=1, evaluate=0, stage_tokens=256))
-    train.train(run, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def probed(start):
-    """Rows of results of `start`, of both probes for two tasks."""
-    rows = []
-    for task in ("check", "wait"):
-        samples = prompts(1, seed=8, task=task, level=1)
-        what = {"task": task, "level": 1, "n": 1}
-        rows.append({"part": "structure", **what, **structure(start, samples)})
-        rows.append({"part": "ablation", **what, **ablation(start, samples)})
-    return rows
-
-
-def test_responses_belong_to_their_prompts():
-    """Prompts of different lengths answered together get what each gets alone, in their order."""
-    model = AutoModelForCausalLM.from_pretrained(PATH)
-    tokenizer = load_tokenizer(PATH)
-    samples = [
-        *prompts(1, seed=1, task="needle", level=1),
-        *prompts(1, seed=1, task="get", facts=4, lines=2, filler=0.0),
-        *prompts(1, seed=2, task="get", facts=9, lines=3, filler=0.0),
-    ]
-    model = model.float().eval()
-    together = evaluate.respond(model, tokenizer, samples)
-    alone = [evaluate.respond(model, tokenizer, [sample])[0] for sample in samples]
-
-    assert [text.split()[:8] for text in together] == [text.split()[:8] for text in alone]
-    assert all(together)
 
 
 def test_the_first_error_is_named_by_what_was_to_be_looked_up():
@@ -143,16 +102,6 @@ def test_teacher_forced_chains_are_those_of_greedy_generation(model):
         assert forced.exact == sum(check(s.prompt, text).chain_exact for s, text in pairs)
 
 
-def test_every_layer_is_needed(model):
-    """The whole model is right, and without any one layer's attention no chain is."""
-    found = ablation(model, prompts(2, seed=13, task="walk", level=1))["removed"]
-
-    assert found["nothing"]["exact"] == 2
-    assert [found[f"layer {layer}"]["exact"] for layer in range(3)] == [0, 0, 0]
-    assert sum("head" in name for name in found) == 12
-    assert found["nothing"]["by_purpose"]["digit"] == [48, 48]
-
-
 def test_masses_are_read_off_the_attention(start):
     """The numbers of a head agree with loops over rows and positions of its attention."""
     (sample,) = prompts(1, seed=15, task="check", facts=6, lines=12)
@@ -178,53 +127,6 @@ def test_masses_are_read_off_the_attention(start):
     assert head["mass"]["recheck 2, chain"] == pytest.approx(mass, abs=1e-3)
 
 
-def test_results_are_about_some_weights(tmp_path):
-    """Rows of other weights are neither read nor taken for measurements of these."""
-    ours, others = (Results(tmp_path / "r.jsonl", name) for name in ("a", "b"))
-    assert ours.rows() == []
-    ours.add(part="accuracy", task="walk", level=1, n=3, chain=2)
-
-    assert ours.has(part="accuracy", task="walk", n=3)
-    assert not ours.has(part="accuracy", task="walk", n=4)
-    assert not others.has(part="accuracy")
-    assert [row["chain"] for row in ours.rows()] == [2]
-
-
-def test_what_was_measured_is_not_measured_again(tmp_path, folder, capsys):
-    """A second run of the same cells adds nothing; more samples or another part are new."""
-    file = tmp_path / "r.jsonl"
-    common = ["--results", str(file), "--model", str(folder), "--tasks", "needle", "--n", "1"]
-    for more in (
-        ["--parts", "accuracy", "--levels", "1"],
-        ["--parts", "structure", "--probed", "1"],
-    ):
-        evaluate.main([*common, *more])
-        lines = file.read_text().splitlines()
-        evaluate.main([*common, *more])
-        assert file.read_text().splitlines() == lines
-    rows = [json.loads(line) for line in lines]
-
-    assert [(row["part"], row["task"], row["n"]) for row in rows] == [
-        ("accuracy", "needle", 1),
-        ("structure", "needle", 1),
-    ]
-    assert {row["weights"] for row in rows} == {digest(folder)}
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
-    """Maps have a panel for each head, and heat maps as many rows as heads and parts."""
-    (sample,) = prompts(1, seed=16, task="wait", facts=4, lines=9)
-    maps = head_maps(attention_maps(start, sample), prompt=1 + sample.prompt_words)
-    panels = [axis for axis in maps.axes if axis.images]
-    masses, without = head_masses(probed), removed_heads(probed)
-
-    assert len(panels) >= 24
-    assert masses.axes[0].images[0].get_array().shape == (24, 4)
-    assert masses.axes[1].images[0].get_array().shape[0] == 24
-    assert without.axes[0].images[0].get_array().shape[0] == 1 + 3 + 12
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_card_shows_a_right_example_of_each_verb(verb):
     """Facts and question in the card are a prompt, and the response below it is the right one."""
@@ -234,16 +136,6 @@ def test_the_card_shows_a_right_example_of_each_verb(verb):
     prompt = f"{' '.join(facts.split())} {question}"
 
     assert check(prompt, response).exact
-
-
-def test_heads_are_called_by_their_shares():
-    """A head may be several things at once; one that is nothing is mixed."""
-    mass = {"item": 0.2, "digit 2": 0.9}
-    head = {"first": 0.4, "marks": 0.4, "last": 0.1, "mass": mass}
-
-    assert card.roles(head) == ["retrieval", "sink", "marks"]
-    assert card.roles({**head, "mass": {}, "first": 0.2, "marks": 0.2, "last": 0.8}) == ["local"]
-    assert card.roles({**head, "mass": {}, "first": 0.3, "marks": 0.3}) == ["mixed"]
 
 
 def test_the_card_is_what_was_measured():
