@@ -4,9 +4,9 @@
     python docs/answer.py FILE.gguf
 
 Writes docs/figures/answer.png: a minute. `docs/answer.jsonl` has the answers that the model wrote
-live (`docs/qwen_live.py run`). Each goes through the model again under its policy, teacher-forced,
-which gives what the cache held. An answer breaks at the first number that neither the question nor
-the answer with the full cache has.
+live (`docs/qwen_live.py` of kvsim 0.1.0). Each goes through the model again under its policy,
+teacher-forced, which gives what the cache held. An answer breaks at the first number that neither
+the question nor the answer with the full cache has.
 """
 
 from __future__ import annotations
@@ -26,14 +26,28 @@ from study import picture, read
 import kvsim
 from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
-from qwen_card import encoded, final
-from qwen_live import INTERVAL
 
 HERE = Path(__file__).parent
 ANSWERS, FIGURE = HERE / "answer.jsonl", HERE / "figures" / "answer.png"
-POLICIES, BUDGET = ("snapkv", "expected_attention"), 128
+POLICIES, BUDGET, INTERVAL = ("snapkv", "expected_attention"), 128, 32
 COLUMNS, SIZE, CHARACTER, LINE = 70, 6.6, 0.0555, 0.125  # points, inches
 RED, GREEN, LATER = "#c8102e", "#2e7d32", "#9a9a9a"
+
+
+def final(response: str) -> str:
+    """Return what the last box of a response has, without marks of LaTeX."""
+    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", response)
+    text = boxes[-1] if boxes else ""
+    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[()\[\],;!]|[$*`\\]", "", text).rpartition("=")[2]
+    return text.strip().rstrip(".").strip()
+
+
+def encoded(content: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt, of a chat by its template."""
+    if isinstance(content, str):
+        return list(tokenizer(content)["input_ids"])
+    return list(tokenizer.apply_chat_template(content, add_generation_prompt=True)["input_ids"])
 
 
 def break_of(response: str, *known: str) -> int | None:

@@ -43,12 +43,12 @@ OTHERS = {
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/knowledge.png": "docs/learned.py of kvsim 0.1.0",
-    "figures/access.png": "docs/access.py",
+    "figures/access.png": "docs/access.py of kvsim 0.1.0",
     "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "a script of kvsim 0.1.0",
     "figures/reinforcement.png": "a script of kvsim 0.1.0",
-    "figures/needle-tiny.png": "docs/needle.py",
-    "figures/needle-smollm2.png": "docs/needle.py",
+    "figures/needle-tiny.png": "docs/needle.py of kvsim 0.1.0",
+    "figures/needle-smollm2.png": "docs/needle.py of kvsim 0.1.0",
     "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
 }
 #: What a block says that is run here alone.

@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import plans
 import rulings
 import typer
 import validity
@@ -272,7 +271,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": parameters,
     "policies": policies,
     "policy_names": policy_names,
-    "plans": plans.table,
     "ruling_cases": rulings.cases,
     "ruling_costs": rulings.costs,
     "ruling_releases": rulings.releases,

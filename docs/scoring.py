@@ -18,17 +18,15 @@ and scoring_page.py what the page says.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
-import turns
 from scoring_page import write
 from scoring_plan import (
     ALLOCATED,
@@ -40,11 +38,13 @@ from scoring_plan import (
     RANDOM,
     SMALLEST,
     STREAMING,
+    TURN_TOKENS,
     WINDOW,
     WINDOW_ROWS,
     WORKLOADS,
     Workload,
 )
+from scoring_prompts import prompt_of
 from study import ROOT, finished
 
 import kvsim
@@ -52,21 +52,13 @@ from kvsim import Policy
 from kvsim.analysis.live.table import measure_judged
 from kvsim.core.policy import Protection
 from kvsim.policies import parameters
-from kvsim.recorder import Options, Prompt, load_model
+from kvsim.recorder import Options, load_model
 from kvsim.recorder.capturing import capture_one
-from kvsim.recorder.prompts import token_count
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
-from kvsim.text.tasks import sample
-from needle import TINY as LEDGER
-from qwen_card import SHEET
-from results_page.plan import FULL
-from results_page.traces import ANSWERS, DEPTHS, samples
 
 RESULTS, PAGE = ROOT / "docs" / "scoring-results.parquet", ROOT / "docs" / "scoring.md"
-
-# ---------------------------------------------------------------------------------------- prompts
 
 
 @cache
@@ -75,83 +67,6 @@ def _model(workload: Workload, file: Path | None) -> tuple[Any, Any]:
         raise SystemExit("the 1.5B is read from a file; give --file FILE.gguf")
     return load_model(file if workload.model == "1.5b" and file else workload.model)
 
-
-def prompt_of(workload: Workload, number: int, tokenizer: Any) -> Prompt:
-    """Prompt `number` of a workload, from 0."""
-    name = f"{workload.name}-{number:02}"
-    if workload.model == "tiny":
-        plan = replace(FULL, seed=65, prompts=workload.prompts)
-        made = samples(plan)[number + 1]
-        if workload.kind == "needles":
-            made = LEDGER.prompt(40 + number)
-        return replace(made, id=name)
-    return PROMPTS[workload.kind](workload, number, name, tokenizer)
-
-
-def _cut(workload: Workload, name: str, row: dict[str, Any], tokenizer: Any) -> Prompt:
-    """A question, and the beginning of what the 1.5B wrote with the full cache."""
-    ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-    question = [{"role": "user", "content": row["prompt"]}]
-    return Prompt(name, question, response=ids[: workload.response])
-
-
-def _written(sheet: bool) -> list[dict[str, Any]]:
-    rows = map(json.loads, ANSWERS.read_text("utf-8").splitlines())
-    return [
-        row
-        for row in rows
-        if row["model"] == "1.5B" and row.get("ended") and row.get("prompt")
-        if (row["task"] == SHEET) == sheet and (sheet or row["right"])
-        if row["response_tokens"] >= 200
-    ]
-
-
-def _answer(workload: Workload, number: int, name: str, tokenizer: Any) -> Prompt:
-    """A right answer of at least 200 tokens; the first was used to measure seconds."""
-    return _cut(workload, name, _written(sheet=False)[number + 1], tokenizer)
-
-
-def _sheet(workload: Workload, number: int, name: str, tokenizer: Any) -> Prompt:
-    """Answers to three questions, right or not."""
-    return _cut(workload, name, _written(sheet=True)[number], tokenizer)
-
-
-def _needle(_: Workload, number: int, name: str, tokenizer: Any) -> Prompt:
-    """Needles and quotes in 512 tokens, in turn."""
-    count = partial(token_count, tokenizer=tokenizer)
-    task, depth = ("needle", "quote")[number % 2], DEPTHS[number % len(DEPTHS)]
-    one = sample(65, number, count, task=task, length=512, depth=depth)
-    return Prompt(name, one.prompt, one.answer, needle=one.needles)
-
-
-def _document(workload: Workload, number: int, name: str, tokenizer: Any) -> Prompt:
-    """Text of 1,024 tokens, and the text that continues it."""
-    count = partial(token_count, tokenizer=tokenizer)
-    one = sample(65, number, count, task="text", length=1024)
-    ids = tokenizer(one.response, add_special_tokens=False)["input_ids"]
-    return Prompt(name, one.prompt, response=ids[: workload.response])
-
-
-def _turns(_: Workload, number: int, name: str, tokenizer: Any) -> Prompt:
-    """Three questions on one document, others than those of turns.md."""
-    context, (first, *later) = turns.document(100 + number, tokenizer)
-    return Prompt(
-        name,
-        str(first.question),
-        answer=first.answer,
-        context=context,
-        answer_prefix=first.answer_prefix,
-        turns=later,
-    )
-
-
-PROMPTS: dict[str, Callable[..., Prompt]] = {
-    "answers": _answer,
-    "sheets": _sheet,
-    "needles": _needle,
-    "documents": _document,
-    "turns": _turns,
-}
 
 # ------------------------------------------------------------------------------------ measurement
 
@@ -186,7 +101,7 @@ def measure(workload: Workload, number: int, file: Path | None) -> pl.DataFrame:
     torch.set_num_threads(1)
     start = time.process_time()
     model, tokenizer = _model(workload, file)
-    chat = {"chat": True, "max_new_tokens": turns.NEW_TOKENS} if workload.kind == "turns" else {}
+    chat = {"chat": True, "max_new_tokens": TURN_TOKENS} if workload.kind == "turns" else {}
     prompt = prompt_of(workload, number, tokenizer)
     if prompt.response is None and not chat:
         chat = {"max_new_tokens": workload.response}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import turns
-
 #: Two policies are equivalent if neither may be worse by more than this share of the other's KL.
 MARGIN = 0.10
 #: Without a score: random sets (the mean over seeds is one value), the most recent entries, the
@@ -31,6 +29,8 @@ NOTHING, ENDS, PROMPT = "nothing", "ends", "prompt"
 SHARES = (0.125, 0.25, 0.5)
 #: Tokens of a scorer's window, and of LagKV's partitions; the smallest budget.
 WINDOW_ROWS, LEAST = 8, 12
+#: Tokens of the answer to a question of several, at most.
+TURN_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ WORKLOADS = {
         Workload("answers", response=160, protections=EVERY),
         Workload("needles", "tiny", 16, response=32),
         Workload("answers", "tiny", 16, response=160, protections=EVERY),
-        Workload("turns", response=turns.NEW_TOKENS),
+        Workload("turns", response=TURN_TOKENS),
         Workload("documents", response=128, protections=EVERY),
         Workload(
             *("answers", "1.5b"),

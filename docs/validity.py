@@ -32,7 +32,7 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
-from qwen_live import POLICIES as ANSWERED
+from results_page.answers import POLICIES as ANSWERED
 from results_page.answers import auc, live_answers
 from results_page.plan import PLANS, SMALL, Plan, Sizes
 from results_page.policies import scaled

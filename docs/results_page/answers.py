@@ -14,6 +14,11 @@ from results_page.ranking import correlated
 from results_page.statistics import Floats, Results
 from results_page.traces import ANSWERS, samples
 
+#: Policies of the live runs.
+POLICIES = (
+    *("streaming_llm", "snapkv", "h2o", "tova", "expected_attention", "keydiff", "rkv", "gkv"),
+)
+
 
 def pairs(kl: Floats, wrong: Bools) -> Floats:
     """Of each pair of a wrong and a right answer under one policy: 1 if KL of the wrong is larger.

@@ -10,8 +10,7 @@ from study import NAMED
 
 from kvsim.analysis.significance import ENOUGH, rank_correlation, rank_intervals
 from kvsim.analysis.summaries import Interval
-from qwen_live import POLICIES
-from results_page.answers import right_answers
+from results_page.answers import POLICIES, right_answers
 from results_page.best import sentence, tasks_of, values
 from results_page.claims import differing
 from results_page.plan import PLANS, Plan

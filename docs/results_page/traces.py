@@ -20,7 +20,6 @@ from kvsim.studies.language import tasks
 from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
-from qwen_card import SHEET
 from results_page.plan import Plan
 from results_page.stages import Stages
 
@@ -30,6 +29,8 @@ VERBS = tuple(task for task in tasks.TASKS if task != "needle")
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 #: Answers of larger models.
 ANSWERS = Path(__file__).parent.parent / "qwen-results.jsonl"
+#: The task of prompts with three questions.
+SHEET = "sheet"
 #: Tokens that the model writes at most, where the response is not given.
 ANSWER = 32
 

@@ -10,6 +10,12 @@ def test_an_answer_breaks_at_a_number_that_nobody_gave():
     assert answer.break_of("of 160", "160 mails") is None
 
 
+def test_the_answer_is_in_the_last_box():
+    """Marks of LaTeX around it are no part of it; without a box there is no answer."""
+    texts = (r"\boxed{7}, no: $\boxed{8,\!000}$", r"\boxed{\text{pear}}", r"\boxed{x = -3}", "68")
+    assert [answer.final(text) for text in texts] == ["8,000", "pear", "-3", ""]
+
+
 def test_pieces_are_laid_out_in_lines():
     """A piece that does not fit begins a line, and so does what follows a newline."""
     wide = "x" * (answer.COLUMNS - 1)

@@ -19,7 +19,6 @@ from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
 from kvsim.studies.claims import CLAIMS, OPEN, Claim
-from qwen_card import SHEET
 from results_page import tables as measuring
 from results_page.answers import pairs
 from results_page.best import sentence
@@ -28,7 +27,7 @@ from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
-from results_page.traces import ANSWER, ANSWERS, record, samples
+from results_page.traces import ANSWER, ANSWERS, SHEET, record, samples
 
 
 def smallest(model, folder):
