@@ -54,10 +54,6 @@ class TextError(KvsimError, ValueError):
     """A prompt on real text that cannot be written: an unknown task, or a length out of range."""
 
 
-class GoldError(KvsimError, ValueError):
-    """Gold tokens that the prompt of a trace does not have."""
-
-
 class DumpError(KvsimError, ValueError):
     """A dump of kept sets that is damaged or incomplete."""
 

@@ -86,8 +86,7 @@ def measure(
     metric that a trace is too short for has no rows (`Analysis.left_out`).
 
     Args:
-        trace: a trace, its path or URL, or an `Analysis` of it with another k, rule, cut or gold
-            tokens.
+        trace: a trace, its path or URL, or an `Analysis` of it with another k, rule or cut.
         record: one or many; None for metrics of the trace alone.
         metrics: one or several, by name. By default, of records those that are quick
             (`Metric.default`), and of a trace alone all of kind "trace".

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvsim.errors import GoldError, TextError
+from kvsim.errors import TextError
 from kvsim.registry import Registry
 
 __all__ = ["LANGUAGES", "SCORERS", "Language", "is_right", "score", "text_check"]
-
-
-def _no_facts(_: Sequence[str], name: str) -> list[int]:
-    raise GoldError(f"{name}: nothing says what its answer is made from; give gold positions")
 
 
 @dataclass(frozen=True)
@@ -26,13 +22,10 @@ class Language:
 
     check: returns, of a prompt, a response and what the prompt file or the trace's `answer_check`
     says of the answer (`expected`, `scorer`, `metadata`), what a trace stores as `answer_check`;
-    `right` is None where the prompt is not of the language. facts: returns, of the words of a
-    prompt and the name of the trace, the places of the words that the answer is made from; raises
-    GoldError where nothing says so.
+    `right` is None where the prompt is not of the language.
     """
 
     check: Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
-    facts: Callable[[Sequence[str], str], list[int]] = _no_facts
 
 
 #: Languages by the `kind` of their checks.

@@ -248,7 +248,7 @@ def test_layers_are_drawn_in_any_format(printed, paths, tmp_path):
 
     said = printed(*given, tmp_path / "svg", "--format", "svg")
 
-    assert "variance.svg, overlap.svg" in said
+    assert "variance.svg, attention.svg" in said
     assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
 
 

@@ -251,10 +251,6 @@ REFUSED = {
     f"{LAYERS} --first-layer 3": "error: --first-layer is 3, the model has layers 0..2",
     f"{LAYERS} --first-layer -1": "error: --first-layer is -1; expected an",
     f"{LAYERS} --look-back 0": "error: --look-back is 0; expected an int",
-    f"{LAYERS} --gold 9-3": "--gold is '9-3'; expected positions such as",
-    f"{LAYERS} --gold 9999": "position 9999 is not in the prompt",
-    f"{LAYERS} --gold-text 'gold lime'": "'gold lime' does not occur",
-    f"{LAYERS} --gold 3 --gold-text a": "both given",
     f"{LAYERS} --device tpu": "--device is 'tpu'",
     f"{LAYERS} --format jpg": "'jpg' is not one of 'png', 'svg', 'pdf'",
     # ------------------------------------------------------------------------------------ cost

@@ -104,10 +104,10 @@ def deep(seed=0, layers=12, n=90, name="deep"):
 
 @pytest.fixture(scope="module")
 def layered():
-    """A trace and its diagnosis at two budgets, with gold tokens."""
+    """A trace and its diagnosis at two budgets."""
     trace = deep()
     ranked = ranking(trace, ASL(window=16))
-    return trace, [diagnose(trace, ranked, b, gold=[10, 40]) for b in (32, 50)]
+    return trace, [diagnose(trace, ranked, b) for b in (32, 50)]
 
 
 def drawn_text(figure):
@@ -195,37 +195,16 @@ def test_the_histogram_counts_traces(layered):
     assert means == [one.layer for one in found]
 
 
-def test_gold_recall_names_regret(layered):
-    """A line per budget; the legend says where recall is complete and how far off the selection."""
-    _, found = layered
-
-    figure = plots.gold_recall(found)
-
-    (axis,) = figure.axes
-    (legend,) = figure.legends
-    labels = [text.get_text() for text in legend.get_texts()]
-    for one, label in zip(found, labels, strict=True):
-        assert f"selects after {one.layer} with {one.recall[one.layer]:.0%}" in label
-        full = one.first_full_recall
-        expected = "complete in no layer" if full is None else f"first complete in layer {full}"
-        assert expected in label
-        assert ("regret" in label) == (one.layer_regret is not None)
-    assert any("regret" in label for label in labels)
-    np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_shallow_models_have_every_figure(layers):
     """One layer, or three: nothing to select, and no figure fails or warns."""
     trace = deep(layers=layers)
     ranked = ranking(trace, ASL(window=16))
-    found = [diagnose(trace, ranked, b, gold=[3]) for b in (17, 32, 100)]
+    found = [diagnose(trace, ranked, b) for b in (17, 32, 100)]
     counts = distribution(selection_table(found))
 
     for figure in (
         plots.variance_curves(found),
-        plots.gold_recall(found),
-        plots.layer_overlap(found),
         plots.layer_attention(trace, 16),
         plots.selection_histogram(counts, layers),
         *(plots.rank_pattern(one) for one in found),

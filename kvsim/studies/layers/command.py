@@ -23,13 +23,10 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.analysis.arrays import Floats, Ints
     from kvsim.core.trace import Trace
     from kvsim.policies.asl import ASL
     from kvsim.studies.layers.tables import Diagnosis
 
-#: `--gold` for what the answer to a prompt of the shipped model's task is made from.
-_ANSWER = "answer"
 #: Columns of the tables: the header, the key in a row of `kvsim.studies.layers.tables`, the format.
 _LAYERS = {
     "layer": ("layer", "d"),
@@ -39,8 +36,6 @@ _LAYERS = {
     "entropy": ("entropy", ".2f"),
     "Jaccard with\nlayer before": ("jaccard", ".2f"),
 }
-_RECALL = {"gold\nrecall": ("gold_recall", ".0%")}
-_REGRET = {"first\ncomplete": ("first_full_recall", "d"), "regret,\nlayers": ("layer_regret", "+d")}
 
 
 @dataclass(frozen=True)
@@ -76,17 +71,6 @@ def layers(
         ),
     ],
     asl: Rule,
-    gold: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A-B,C|answer",
-            help="Positions that the answer needs, such as 12-18,40; or 'answer' for the facts of "
-            "a prompt of the shipped model's tasks.",
-        ),
-    ] = None,
-    gold_text: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs.")
-    ] = None,
     figures: Annotated[
         Path | None,
         shared.path_option(
@@ -105,23 +89,15 @@ def layers(
     One trace: a table of its layers for each budget. Several: a line per trace and budget, and how
     often each layer is selected.
     """
-    if gold is not None and gold_text is not None:
-        raise OptionError("--gold and --gold-text were both given; expected one of them")
     if figures is not None:
         check_output(figures, advice="give another --figures")
     if not math.isfinite(asl.tau):
         raise OptionError(f"--tau is {asl.tau}; expected a number, 0 or more")
-    positions = None
-    if gold is not None and gold != _ANSWER:
-        expected = f"positions such as 12-18,40, or {_ANSWER!r}"
-        positions = shared.parse_ranges(gold, "--gold", expected)
 
     from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
-    from kvsim.studies.layers.gold import check_positions, find_text
     from kvsim.studies.layers.ranking import ranking
     from kvsim.studies.layers.tables import diagnose
-    from kvsim.text.answers import LANGUAGES
 
     with _as_options():
         rule = ASL(
@@ -134,18 +110,9 @@ def layers(
         )
     opened = shared.open_traces(traces)
 
-    def needed(trace: Trace) -> Ints | None:
-        if gold_text is not None:
-            return find_text(trace, gold_text)
-        if gold == _ANSWER:
-            words = list(trace.token_text or ())[: trace.prompt_len]
-            return check_positions(trace, LANGUAGES["ledger"].facts(words, trace.name))
-        return None if positions is None else check_positions(trace, positions)
-
-    golds = [needed(trace) for trace in opened]
     diagnoses: list[Diagnosis] = []
     with show.bar("layers") as report:
-        for trace, tokens in zip(opened, golds, strict=True):
+        for trace in opened:
             sizes = [resolve_budget(size, trace.n_pos) for size in budget]
 
             def step(done: int, total: int, name: str = trace.name) -> None:
@@ -155,7 +122,7 @@ def layers(
                 ranked = ranking(trace, rule, device=device, progress=step)
             for size, text in zip(sizes, budget, strict=True):
                 share = text if text.endswith("%") else None
-                diagnoses.append(diagnose(trace, ranked, size, gold=tokens, share=share))
+                diagnoses.append(diagnose(trace, ranked, size, share=share))
     written: list[Path] = []
     if figures is not None:
         from kvsim.plots.style import picture
@@ -214,25 +181,21 @@ def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
     from kvsim.studies.layers.tables import layer_table
 
     first = diagnoses[0]
-    gold = "" if first.gold is None else f", {plural(len(first.gold), 'gold token')}"
     echo_text(
         f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
-        f"{first.ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}{gold}"
+        f"{first.ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}"
     )
-    columns = _LAYERS | (_RECALL if gold else {})
     for diagnosis in diagnoses:
         curve = diagnosis.curve
         size = show.budget_text(curve.budget, diagnosis.share)
         echo_text(f"\nBudget {size}, k = {curve.k}: {curve.verdict()}.")
-        if diagnosis.recall is not None:
-            echo_text(f"Gold: {_gold(diagnosis, diagnosis.recall)}.")
         echo_text()
         table = layer_table([diagnosis])
         rows = [
-            [*_formatted(row, columns), "selects" if row["selected"] else ""]
+            [*_formatted(row, _LAYERS), "selects" if row["selected"] else ""]
             for row in table.to_dicts()
         ]
-        show.echo_table([*columns, ""], rows, right=1)
+        show.echo_table([*_LAYERS, ""], rows, right=1)
         uniform, tokens, overlap = table["entropy_uniform"][0], plural(curve.k, "token"), ""
         if curve.k:
             chance = f"{diagnosis.jaccard_chance:.2f} by chance"
@@ -244,22 +207,8 @@ def _formatted(row: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> l
     return [number(row[key], form) for key, form in columns.values()]
 
 
-def _gold(diagnosis: Diagnosis, recall: Floats) -> str:
-    full, late = diagnosis.first_full_recall, diagnosis.layer_regret
-    if full is None:
-        best = f"{recall.max():.0%}"
-        return f"no layer's first k tokens and window hold all of them, the best {best}"
-    first = f"layer {full} is the first whose first k tokens and window hold all of them"
-    if late is None:
-        return first
-    where = "it" if late == 0 else f"{abs(late)} {'behind' if late > 0 else 'before'} it"
-    return f"{first}; the selection layer is {where} and holds {recall[full + late]:.0%}"
-
-
 def _print_selections(selections: pl.DataFrame) -> None:
     columns = {"of": ("n_layers", "d"), "relative\nvariance": ("relative_variance", ".3f")}
-    if selections["gold_tokens"].is_not_null().any():
-        columns |= _RECALL | _REGRET
     rows = []
     for row in selections.to_dicts():
         never = "fits" if row["prompt_len"] <= row["budget"] else "never"
@@ -299,7 +248,6 @@ def _document(
                 "layers": trace.n_layers,
                 "prompt_len": trace.prompt_len,
                 "ranked": first.ranking.ranked,
-                "gold": None if first.gold is None else first.gold.tolist(),
             }
             for trace, first in zip(
                 traces, diagnoses[:: len(diagnoses) // len(traces)], strict=True
@@ -308,26 +256,8 @@ def _document(
         "parameters": parameters,
         "selections": selections.to_dicts(),
         "layers": layer_table(diagnoses).to_dicts(),
-        "grids": [_grid(diagnosis) for diagnosis in diagnoses],
         "distribution": distribution(selections).to_dicts(),
         "figures": [str(path) for path in written],
-    }
-
-
-def _grid(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return selection layers over first layer and look-back; null for never."""
-    grid = diagnosis.ranking.grid(diagnosis.curve.budget)
-    return {
-        "trace": diagnosis.trace,
-        "budget": grid.budget,
-        "share": diagnosis.share,
-        "tau": grid.tau,
-        "first_layers": list(grid.first_layers),
-        "look_backs": list(grid.look_backs),
-        "selection_layers": [
-            [None if layer < 0 else layer for layer in row] for row in grid.layers.tolist()
-        ],
-        "fidelity": "exact",
     }
 
 
@@ -338,14 +268,11 @@ def _figures(
     from kvsim.studies.layers.tables import distribution, selection_table
 
     yield "variance", plots.variance_curves(diagnoses)
-    if any(diagnosis.recall is not None for diagnosis in diagnoses):
-        yield "gold", plots.gold_recall(diagnoses)
     if len(traces) > 1:
         deepest, layers = max(trace.n_layers for trace in traces), selection_table(diagnoses)
         yield "selection", plots.selection_histogram(distribution(layers), deepest)
         return
     trace, first = traces[0], diagnoses[0]
-    yield "overlap", plots.layer_overlap(diagnoses)
     window = first.ranking.rule.window
     yield "attention", plots.layer_attention(trace, window, selected=first.layer, device=device)
     for diagnosis in diagnoses:

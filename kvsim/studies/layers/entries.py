@@ -16,15 +16,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "variance_curves": _layers(
         "Relative rank variance by layer, with the threshold and the selection layer.",
         ("diagnoses",), source="ASL, Fig. 6"),
-    "gold_recall": _layers(
-        "Share of the gold tokens among those that each layer would select.",
-        ("diagnoses",)),
     "selection_histogram": _layers(
         "Number of traces that select at each layer.",
         ("distribution",), source="ASL, Figs. 9-10"),
-    "layer_overlap": _layers(
-        "Jaccard index of each layer's top tokens with the layer before, and entropy.",
-        ("diagnoses",)),
     "layer_attention": _layers(
         "Attention of the last rows of the prompt in every layer.",
         ("trace",), source="ASL, Fig. 3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,7 +25,6 @@ from kvsim.plots.style import (
     finish,
     layer_axis,
     name_axes,
-    plain,
     series,
     short_text,
     single_panel,
@@ -145,71 +143,6 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     axes[-1].set_xlim(-0.7, n_layers + 0.7)
     name_axes(axes[-1], "selection layer (dashed: mean over traces that select)")
     caption(figure, "Selection layers of ASL", ["exact"])
-    figure.tight_layout()
-    return figure
-
-
-def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """Share of the gold tokens in each layer's set, with the selection layer of each line.
-
-    A line per trace and budget. A layer's set is what it would propagate if it selected: the first
-    k tokens and the window. Traces without gold tokens are left out.
-    """
-    with_gold = [diagnosis for diagnosis in diagnoses if diagnosis.recall is not None]
-    named = 0 < len(with_gold) <= _NAMED
-    figure, axis = single_panel(7.2, 3.6 + 0.17 * len(with_gold) * named)
-    for diagnosis, style in zip(with_gold, _lines(len(with_gold)), strict=True):
-        recall, layer, full = diagnosis.recall, diagnosis.layer, diagnosis.first_full_recall
-        if recall is None:
-            continue
-        label = f"{_label(diagnosis, with_gold)}: "
-        label += "complete in no layer" if full is None else f"first complete in layer {full}"
-        after = (
-            "never selects" if layer is None else f"selects after {layer} with {recall[layer]:.0%}"
-        )
-        label += f", {after}"
-        if diagnosis.layer_regret is not None:
-            label += f", regret {diagnosis.layer_regret:+d}"
-        axis.plot(np.arange(diagnosis.curve.n_layers), recall, label=label, **style)
-        if layer is not None:
-            axis.plot(layer, recall[layer], mec=style["color"], **_CIRCLE)
-    axis.set_ylim(-0.03, 1.05)
-    name_axes(axis, y="share of gold tokens in top k + window")
-    sizes = sorted({0 if each.gold is None else len(each.gold) for each in with_gold})
-    subject = f"recall of {'/'.join(map(str, sizes))} gold tokens; circle: selection layer"
-    return _finished(figure, axis, with_gold, subject, named)
-
-
-def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """Above, overlap of each layer's first k tokens with the layer before; below, entropy.
-
-    Of one trace; a line per budget above, since the scores and their entropy have none.
-    """
-    figure = Figure(figsize=(7.2, 5.0), dpi=150)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
-        layers = np.arange(1, diagnosis.curve.n_layers)
-        name = f"budget {diagnosis.requested} (k = {diagnosis.curve.k})"
-        upper.plot(layers, diagnosis.jaccard[1:], label=name, **style)
-        upper.axhline(diagnosis.jaccard_chance, color=style["color"], lw=0.9, ls=":")
-        if diagnosis.layer is not None:
-            for axis in (upper, lower):
-                axis.axvline(diagnosis.layer, color=style["color"], lw=1, ls="--")
-    diagnosis = diagnoses[0]
-    plain(upper, y="Jaccard with the layer before")
-    upper.set_ylim(-0.03, 1.05)
-    upper.legend(fontsize=7.5, frameon=False)
-    uniform, name = math.log(diagnosis.ranking.ranked), f"log {diagnosis.ranking.ranked}"
-    entropy = diagnosis.ranking.entropy()
-    lower.plot(entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
-    lower.axhline(uniform, color=LINE, lw=0.9, ls=":", label=f"equal scores: {name}")
-    lower.set_ylim(0, 1.08 * uniform)
-    name_axes(lower, y="entropy, nats")
-    lower.legend(fontsize=7.5, frameon=False, loc="lower right")
-    layer_axis(lower, diagnosis.curve.n_layers)
-    subject = f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are"
-    legend = "dotted: by chance, and for equal scores; dashed: selection layer"
-    caption(figure, f"{subject}\n{legend}", ["exact"])
     figure.tight_layout()
     return figure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Floats, Ints, share
+from kvsim.analysis.arrays import Floats, share
 from kvsim.analysis.results import REQUESTED, task_of
 from kvsim.analysis.wide_table import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
-from kvsim.studies.layers.gold import check_positions
 from kvsim.studies.layers.ranking import Curve, Ranking
 
 _OF_TRACE = {"trace": pl.String, "task": pl.String, "budget": pl.Int64, "share": pl.String}
@@ -28,7 +27,7 @@ LAYER_COLUMNS: dict[str, Any] = {
     "selected": pl.Boolean,
     "union": pl.Int64,
     **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
-    **dict.fromkeys(("jaccard", "jaccard_chance", "gold_recall"), pl.Float64),
+    **dict.fromkeys(("jaccard", "jaccard_chance"), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
 #: Columns of `selection_table`.
@@ -38,8 +37,6 @@ SELECTION_COLUMNS: dict[str, Any] = {
     "tau": pl.Float64,
     "layer": pl.Int64,
     "relative_variance": pl.Float64,
-    **dict.fromkeys(("gold_tokens", "first_full_recall", "layer_regret"), pl.Int64),
-    "gold_recall": pl.Float64,
     "verdict": pl.String,
     "remark": pl.String,
     "fidelity": pl.Enum(FIDELITY),
@@ -50,14 +47,12 @@ SELECTION_COLUMNS: dict[str, Any] = {
 class Diagnosis:
     """One trace at one budget.
 
-    task: the group of traces. gold: positions, None if not known. share: the budget as a
-    share of the trace, if it was requested as one.
+    task: the group of traces. share: the budget as a share of the trace, if it was requested so.
     """
 
     ranking: Ranking
     curve: Curve
     task: str = ""
-    gold: Ints | None = None
     share: str | None = None
 
     @property
@@ -108,28 +103,6 @@ class Diagnosis:
         shared = k * k / self.ranking.ranked
         return shared / (2 * k - shared) if k else float("nan")
 
-    @cached_property
-    def recall(self) -> Floats | None:
-        """Share [L] of gold tokens that go on; None if they are unknown, NaN if there are none."""
-        if self.gold is None:
-            return None
-        kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)
-        kept[:, : self.ranking.ranked] = (self.ranking.ranks <= self.curve.k).numpy()
-        return share(kept[:, self.gold].sum(-1), np.array(len(self.gold)))
-
-    @property
-    def first_full_recall(self) -> int | None:
-        """The first layer whose set holds every gold token; None where none does."""
-        full = np.array([]) if self.recall is None else np.flatnonzero(self.recall == 1.0)
-        return int(full[0]) if len(full) else None
-
-    @property
-    def layer_regret(self) -> int | None:
-        """Selection layer minus first layer with full recall: layers too late, or too early."""
-        if self.layer is None or self.first_full_recall is None:
-            return None
-        return self.layer - self.first_full_recall
-
     def of_trace(self) -> dict[str, Any]:
         """The columns that all rows share."""
         budget = {"budget": self.curve.budget, "share": self.share, "k": self.curve.k}
@@ -141,17 +114,15 @@ def diagnose(
     ranking: Ranking,
     budget: int,
     *,
-    gold: Iterable[int] | None = None,
     share: str | None = None,
     rule: Selecting | None = None,
 ) -> Diagnosis:
     """One trace at one budget, from its ranking; no array of the trace is read again.
 
-    gold: positions in the prompt, GoldError for others. rule: with another tau, first layer or
+    rule: with another tau, first layer or
     look-back than the ranking's; see `Ranking.curve`.
     """
-    positions = None if gold is None else check_positions(trace, gold)
-    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), positions, share)
+    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), share)
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
@@ -159,7 +130,7 @@ def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
 
     variance in squared ranks; relative_variance to that of the first layer that is tested; union:
     tokens that both are a mean over; entropy in nats, next to that of equal scores; jaccard with
-    the layer before, next to chance; gold_recall: share of the gold tokens in the layer's set.
+    the layer before, next to chance.
     """
     parts = []
     for diagnosis in diagnoses:
@@ -175,7 +146,6 @@ def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
             "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
             "jaccard": diagnosis.jaccard,
             "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
-            "gold_recall": diagnosis.recall,
         }
         parts.append(diagnosis.of_trace() | of_layers)
     return wide(parts, LAYER_COLUMNS)
@@ -185,22 +155,17 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     """One row per trace and budget; `SELECTION_COLUMNS`.
 
     layer: the selection layer, null where nothing is dropped (verdict says why).
-    relative_variance and gold_recall are those of this layer. layer_regret: layers between it and
-    the first with full recall, negative where it comes before.
+    relative_variance is that of this layer.
     """
     rows = []
     for diagnosis in diagnoses:
-        curve, layer, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
+        curve, layer = diagnosis.curve, diagnosis.layer
         terms = ("prompt_len", "n_layers", "first_layer", "look_back")
         row = diagnosis.of_trace() | {name: getattr(curve, name) for name in terms}
         row |= {
             "tau": curve.rule.tau,
             "layer": layer,
             "relative_variance": None if layer is None else float(curve.relative[layer]),
-            "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
-            "first_full_recall": diagnosis.first_full_recall,
-            "layer_regret": diagnosis.layer_regret,
-            "gold_recall": None if recall is None or layer is None else float(recall[layer]),
             "verdict": curve.verdict(),
             "remark": diagnosis.remark,
         }

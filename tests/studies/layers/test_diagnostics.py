@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 import kvsim
-from kvsim.errors import GoldError
 from kvsim.policies.asl import ASL, TwoPass, ranks
-from kvsim.studies.language.answers import answer_facts
-from kvsim.studies.layers.gold import find_text
 from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking
 from kvsim.studies.layers.tables import (
     Diagnosis,
@@ -115,19 +112,18 @@ def test_curve_and_grid_equal_loops(scores, data):
 
 
 @given(SCORES, st.data())
-def test_overlap_entropy_and_recall_equal_loops(scores, data):
-    """Sets of the first k, entropy in nats, and the share of gold tokens."""
+def test_overlap_and_entropy_equal_loops(scores, data):
+    """Sets of the first k, and entropy in nats."""
     layers, m = len(scores), len(scores[0])
     k = data.draw(st.integers(1, m))
-    gold = data.draw(st.sets(st.integers(0, m + 3), min_size=1))
     one = made(scores)
     tops = [
         {i for i, rank in enumerate(row) if rank <= k}
         for row in [propagation.ranks(row) for row in scores]
     ]
 
-    diagnosis = Diagnosis(one, one.curve(k + 4), gold=np.array(sorted(gold)))
-    jaccard, entropy, recall = diagnosis.jaccard, diagnosis.ranking.entropy(), diagnosis.recall
+    diagnosis = Diagnosis(one, one.curve(k + 4))
+    jaccard, entropy = diagnosis.jaccard, diagnosis.ranking.entropy()
 
     assert np.isnan(jaccard[0])
     for layer in range(layers):
@@ -140,8 +136,6 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
             assert entropy[layer] == pytest.approx(-sum(p * math.log(p) for p in parts), abs=1e-9)
         else:
             assert np.isnan(entropy[layer])
-        kept = tops[layer] | set(range(m, m + 4))
-        assert recall[layer] == pytest.approx(len(kept & gold) / len(gold))
 
 
 @given(cases(min_n=6, max_n=24), st.data())
@@ -220,33 +214,15 @@ def test_verdicts(layers, budget, parameters, expected):
     assert curve.verdict().startswith(expected.format(layer=curve.selected()))
 
 
-def texts(pieces, prompt_len=None):
-    """A trace with given token texts."""
-    n = len(pieces)
-    return settling_trace(1, n, prompt_len=prompt_len or n, token_text=pieces)
-
-
-def test_text_is_found_between_words():
-    """All tokens of all occurrences, also where they begin within a token; not within a word."""
-    trace = texts(["The", " gold", "en", " key", " is", " gold", ". A", " gold", " key"])
-
-    assert find_text(trace, "gold key").tolist() == [7, 8]
-    assert find_text(trace, "gold").tolist() == [5, 7]
-    assert find_text(trace, "golden").tolist() == [1, 2]
-    assert find_text(trace, "A gold").tolist() == [6, 7]
-    with pytest.raises(GoldError, match="'old' does not occur"):
-        find_text(trace, "old")
-
-
 @pytest.fixture(scope="module")
 def several():
-    """Four traces of two tasks, with gold tokens, at two budgets."""
+    """Four traces of two tasks at two budgets."""
     found = []
     for i, speed in enumerate((1.1, 1.2, 2.0, 0.1)):
         trace = settling_trace(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
         one = ranking(trace)
         found += [
-            diagnose(trace, one, budget, gold=[i, 110], share=share)
+            diagnose(trace, one, budget, share=share)
             for budget, share in ((60, "50%"), (100, None))
         ]
     return found
@@ -265,27 +241,9 @@ def test_the_layer_table_has_every_layer(several):
         selected = rows.filter("selected")["layer"].to_list()
         assert selected == ([] if one.layer is None else [one.layer])
         np.testing.assert_array_equal(rows["jaccard"][1:].to_numpy(), one.jaccard[1:])
-        np.testing.assert_array_equal(rows["gold_recall"].to_numpy(), one.recall)
         assert rows["relative_variance"].null_count() == one.curve.first_layer
         assert rows["variance"].null_count() == one.curve.look_back - 1
         assert rows["union"].null_count() == one.curve.look_back - 1
-
-
-def test_the_selection_table_compares_with_gold(several):
-    """First layer with full recall, layers between it and the selection layer, recall there."""
-    table = selection_table(several)
-
-    assert table["fidelity"].unique().to_list() == ["exact"]
-    some = 0
-    for one, row in zip(several, table.to_dicts(), strict=True):
-        full = next((at for at, share in enumerate(one.recall) if share == 1), None)
-        assert row["first_full_recall"] == full
-        assert row["layer"] == one.layer
-        if one.layer is not None:
-            assert row["gold_recall"] == one.recall[one.layer]
-            assert row["layer_regret"] == (None if full is None else one.layer - full)
-            some += full is not None
-    assert some
 
 
 def test_the_distribution_counts_traces(several):
@@ -317,7 +275,7 @@ def stored(tmp_path_factory):
 
 def test_one_trace_has_a_table_of_its_layers(printed):
     """A line per layer, with the rule in words and the fidelity."""
-    out = printed("layers", "sample", "--budget", "64,50%", "--gold", "answer")
+    out = printed("layers", "sample", "--budget", "64,50%")
 
     lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines if line and line[0] in "012"] == ["0", "1", "2"] * 2
@@ -326,15 +284,13 @@ def test_one_trace_has_a_table_of_its_layers(printed):
     assert sample.prompt_len <= half
     assert f"Budget {half} (50%), k = {ranked}: nothing to select" in out
     assert "Budget 64, k = 32: never selects" in out
-    prompt = sample.token_text[: sample.prompt_len]
-    assert f"{len(answer_facts(prompt, sample.name))} gold tokens" in out
     assert "compared over 2 layers instead of 8" in out
     assert "all exact" in out
 
 
 def test_several_traces_have_a_line_each(printed, stored):
     """With the selection layer, and how often each is selected."""
-    out = printed("layers", *stored, "--budget", "64,100%", "--gold", "3")
+    out = printed("layers", *stored, "--budget", "64,100%")
 
     rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
     assert [row[0] for row in rows] == [f"task-{i}" for i in range(3) for _ in range(2)]
@@ -345,7 +301,7 @@ def test_several_traces_have_a_line_each(printed, stored):
 
 
 def test_json_is_one_document(printed, stored):
-    """Tables and grids as lists of rows, with the parameters and the fidelity of each row."""
+    """Tables as lists of rows, with the parameters and the fidelity of each row."""
     out = printed("layers", *stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
 
     document = json.loads(out)
@@ -358,9 +314,6 @@ def test_json_is_one_document(printed, stored):
         for path in stored[:2]
         for budget in (64, 80)
     ]
-    grid = document["grids"][0]
-    first = grid["first_layers"].index(8), grid["look_backs"].index(4)
-    assert grid["selection_layers"][first[0]][first[1]] == document["selections"][0]["layer"]
     assert sum(row["traces"] for row in document["distribution"]) == 4
 
 
@@ -370,13 +323,11 @@ def test_figures_are_written_to_a_new_folder(run, printed, stored, tmp_path, mon
     monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
     one, many = tmp_path / "a" / "one", tmp_path / "many"
 
-    out = printed(
-        "layers", stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json"
-    )
+    out = printed("layers", stored[0], "--budget", "64,50%", "--figures", one, "--json")
     names = sorted(path.name for path in one.iterdir())
     assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
     assert names == sorted(
-        ["variance.png", "gold.png", "overlap.png", "attention.png"]
+        ["variance.png", "attention.png"]
         + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
     )
     out = printed("layers", *stored, "--budget", "64", "--figures", many)
