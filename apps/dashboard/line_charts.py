@@ -11,9 +11,9 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
-from kvsim.plots.style import COLOURS, far_off, is_crowded, requested_order, series
+from kvsim.plots.style import COLOURS, is_crowded, requested_order, series
 from kvsim.plots.summary import metric_label
-from kvsim.schema import rounded, visible
+from kvsim.schema import visible
 
 from . import elements
 
@@ -84,13 +84,6 @@ def over_budgets(
     """
     if logarithmic is None:
         logarithmic = is_wide(means)
-    most = _far_off(means)
-    if most is not None and not logarithmic:
-        beyond = means.filter(pl.col("mean") > most).select("policy", "requested", "mean").rows()
-        names = ", ".join(
-            f"{policy} at {budget} ({rounded(mean, '.2g')})" for policy, budget, mean in beyond
-        )
-        st.text(visible(f"Far above the picture: {names}"))
     below = means.filter(pl.col("mean") <= 0)["policy"].unique(maintain_order=True)
     if logarithmic and below.len():
         st.text(
@@ -141,10 +134,6 @@ def _over_budgets(
     figure.update_yaxes(title=label, col=1)
     if logarithmic:
         figure.update_yaxes(type="log")
-    elif (most := _far_off(means)) is not None:
-        least = min(means["mean"].drop_nulls())
-        margin = 0.08 * ((most - least) or most)
-        figure.update_yaxes(range=[least - margin, most + margin])
     return figure
 
 
@@ -155,10 +144,6 @@ def is_wide(means: pl.DataFrame) -> bool:
     """
     rising = means.filter(pl.col("policy") != "full", pl.col("unit") != "share")["mean"].sort()
     return rising.len() > 0 and rising[0] > 0 and is_crowded(rising.to_list())
-
-
-def _far_off(means: pl.DataFrame) -> float | None:
-    return far_off(means["mean"].to_list(), means["policy"].to_list())
 
 
 def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:

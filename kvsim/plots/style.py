@@ -38,7 +38,7 @@ from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
-from kvsim.schema import rounded, size_in_bytes
+from kvsim.schema import size_in_bytes
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references; `_MORE` is for many series.
@@ -215,76 +215,33 @@ class Panels:
             name_axes(axis, y=up)
 
 
-#: A value is far off if it is so many times the next smaller one, and at most half of all are; in
-#: a ranking so many times the median.
-FAR = 3
-
-
-def far_off(values: Sequence[float | None], names: Sequence[str] = ()) -> float | None:
-    """The largest value that a chart is drawn for, where some are far above all others; else None.
-
-    names: of the series; where most have such values, as at a smaller budget, None.
-    """
-    rising = sorted(value for value in values if value is not None and not math.isnan(value))
-    half = max(1, len(rising) // 2)
-    for last, following in zip(rising[half - 1 :], rising[half:], strict=False):
-        if 0 < FAR * last < following:
-            pairs = zip(names, values, strict=bool(names))
-            far = {name for name, value in pairs if value is not None and value > last}
-            return last if len(far) <= max(1, len({*names}) // 2) else None
-    return None
-
-
 def is_crowded(rising: Sequence[float]) -> bool:
     """Whether half of ascending values fill a fifth of an axis, or a quarter of them a tenth."""
     places = (5, len(rising) // 2), (10, (len(rising) - 1) // 4)
     return any(0 < times * rising[place] < rising[-1] for times, place in places if rising)
 
 
-def clip_far(
-    axis: Axes,
-    points: Sequence[tuple[str, float, float]],
-    styles: Mapping[str, Mapping[str, Any]],
-    *,
-    ends: Iterable[float] = (),
-    share: bool = False,
+def log_if_crowded(
+    axis: Axes, values: Iterable[float], *, across: bool = False, share: bool = False
 ) -> None:
-    """End the vertical axis below values that are far off, mark them at its edge and name them.
+    """Make the vertical axis, or that `across`, logarithmic where values are `is_crowded`.
 
-    Where none is, and yet values are crowded (`is_crowded`), it is logarithmic, and linear below a
-    thousandth of the largest.
-
-    points: name of a series, place and value of each. ends: of intervals, in view as far as they
-    are not far off either. share: values are shares, and the axis is linear.
+    It is linear below a thousandth of the largest value. share: values are shares, and the axis is
+    linear.
     """
-    most = far_off([value for *_, value in points], [name for name, *_ in points])
-    if most is None:
-        rising = sorted(value for _, _, value in points)
-        if share or not is_crowded(rising):
-            return
-        least, locator = rising[-1] / 1000, None
-        if rising[0] >= least:
-            axis.set_yscale("log")
-        else:
-            axis.set_yscale("symlog", linthresh=least)
-            axis.set_ylim(bottom=min(rising[0], -least / 2))
-            locator = SymmetricalLogLocator(linthresh=least, base=10, subs=_SUBS)
-        log_ticks(axis.yaxis, locator)
+    rising = sorted(values)
+    if share or not is_crowded(rising):
         return
-    shown = [value for _, _, value in points if value <= most]
-    shown += [end for end in ends if end <= FAR * most]
-    beyond: dict[str, list[str]] = {}
-    for name, place, value in points:
-        if value > most:
-            beyond.setdefault(name, []).append(rounded(value, ".2g"))
-            edge: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-            axis.plot(place, 1, "^", ms=6, color=styles[name]["color"], **edge)
-    low, high = min(shown), max(shown)
-    height = high - low or high
-    axis.set_ylim(low - 0.05 * height, high + (0.07 + 0.07 * len(beyond)) * height)
-    lines = [f"above: {short_text(name, 24)} {', '.join(far)}" for name, far in beyond.items()]
-    anchor: dict[str, Any] = {"transform": axis.transAxes, "ha": "center", "va": "top"}
-    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, parse_math=False, **anchor)
+    name = "x" if across else "y"
+    least, scale = rising[-1] / 1000, getattr(axis, f"set_{name}scale")
+    if rising[0] >= least:
+        scale("log")
+        log_ticks(getattr(axis, f"{name}axis"))
+    else:
+        scale("symlog", linthresh=least)
+        getattr(axis, f"set_{name}lim")(min(rising[0], -least / 2))
+        locator = SymmetricalLogLocator(linthresh=least, base=10, subs=_SUBS)
+        log_ticks(getattr(axis, f"{name}axis"), locator)
 
 
 _SUBS = (1.0, 2.0, 5.0)

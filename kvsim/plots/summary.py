@@ -32,14 +32,13 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.style import (
     COLOURS,
-    FAR,
     NEUTRAL,
     bare_series,
     caption,
-    clip_far,
     counted,
     drawn_records,
     finish,
+    log_if_crowded,
     log_ticks,
     mean_line,
     name_axes,
@@ -48,7 +47,6 @@ from kvsim.plots.style import (
     series,
     short_text,
 )
-from kvsim.schema import rounded
 from kvsim.store.opening import Traces, as_traces
 
 _Ints = NDArray[np.int32]
@@ -87,10 +85,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
                 axis.vlines(places, low, high, color=style["color"], lw=1.3)
             axis.plot(places, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
-        rows = of_metric.select("policy", "requested", "mean").rows()
-        points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
-        ends, share = of_metric["high"].drop_nulls(), "share" in METRICS[name].unit
-        clip_far(axis, points, styles, ends=ends, share=share)
+        log_if_crowded(axis, of_metric["mean"], share="share" in METRICS[name].unit)
         plain(axis, _budget_label(budgets), fill(metric_label(name), 44))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
@@ -135,9 +130,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
             axis.plot(seen, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
             on = part["best"].to_numpy()
             axis.plot(seen[on], mean[on], ms=7, **{**style, "linestyle": "none"})
-        rows = points.select("policy", "seen", "mean").rows()
-        ends, share = points["high"].drop_nulls(), "share" in METRICS[name].unit
-        clip_far(axis, rows, styles, ends=ends, share=share)
+        log_if_crowded(axis, points["mean"], share="share" in METRICS[name].unit)
         if cost != "entries_seen":
             axis.set_xscale("log")
             log_ticks(axis.xaxis, unit="B")
@@ -164,7 +157,7 @@ def _costs(table: pl.DataFrame) -> list[str]:
 def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
-    A mean over three times the median is a triangle at the edge. Filled are the policies that could
+    Filled are the policies that could
     be the best (`kvsim.analysis.comparison`); the dotted line is the best mean. References that
     have no rank are grey squares at the bottom; where there are more policies than colours, all
     have one.
@@ -185,20 +178,14 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
     for axis, budget in zip(axes, budgets, strict=True):
         part = rows.filter(requested=budget)
-        most = FAR * float(np.quantile(part["mean"], 0.5, method="lower"))
         for place, row in enumerate(part.iter_rows(named=True)):
             ranked = row["rank"] is not None
             colour = colours[row["policy"]] if ranked else NEUTRAL
             face = colour if row["could_be_best"] or not ranked else "white"
-            if 0 < most < row["mean"]:
-                edge: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "clip_on": False}
-                axis.plot(1, place, ">", ms=6, color=colour, mfc=face, zorder=3, **edge)
-                text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5, **edge}
-                axis.text(0.98, place, rounded(row["mean"], ".2g"), **text)
-                continue
             if row["low"] is not None:
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
             axis.plot(row["mean"], place, "o" if ranked else "s", ms=5, color=colour, mfc=face)
+        log_if_crowded(axis, part["mean"], across=True, share="share" in METRICS[name].unit)
         axis.axvline(part["mean"][0], color="black", lw=0.9, ls=":", zorder=0)
         labels = [short_text(policy, 30) for policy in part["policy"]]
         axis.set_yticks(range(part.height), labels, parse_math=False)

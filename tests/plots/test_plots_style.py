@@ -9,7 +9,6 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from kvsim.plots.style import (
     caption,
-    far_off,
     legend_below,
     plain_text,
 )
@@ -31,24 +30,6 @@ def widest(figure):
     return max(one.get_window_extent().width for one in (*parts, *figure.legends)) / (
         figure.bbox.width
     )
-
-
-@pytest.mark.parametrize(
-    ("values", "most"),
-    [
-        ([0.1, 0.2, 0.15, 1.9], 0.2),
-        ([0.1, 0.2, 1.9, 2.0], 0.2),
-        ([0.1, 1.7, 1.8, 1.9], None),  # it is the other one that differs
-        ([0.1, 0.2, 0.5, 1.4], None),
-        ([0.0, 0.0, 0.0, 0.3], None),
-        ([0.2, None, float("nan"), 0.9], 0.2),
-        ([0.4], None),
-        ([], None),
-    ],
-)
-def test_values_are_far_off_above_a_gap(values, most):
-    """More than three times the next smaller one, which is the largest of at least half of all."""
-    assert far_off(values) == most
 
 
 @pytest.mark.parametrize(
