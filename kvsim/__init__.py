@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kvsim.errors import KvsimError
     from kvsim.policies import policy
     from kvsim.recorder import capture
-    from kvsim.runner import recompute
     from kvsim.runner.judging import judge
     from kvsim.samples import sample_trace
     from kvsim.store import open_trace, save_trace
@@ -64,7 +63,6 @@ __all__ = [
     "plots",
     "policy",
     "read_run",
-    "recompute",
     "replay",
     "sample_trace",
     "save_trace",
@@ -88,7 +86,6 @@ _HOME = {
     "open_trace": "store",
     "policy": "policies",
     "read_run": "analysis.folder",
-    "recompute": "runner",
     "replay": "engine.replay",
     "sample_trace": "samples",
     "save_trace": "store",

@@ -66,7 +66,7 @@ LOGPROBS = ("response_logprobs", "mean_logprobs")
 LABELS = ("task", "domain", "level", "length", "depth")
 
 #: How far a result can be trusted (docs/concepts.md).
-FIDELITY = ("exact", "open", "semi", "judged", "closed")
+FIDELITY = ("exact", "open", "judged", "closed")
 
 #: Meaning of each level of fidelity, for pages.
 FIDELITY_MEANING = {
@@ -74,7 +74,6 @@ FIDELITY_MEANING = {
     "in which this layer alone evicts",
     "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
     "also add up from layer to layer",
-    "semi": "layers behind a selection were computed again, tokens are the recorded ones",
     "judged": "measured on the model as it ran with the kept sets of the replay (`--judge`): "
     "effects are real, decisions those made on what was recorded",
     "closed": "measured in a live run",

@@ -274,7 +274,6 @@ LEVELS = {
     "exact": COLOURS[2],
     "closed": COLOURS[5],
     "judged": COLOURS[6],
-    "semi": COLOURS[3],
     "open": COLOURS[4],
 }
 

@@ -408,8 +408,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
     Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
-    rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
-    where these layers were computed again (`kvsim.recompute`).
+    rows that it propagates are exact; deeper sets are so where nothing is chosen there.
     """
     if record.closed or kind == "live":
         return "closed" if record.closed else "judged"
@@ -419,13 +418,13 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
         return "exact"
     if layer is None:
         each = (fidelity(trace, record, kind, index) for index in record.layers)
-        return max(each, key=("exact", "semi", "open").index)
+        return max(each, key=("exact", "open").index)
     whole = record.reads is None and record.codec is None
     if trace.layer_ids[layer] == 0 or (not record.events and (whole or kind == "sets")):
         return "exact"
     if kind != "sets" or len(record.events) > 1 or record.events[0] >= record.prompt_len:
         return "open"
-    return "exact" if _settled(record, layer) else "semi" if record.recomputed else "open"
+    return "exact" if _settled(record, layer) else "open"
 
 
 def selection_fidelity(record: Record) -> str:
@@ -433,7 +432,7 @@ def selection_fidelity(record: Record) -> str:
     selection = record.selection
     if selection is None or selection.layer is None or selection.dropped[-1] <= selection.layer + 1:
         return "exact"
-    return "semi" if record.recomputed else "open"
+    return "open"
 
 
 def _settled(record: Record, layer: int) -> bool:

@@ -154,8 +154,6 @@ class Record:
     compress: Compress = "prompt"
     #: rows between events of the prefill (`Schedule.prefill_chunk`); None for one event
     prefill_chunk: int | None = None
-    #: layers behind a selection were computed again and not read from the trace
-    recomputed: bool = False
     #: a running model decided on what its own evictions had made of it
     closed: bool = False
     #: what that model wrote; None where it wrote nothing of its own

@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.trace import Trace
-from kvsim.engine.source import TraceSource, of_layer
 from kvsim.errors import CaptureError
 from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import decoder_layers, kernel_name
-
-
-@dataclass(frozen=True)
-class ComputedLayer:
-    """One layer on k rows, as the arrays of a trace of these rows and that layer alone.
-
-    rows: the index of each row in the prompt, int64 [k]; positions: its position for RoPE.
-    q [qhead, k, d], k, v [head, k, d]: inputs of the kernel; attn_out [qhead, k, d]; out [k, D].
-    projection: computes the output projections [1, qhead, d, D].
-    """
-
-    rows: Tensor
-    positions: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    attn_out: Tensor
-    out: Tensor
-    projection: Callable[[], Tensor]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array."""
-        shapes = {name: (1, *getattr(self, name).shape) for name in "qkv"}
-        return shapes | {"o_proj": (1, len(self.q), self.v.shape[2], self.out.shape[1])}
-
-    def read(self, name: str, _: slice, pos: slice) -> Tensor:
-        """Return part of an array."""
-        if name == "o_proj":
-            return self.projection()
-        array: Tensor = getattr(self, name)[None, :, pos]
-        return array
-
-    def source(self, trace: Trace, layer: int) -> TraceSource:
-        """Return what a View of the layer reads from; trace: the one that has the layer."""
-        header = replace(of_layer(trace, layer), prompt_len=len(self.rows), context_len=None)
-        header = replace(header, questions=(), left_out=None, sizes=())
-        return TraceSource(Trace(self, header, dtype=self.q.dtype), [0], self.q.device)
-
 
 # What some families do to logits after the output embedding; a model that does it is refused.
 _NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}

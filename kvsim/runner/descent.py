@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +12,14 @@ from torch import Tensor, nn
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.policy import Policy
+from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, View
 from kvsim.engine.depth import Descent, descend, prompt_view
+from kvsim.engine.source import TraceSource, of_layer
 from kvsim.errors import PolicyError
 from kvsim.recorder.hooks import KernelCall, hidden_states
-from kvsim.runner.decoder import ComputedLayer, Decoder
+from kvsim.runner.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,17 @@ class _Down:
         return self.calls[layer]
 
     def look(self, layer: int, rows: Tensor | None) -> View:
-        call = self.run(layer, rows)
+        call, sketch = self.run(layer, rows), self._sketch
         dtype = compute_dtype(call.q.dtype)
-        q, k, v, out, hidden = (
-            x.to(dtype) for x in (call.q, call.k, call.v, call.attn_out, self.hidden)
-        )
-        projection = partial(self._sketch.read, "o_proj", slice(layer, layer + 1))
-        computed = ComputedLayer(self.rows, self.rows, q, k, v, out, hidden, projection)
-        source = computed.source(self._sketch, layer)
-        return prompt_view(source, self._setting, layer, len(self.rows))
+        arrays = {name: getattr(call, name).to(dtype)[None] for name in "qkv"}
+        if sketch.has("o_proj"):
+            arrays["o_proj"] = sketch.read("o_proj", slice(layer, layer + 1))
+        computed, n = InMemory(arrays), len(self.rows)
+        computed.positions = self.rows
+        header = replace(of_layer(sketch, layer), prompt_len=n, context_len=None)
+        header = replace(header, questions=(), left_out=None, sizes=())
+        source = TraceSource(Trace(computed, header, dtype=dtype), [0], call.q.device)
+        return prompt_view(source, self._setting, layer, n)
 
 
 class _FirstLayerReachedError(Exception):

@@ -169,7 +169,7 @@ def test_a_head_counts_once_however_many_events_have_a_value():
     assert summarise(values, ["burst_share"])["burst_share"][0] == pytest.approx(0.25)
 
 
-LEVELS = ("exact", "closed", "judged", "semi", "open")
+LEVELS = ("exact", "closed", "judged", "open")
 
 
 def levelled(draws):

@@ -1,4 +1,4 @@
-"""The command line of policies that drop rows: what replay says of them, and recompute."""
+"""The command line of policies that drop rows: what replay says of them."""
 
 import json
 import re
@@ -65,52 +65,3 @@ def test_full_caches_before_the_selection_are_a_row_per_budget(run, trace):
     _, out, _ = run(*command, *SETTINGS[:4])
 
     assert sum(line.startswith("asl  ") for line in out.splitlines()) == 2
-
-
-def test_recompute_prints_what_moved(run, trace):
-    """A row per policy and budget, and what its fidelity means."""
-    policies = "asl,fastkv,gemfilter,pyramidinfer"
-    status, out, err = run(
-        "recompute", trace, "--model", "tiny", "--policy", policies, "--budget", "40,48", *SETTINGS
-    )
-    rows = [
-        line.split() for line in out.splitlines() if line.startswith(tuple(policies.split(",")))
-    ]
-
-    assert status == 0
-    assert "--set window=8 changes asl, fastkv" in err
-    assert len(rows) == 8
-    assert rows[0][:5] == ["asl", "40", "layer", "1", "40"]
-    assert all(row[-1] in ("same", "other") for row in rows)
-    assert "Fidelity semi" in out
-
-
-def test_recompute_without_a_selection_has_nothing_behind_it(run, trace):
-    """Where no row is dropped the table says so."""
-    command = ("recompute", trace, "--model", "tiny", "--policy", "asl", "--budget", "40")
-    _, out, _ = run(*command, "--set", "tau=0")
-    row = next(line for line in out.splitlines() if line.startswith("asl"))
-
-    assert row.split()[2] == "nowhere"
-    assert "0.0000" in row
-    assert row.split()[-1] == "same"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("TRACE", "--policy", "snapkv", "--budget", "40"), "drops rows of the prompt"),
-        (("TRACE", "--policy", "asl", "--budget", "8"), "smallest budget that works is 33"),
-        (("TRACE", "--policy", "asl", "--budget", "x"), "expected entries"),
-        (("TRACE", "--policy", "fastkv", "--budget", "40", "--set", "layer=5"), "layers 0..2"),
-        (("TRACE", "--policy", "asl", "--budget", "40", "--device", "tpu"), "expected cpu, cuda"),
-    ],
-)
-def test_recompute_refuses_what_it_cannot_do(run, trace, arguments, message):
-    """One line on standard error, status 2."""
-    asked = [trace if one == "TRACE" else one for one in arguments]
-    status, out, err = run("recompute", *asked, "--model", "tiny")
-
-    assert (status, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1

@@ -71,7 +71,7 @@ def test_a_command_is_built_alone(run, monkeypatch):
     monkeypatch.setenv("_KVSIM_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "kvsim re")
     monkeypatch.setenv("COMP_CWORD", "1")
-    assert run()[1].split() == ["replay", "report", "recompute"]
+    assert run()[1].split() == ["replay", "report"]
 
 
 def test_a_metric_in_full_says_what_stands_for_it(run):

@@ -109,8 +109,6 @@ REFUSED = {
     f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
     f"{FIDELITY} --policy tova --budget 32 --resume": "give --out DIR as well",
     f"{FIDELITY} --policy oracle --budget 32": "oracle",
-    # -------------------------------------------------------------------------------- recompute
-    "recompute sample --model tiny --policy asl --budget 40": "record it again with --residual",
     # -------------------------------------------------------------------------- compare, table
     "compare RUN --metric outputerror": "'outputerror'; did you mean 'output_error'",
     "compare RUN --metric middle_coverage": "has no better direction",

@@ -1,7 +1,5 @@
 """Page *Fidelity* without a browser: shares and differences are those of the summaries."""
 
-import dataclasses
-
 import polars as pl
 import pytest
 
@@ -9,8 +7,7 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import level_shares
-from kvsim.core.record import Record
-from kvsim.sweeps import Run, replay_all
+from kvsim.sweeps import replay_all
 from traces import random_trace
 
 METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
@@ -23,31 +20,15 @@ def made(seed, layers=5, n=150):
     )
 
 
-def computed_again(trace, record: Record):
-    """What a recomputed prefill may come to: other entries kept behind the selection."""
-    gone = record.evicted_at.copy()
-    gone[2:] = gone[2:, ::-1]  # heads change places
-    return dataclasses.replace(record, evicted_at=gone, recomputed=True)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Runs of replays, of prefills that were computed again, of both, and a broken one."""
+    """A run of replays, and a broken one."""
     root = tmp_path_factory.mktemp("fidelity")
     traces = [made(seed) for seed in range(2)]
     traces[0].save(root / "trace.zarr")
     policy = kvsim.policy("fastkv+snapkv", layer=0, rows=100)
     run = replay_all(traces, [policy, kvsim.policy("tova")], [64], metrics=METRICS)
     run.save(root / "open")
-    again = [
-        computed_again(trace, record)
-        for trace, record in zip(traces, run.records[::2], strict=True)
-    ]
-    tables = [kvsim.measure(trace, one, METRICS) for trace, one in zip(traces, again, strict=True)]
-    semi = Run(tuple(again), pl.concat(tables), (), {})
-    semi.save(root / "semi")
-    both = pl.concat([run.table, semi.table])
-    Run(run.records, both, (), {}).save(root / "whole")
     (root / "worse").mkdir()
     (root / "worse" / "run.json").write_text("[]")
     (root / "worse" / "results.parquet").write_text("")

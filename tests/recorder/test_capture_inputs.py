@@ -164,15 +164,13 @@ def test_the_stream_is_followed_through_all_layers():
 
 
 def test_what_needs_all_layers_refuses_some():
-    """Propagation, recomputing and ranks refuse the first layers alone."""
+    """Propagation and ranks refuse the first layers alone."""
     trace = capture(four_layers(), None, ids(90), max_new_tokens=4, layers=[0, 1, 2], residual=True)
     asl = kvsim.policy("asl", window=8)
 
     message = r"the trace has layers \[0, 1, 2\]; expected 0, 1, 2, ... to the model's last"
     with pytest.raises(PolicyError, match="some layers of a model"):
         kvsim.replay(trace, asl, 40)
-    with pytest.raises(PolicyError, match="some layers of a model"):
-        kvsim.recompute(trace, asl, 40, four_layers())
     with pytest.raises(PolicyError, match=message):
         ranking(trace)
 
