@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
@@ -111,9 +111,7 @@ _lacking = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--time-by-folder` and `--may-lack`."""
-    text = "print the tests, seconds and CPU seconds of each folder and of each slow file"
-    parser.addoption("--time-by-folder", action="store_true", help=text)
+    """Add `--may-lack`."""
     text = "markers whose needs this machine may lack (all of them); others are an error"
     parser.addoption("--may-lack", default=",".join(_NEEDS), help=text)
 
@@ -141,7 +139,6 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Fail a test that skips itself: what a machine may lack has a marker."""
     report = yield
-    report.cpu_seconds = _stopwatch.lap()
     _refuse_skip(report)
     return report
 
@@ -160,22 +157,6 @@ def _refuse_skip(report: Any) -> None:
         report.longrepr = f"skipped; give the test a marker of its need: {report.longrepr}"
 
 
-class _Stopwatch:
-    """CPU time of this process and of the child processes that have ended."""
-
-    def __init__(self) -> None:
-        self.last = 0.0
-
-    def lap(self) -> float:
-        """Return the seconds since the last call."""
-        now = sum(os.times()[:4])
-        seconds, self.last = now - self.last, now
-        return seconds
-
-
-_stopwatch = _Stopwatch()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import and collect without garbage collections: nearly all of the objects stay."""
@@ -190,34 +171,15 @@ def pytest_collection_finish() -> None:
     """Start to measure after the imports, whose objects no later garbage collection visits."""
     gc.freeze()
     gc.set_threshold(50_000)  # of the objects that tests make hardly any are garbage of circles
-    _stopwatch.lap()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was deselected, and where the time went, if `--time-by-folder` asks for it."""
+    """Print what was deselected."""
     lacking = terminalreporter.config.stash.get(_lacking, {})
     words = dict(line.split(": ", 1) for line in terminalreporter.config.getini("markers"))
     listed = [f"{count} {name} ({words[name]})" for name, count in sorted(lacking.items())]
     if listed:
         terminalreporter.line(f"deselected: {', '.join(listed)}")
-    if not terminalreporter.config.option.time_by_folder:
-        return
-    rows: dict[str, list[float]] = {}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if not isinstance(report, pytest.TestReport):  # a warning, a failed collection
-                continue
-            file = PurePath(report.nodeid.partition("::")[0])
-            for key in ("all", str(file.parent), str(file)):
-                row = rows.setdefault(key, [0, 0.0, 0.0])
-                row[0] += report.when == "call"
-                row[1] += report.duration
-                row[2] += report.cpu_seconds
-    terminalreporter.section("time by folder, fixtures included")
-    terminalreporter.line("  tests  seconds      CPU")
-    for key, (tests, seconds, cpu) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        if not key.endswith(".py") or seconds >= 5:
-            terminalreporter.line(f"{tests:7d} {seconds:8.1f} {cpu:8.1f}  {key}")
 
 
 _warm = pytest.StashKey[Path]()

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data import topics
@@ -57,51 +58,51 @@ class Shape:
 AIM = {name: Shape(name, 512, 256, (64, 96, 128, 192, 256), 64, 32) for name in ("tiny", "smollm2")}
 SMALLEST = Shape("tiny", 64, 12, (24,), 8, 4, ("KnormPress", "AdaKV(SnapKVPress)"))
 
-Press = kvpress.BasePress
-Make = Callable[[Shape, float], Press]
+Make = Callable[[Shape, float], Any]
 
 
-def _snapkv(shape: Shape, ratio: float) -> Press:
+def _snapkv(shape: Shape, ratio: float) -> Any:
     return kvpress.SnapKVPress(ratio, window_size=shape.window)
 
 
-def _pyramid(shape: Shape, ratio: float) -> Press:
-    return kvpress.PyramidKVPress(ratio, window_size=shape.window)
-
-
-def _expected(_: Shape, ratio: float) -> Press:
+def _expected(_: Shape, ratio: float) -> Any:
     return kvpress.ExpectedAttentionPress(ratio)
 
 
+def _plain(name: str, **arguments: Any) -> Make:
+    return lambda _, ratio: getattr(kvpress, name)(ratio, **arguments)
+
+
+_SNAPKV, _EXPECTED = "snapkv@kvpress", "expected_attention@kvpress"
 #: Each press with the policy of kvsim next to it (docs/kvpress.md says how far they are the same),
 #: and whether the policy takes the window.
 PAIRS: dict[str, tuple[Make, str, bool]] = {
-    "RandomPress": (lambda _, ratio: kvpress.RandomPress(ratio, seed=0), "random", False),
-    "KnormPress": (lambda _, ratio: kvpress.KnormPress(ratio), "knorm", False),
-    "KeyDiffPress": (lambda _, ratio: kvpress.KeyDiffPress(ratio), "keydiff", False),
-    "StreamingLLMPress": (
-        lambda _, ratio: kvpress.StreamingLLMPress(ratio),
-        "streaming_llm",
-        False,
+    "RandomPress": (_plain("RandomPress", seed=0), "random", False),
+    "KnormPress": (_plain("KnormPress"), "knorm", False),
+    "KeyDiffPress": (_plain("KeyDiffPress"), "keydiff", False),
+    "StreamingLLMPress": (_plain("StreamingLLMPress"), "streaming_llm", False),
+    "LagKVPress": (_plain("LagKVPress", lag_size=16), "lagkv", False),
+    "TOVAPress": (_plain("TOVAPress"), "tova@kvpress", False),
+    "SnapKVPress": (_snapkv, _SNAPKV, True),
+    "PyramidKVPress": (
+        lambda shape, ratio: kvpress.PyramidKVPress(ratio, window_size=shape.window),
+        "pyramidkv@kvpress",
+        True,
     ),
-    "LagKVPress": (lambda _, ratio: kvpress.LagKVPress(ratio, lag_size=16), "lagkv", False),
-    "TOVAPress": (lambda _, ratio: kvpress.TOVAPress(ratio), "tova@kvpress", False),
-    "SnapKVPress": (_snapkv, "snapkv@kvpress", True),
-    "PyramidKVPress": (_pyramid, "pyramidkv@kvpress", True),
-    "ExpectedAttentionPress": (_expected, "expected_attention@kvpress", False),
+    "ExpectedAttentionPress": (_expected, _EXPECTED, False),
     "CriticalKV(SnapKVPress)": (
         lambda *given: kvpress.CriticalKVPress(_snapkv(*given)),
-        "criticalkv+snapkv@kvpress",
+        f"criticalkv+{_SNAPKV}",
         True,
     ),
     "AdaKV(SnapKVPress)": (
         lambda *given: kvpress.AdaKVPress(_snapkv(*given)),
-        "adakv@kvpress+snapkv@kvpress",
+        f"adakv@kvpress+{_SNAPKV}",
         True,
     ),
     "AdaKV(ExpectedAttentionPress)": (
         lambda *given: kvpress.AdaKVPress(_expected(*given)),
-        "adakv@kvpress+expected_attention@kvpress",
+        f"adakv@kvpress+{_EXPECTED}",
         False,
     ),
 }
@@ -114,7 +115,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, float, Any]:
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
-def both_phases(shape: Shape, name: str, budget: int) -> Press:
+def both_phases(shape: Shape, name: str, budget: int) -> Any:
     """A press that keeps `budget` entries after the prompt and after each interval."""
     make = PAIRS[name][0]
     # half an entry more, because a ratio in floating point would round to one entry fewer;
@@ -190,52 +191,36 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     prompt = prompt[: shape.prompt]
     before = model.generation_config.eos_token_id, model.config.eos_token_id
     model.generation_config.eos_token_id = model.config.eos_token_id = None  # all of one length
-    live: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    turns = []
-
-    def cell(name: str, budget: int) -> dict[str, float]:
-        wall, cpu, _ = seconds(lambda: generation(model, shape, prompt, name, budget))
-        return {"wall": wall, "cpu": cpu}
-
+    turns, wall, cpu = [], 0.0, 0.0
     try:
         for budget in shape.budgets:
             turns.append(replayed(model, shape, prompt, names))
             for name in names:
-                live[name].append(cell(name, budget))
+                call = partial(generation, model, shape, prompt, name, budget)
+                wall_of_one, cpu_of_one, _ = seconds(call)
+                wall, cpu = wall + wall_of_one, cpu + cpu_of_one
     finally:
         model.generation_config.eos_token_id, model.config.eos_token_id = before
-    return report(shape, live, turns)
-
-
-def report(
-    shape: Shape, live: dict[str, list[dict[str, float]]], turns: list[dict[str, float]]
-) -> tuple[dict[str, float], list[str]]:
-    """Ratios, and the lines of the report."""
-    cells = len(live) * len(shape.budgets)
-    capture, sweep = (sum(turn[x] for turn in turns) / len(turns) for x in ("capture", "sweep"))
-    wall = sum(cell["wall"] for of_press in live.values() for cell in of_press)
-    cpu = sum(cell["cpu"] for of_press in live.values() for cell in of_press)
-    wall_of_kvsim = sum(turn["wall"] for turn in turns) / len(turns)
+    cells = len(names) * len(shape.budgets)
+    capture, sweep, wall_of_kvsim = (
+        sum(turn[x] for turn in turns) / len(turns) for x in ("capture", "sweep", "wall")
+    )
     ratios = {
         "wall": wall / wall_of_kvsim,
         "cpu": cpu / (capture + sweep),
         "ten times the cells": 10 * cpu / (capture + 10 * sweep),
     }
-    versions = (f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch"))
     budgets = ", ".join(map(str, shape.budgets))
-    lines = [
+    versions = (f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch"))
+    return ratios, [
         f"{', '.join(versions)}, one thread; CPU seconds",
-        f"{shape.model}: {shape.prompt} + {shape.new} tokens, {len(live)} policies",
+        f"{shape.model}: {shape.prompt} + {shape.new} tokens, {len(names)} policies",
         f"budgets {budgets}; events after the prompt and every {shape.interval} rows",
         f"kvpress {cpu:8.1f}: {cells} generations of {cpu / cells:.2f}",
         f"kvsim   {capture + sweep:8.1f}: capture {capture:.1f}, {cells} cells {sweep:.1f}",
         f"ratio   {ratios['cpu']:8.1f} (of wall time {ratios['wall']:.1f})",
         f"extrapolated to {10 * cells} cells {ratios['ten times the cells']:.0f}",
     ]
-    for name, of_press in live.items():
-        each = sum(cell["cpu"] for cell in of_press) / len(of_press)
-        lines.append(f"  {name:31}{each:6.2f}   {PAIRS[name][1]}")
-    return ratios, lines
 
 
 if __name__ == "__main__":
@@ -243,6 +228,4 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=list(AIM), default="tiny")
     given = parser.parse_args()
     _, lines = run(SMALLEST if given.smallest else AIM[given.model])
-    if given.doc:
-        lines = [line for line in lines if not line.startswith("  ")]
     publish(lines, given.doc, f"kvpress {given.model}")

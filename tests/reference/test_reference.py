@@ -180,23 +180,6 @@ def test_more_replays_equal_the_naive_replay(name):
     assert all(seen[what] >= count for what, count in wanted.items()), (wanted, seen)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_of_narrow_floats_equals_the_naive_replay(name):
-    """In float32 and from float16 input, too, outside near-ties of the scores."""
-
-    @settings(QUIET, max_examples=examples(20 if name in SIMPLE else 10))
-    @given(st.data())
-    def check(data):
-        longest = 26 if name in SIMPLE else 18
-        case = data.draw(strategies.cases(dtypes=(np.float32, np.float16), max_n=longest))
-        setup = data.draw(setups(case, [name]))
-        outcome = possible(case, setup)
-        assert disagreement(case, setup, outcome) is None
-
-    seeded(name, check)()
-
-
 @pytest.mark.parametrize("name", ["streaming_llm", "h2o", "raas"])
 @settings(QUIET, max_examples=examples(15))
 @given(data=st.data())
@@ -278,16 +261,6 @@ def test_budget_below_what_is_protected_is_an_error_that_names_the_smallest():
             replay(case, setup)
         enough = Setup(name, params, smallest, interval=1, prefill=None)
         assert disagreement(case, enough) is None
-
-
-def test_lacache_puts_in_order_what_compaction_drops():
-    """What it need not drop stays in the order of its age, as an allocator around it sees."""
-    case = strategies.make_case("normal", layers=2, n=12, prompt_len=1)
-    params = {"segment_mass": 0.2, "min_segment": 3, "max_segment": 7, "window": 4}
-    params |= {"sink": 1, "recent": 2, "scorer__sink": 1}
-    setup = Setup("ams+lacache@release", params, 7, 1, prefill=None)
-    assert (naive(case, setup).evicted_at < NEVER).any()
-    assert disagreement(case, setup) is None
 
 
 @pytest.mark.parametrize("offset", ["ladder", "modulo"])
@@ -375,14 +348,6 @@ def test_output_error_of_any_record_equals_the_naive_one(case, seed, rows, posit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics_output, "ROWS", rows)
         check_outputs(case, replace(record, evicted_at=last, positions=positions))
-
-
-def test_output_error_of_a_longer_trace_equals_the_naive_one():
-    """Blocks of their real size, with events far apart and close together in the same record."""
-    case = strategies.make_case("sharp", heads=2, group=2, n=330, prompt_len=70, seed=3)
-    for name, interval in [("snapkv", 150), ("tova", 65), ("h2o", 20), ("streaming_llm", None)]:
-        params = {"window": 8} if name == "snapkv" else {}
-        check_outputs(case, replay(case, Setup(name, params, 24, interval, None)))
 
 
 @settings(QUIET, max_examples=examples(30))

@@ -10,7 +10,6 @@ import pytest
 
 import kvsim
 import reference
-from kvsim.samples import sample_trace
 from kvsim.testing.strategies import Case
 from reference import NEVER
 from reference.strategies import Setup, naive
@@ -253,57 +252,3 @@ def test_layers_that_nobody_gave(name, layers):
         assert found == (layers // 3, min(8, layers // 3 + 1))
     else:
         assert record.selection.notes["layer"] == outcome.selection.selected
-
-
-@pytest.mark.deep
-def test_replay_of_narrow_floats_equals_the_naive_replay():
-    """In float32, too, outside near-ties; and most cases are outside."""
-    seen: Counter[str] = Counter()
-    for name in NAMES:
-        for seed in range(1000, 1020):
-            case, setup = draw(name, seed)
-            case = replace(case, **{x: getattr(case, x).astype(np.float32) for x in "qkv"})
-            outcome = naive(case, setup)
-            found = disagreement(outcome, replay(case, setup), case.tolerance, 0.02)
-            seen["sure"] += all(doubt.margin > case.tolerance for doubt in outcome.selection.doubts)
-            sure = found is None or not found.startswith(("counts", "dropped"))
-            assert found is None or not sure, (name, seed, found)
-            seen["same rows"] += sure
-    assert seen["sure"] >= 60, seen
-    assert seen["same rows"] >= 115, seen
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("asl+adakv+snapkv", {"tau": 1.5, "window": 4, "pool": "avg", "scorer__window": 4}),
-        ("asl_2pass", {"window": 8}),
-        ("fastkv+h2o", {"rows": 60, "layer": 1}),
-        ("gemfilter", {}),
-        ("pyramidinfer", {"least": 16}),
-    ],
-)
-def test_replay_of_the_sample_equals_the_naive_replay(name, params):
-    """A recorded trace of the shipped model, with events behind the prompt, outside near-ties."""
-    trace = kvsim.open_trace(sample_trace())
-    n = trace.prompt_len + 44  # as far as the naive replay goes
-    q, k, v = (np.asarray(x)[:, :, :n] for x in (trace.q, trace.k, trace.v))
-    rope = ([float(f) for f in trace.rope.inv_freq], float(trace.rope.attention_scaling))
-    how = {"budget": 32, "interval": 16, "prefill": None}
-    outcome = reference.replay(
-        q,
-        k,
-        v,
-        prompt_len=trace.prompt_len,
-        policy=name,
-        params=params,
-        scale=trace.scale,
-        rope=rope,
-        **how,
-    )
-    record = kvsim.replay(trace, kvsim.policy(name, **params), **how)
-    cut = np.where(record.evicted_at[..., :n] < n - 1, record.evicted_at[..., :n], NEVER)
-    early = np.where(outcome.evicted_at < n - 1, outcome.evicted_at, NEVER)
-    outcome = replace(outcome, evicted_at=early)
-    assert disagreement(outcome, replace(record, evicted_at=cut), 1e-4, 0.02, ties=False) is None
-    assert outcome.sure_until(1e-4).min() >= 0, "nothing to see: the rows that go on are unsure"

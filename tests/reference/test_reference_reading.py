@@ -229,55 +229,12 @@ def test_quest_reads_what_the_published_evaluation_reads():
     assert max(sizes) > 25
 
 
-def test_first_layers_of_quest_read_everything():
-    """Rows of the first two layers read all that is resident, and no summary counts there."""
-    case = make_case("normal", layers=3, heads=2, n=20, prompt_len=10, seed=1)
-    record = kvsim.replay(case.trace(), policy("quest", page=2), 4)
-    assert [record.reads.dense(at) for at in range(3)] == [True, True, False]
-    size = cache_bytes(case.trace(), [record])[0]
-    full = 2 * 2 * case.shape[-1] * np.mean([range(11, 21)])  # 16 bits of keys and of values
-    np.testing.assert_allclose(size.read[0, :2], full)
-    np.testing.assert_allclose(size.resident[0, :2], full)
-    assert (size.resident[0, 2] > full).all()
-    assert (size.read[0, 2] < full).all()
-
-
-def test_eight_pages_that_are_all_read_have_summaries():
-    """Bytes of a layer that reads all its pages include their summaries, also with whole bytes."""
-    case = make_case("normal", n=16, prompt_len=15, seed=1)
-    record = kvsim.replay(case.trace(), policy("quest", page=2, dense_layers=0), 16)
-    assert not record.reads.dense(0)
-
-
 def test_pages_of_a_layer_need_heads_that_hold_as_many():
     """A layer whose heads hold different numbers of entries has no pages in common."""
     case = make_case("sharp", heads=2, n=24, prompt_len=20, seed=1)
     ragged = policy("adakv+snapkv+quest", window=3, page=2, heads="layer", dense_layers=0)
     with pytest.raises(PolicyError, match="heads of layer 0 hold different numbers"):
         kvsim.replay(case.trace(), ragged, 8)
-
-
-def test_calibration_rows_of_double_sparsity_come_before_the_first_row_that_reads():
-    """A prefix that is longer than the prompt is refused, and the oracle is a bound."""
-    case = make_case("normal", n=12, prompt_len=8)
-    with pytest.raises(PolicyError, match=r"prefix:9.* the prompt has 8 tokens"):
-        kvsim.replay(case.trace(), policy("double_sparsity", calibration="prefix:9"), 4)
-    assert policy("double_sparsity", calibration="oracle").clairvoyant
-    assert not policy("double_sparsity", calibration="prefix:8").clairvoyant
-
-
-def test_another_trace_calibrates_double_sparsity():
-    """A copy of the trace gives the channels that all of its rows give."""
-    case = make_case("normal", heads=2, group=2, n=20, prompt_len=10, dim=16)
-    records = [
-        kvsim.replay(
-            case.trace(), policy("double_sparsity", calibration=each, dense_layers=0, bits=16), 4
-        )
-        for each in (case.trace(), "oracle", "prefix:1")
-    ]
-    same, oracle, prefix = (record.reads.bits for record in records)
-    np.testing.assert_array_equal(same, oracle)
-    assert (same != prefix).any()
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -320,23 +277,6 @@ def test_rocketkv_is_snapkv_and_its_reader_with_the_split_of_the_paper():
     case = make_case("normal", n=130, prompt_len=128, dim=16)
     fitted = policy("full+rocketkv").reader.fitted(case.trace(), 32)
     assert (fitted.tokens, fitted.page, fitted.channels) == (6, 3, 9)  # 32 / 6 = 5.3, 16 * 3 / 5.3
-
-
-def test_rocketkv_pays_for_no_summary_that_it_does_not_need():
-    """A prompt within the budget costs what the full cache does; a page of one is its summary."""
-    case = make_case("normal", n=40, prompt_len=24, dim=8, heads=1, group=1)
-    trace = case.trace()
-    bytes_of = [
-        kvsim.measure(trace, kvsim.replay(trace, each, 30), ["bytes_held", "bytes_read"])["value"]
-        for each in (policy("full+rocketkv"), policy("full"))
-    ]
-    assert bytes_of[0].to_list() == bytes_of[1].to_list()
-
-    reader = policy("full+rocketkv", tokens=20).reader.fitted(trace, 30)
-    assert (reader.page, reader.summary_bits(8)[0]) == (1, 0.0)
-    assert reader.summary_bits(8)[1] == 16 * reader.channels > 0
-    larger = policy("full+rocketkv", tokens=4).reader.fitted(trace, 30)
-    assert larger.summary_bits(8)[0] == 32 * 8
 
 
 def test_the_first_layers_are_those_of_the_model():
