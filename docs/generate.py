@@ -211,7 +211,7 @@ def _block(text: str) -> str:
 
 
 def command_names() -> list[str]:
-    """The commands, in the order of `kvsim --help`; `trace pack` is one of `trace`."""
+    """The commands, in the order of `kvsim --help`."""
     names = _names(app())
     for group in app().registered_groups:
         names += [group.name, *(f"{group.name} {name}" for name in _names(group.typer_instance))]

@@ -19,11 +19,8 @@ Spans = Sequence[tuple[int, int]]
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
 
-#: Versions of the trace format (docs/trace-format.md): that of most traces, that of traces with
-#: values of another size than keys, and that of traces with anything that these two cannot say.
-#: Readers refuse every other one.
-FORMAT_VERSION, WIDE_VERSION = 3, 4
-NEWEST_VERSION = 5
+#: Version of the trace format (docs/trace-format.md); readers refuse every other one.
+FORMAT_VERSION = 6
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256
@@ -46,11 +43,10 @@ AXES = {
     "received": ("layer", "qhead", "before"),
     "moments": ("layer", "qhead", "moment", "dim"),
     "tokens": ("pos",),
-    "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),
 }
 
-#: Arrays whose axis `dim` is that of values, named `value_dim` where keys have another size.
+#: Arrays whose axis `dim` is that of values; it is stored as `value_dim`.
 OF_VALUES = ("v", "attn_out", "gate", "o_proj")
 
 #: Arrays of which a trace may leave out rows (`Header.left_out`); their positions are then `row`.
@@ -59,7 +55,7 @@ OF_ROWS = ("q", "attn_out", "lse", "gate")
 #: Arrays of sums over the rows left out (`kvsim.core.left_out`).
 SUMS = ("received", "moments")
 
-#: What `meta` has of each token of a response (docs/trace-format.md, 6).
+#: What `meta` has of each token of a response (docs/trace-format.md).
 LOGPROBS = ("response_logprobs", "mean_logprobs")
 
 #: Labels of a prompt; they become columns of tables.
@@ -80,20 +76,15 @@ FIDELITY_MEANING = {
 }
 
 
-def format_of(shapes: Mapping[str, tuple[int, ...]], *, newest: bool = False) -> int:
-    """Return the version of a trace with arrays of these shapes; newest: it needs the newest."""
-    if newest or "received" in shapes:  # rows are left out
-        return NEWEST_VERSION
-    keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
-    return FORMAT_VERSION if keys == values else WIDE_VERSION
-
-
-def axes_of(name: str, version: int, *, rows: bool = False) -> tuple[str, ...]:
-    """Return the axes of an array of a trace in a version; rows: whether it leaves out rows."""
-    wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
-    names = {"dim": "value_dim"} if wide else {}
+def axes_of(name: str, *, rows: bool = False) -> tuple[str, ...]:
+    """Return the axes of a stored array of a trace; rows: whether the trace leaves out rows."""
+    names = {"dim": "value_dim"} if name in OF_VALUES else {}
     names |= {"pos": "row"} if rows and name in OF_ROWS else {}
     return tuple(names.get(axis, axis) for axis in AXES[name])
+
+
+#: Names of folders of output projections.
+PROJECTIONS = re.compile("projections-[0-9a-f]{16}")
 
 
 def projections_folder(digest: str) -> str:

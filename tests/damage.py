@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvsim.store.group import seal_group
+
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
     """Change a JSON document in place."""
@@ -26,8 +30,21 @@ def assign(document: Any, way: tuple[Any, ...], value: Any) -> None:
     document[last] = value
 
 
+def change_byte(path: Path, rng: np.random.Generator) -> None:
+    """Change a byte of a file, drawn by `rng`."""
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data))] ^= int(rng.integers(1, 256))
+    path.write_bytes(data)
+
+
 def flip(path: Path) -> None:
     """Flip a bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
     path.write_bytes(bytes(data))
+
+
+def reseal(trace: Path) -> None:
+    """Give a changed trace the manifest and the seal that fit it."""
+    attributes = json.loads((trace / "zarr.json").read_text())["attributes"]
+    seal_group(trace, {x: y for x, y in attributes.items() if x not in ("files", "seal")})

@@ -39,7 +39,6 @@ from kvsim.cli import (
     reporting,
     sweeping,
     tabulating,
-    tracing,
 )
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, one_line
@@ -65,9 +64,8 @@ _COMMANDS: dict[str, Command] = {
     "dashboard": dashboard.dashboard,
     "policies": listing.policies,
     "metrics": listing.metrics,
-    "trace": tracing.app,
 }
-#: Every command, in the order of `kvsim --help`; `trace` has commands of its own.
+#: Every command, in the order of `kvsim --help`.
 COMMANDS: Registry[Command] = Registry(
     "command", "kvsim.commands", (FunctionType, typer.Typer), _COMMANDS
 )

@@ -288,7 +288,7 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single
         return
     fields = {
         "  layers": str(len(report["layers"])),
-        "  chunks read": str(report["chunks"]),
+        "  files read": str(report["files"]),
         "  digest": report["digest"],
     }
     if deep:

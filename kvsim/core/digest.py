@@ -1,4 +1,4 @@
-"""The digest of a trace: SHA-256 over what its attention depends on (docs/trace-format.md, 5)."""
+"""The digest of a trace: SHA-256 over what its attention depends on (docs/trace-format.md)."""
 
 from __future__ import annotations
 

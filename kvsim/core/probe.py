@@ -1,7 +1,7 @@
 """A probe: tokens that a model reads after the context, to see what it attends to there.
 
 They are no rows of the sequence. The trace holds their queries and keys (`probe_q`, `probe_k`), and
-`meta.probe` says what they are (docs/trace-format.md, sections 2 and 6).
+`meta.probe` says what they are (docs/trace-format.md).
 """
 
 from __future__ import annotations

@@ -65,10 +65,9 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
         source = {"o_proj": first.projections.dtype}
         stored += stored_arrays({"o_proj": shape}, source, first.options.store_dtype)
-    # of a trace `layer`, `tokens`, `token_text` and its metadata; of projections theirs
-    texts = first is not None and first.tokenizer is not None
-    chunks = sum(1 + len([*array.files()]) for array in stored)
-    files = chunks + (5 + 2 * texts) * len(sessions) + projected
+    # of a trace its metadata and `tokens`; of projections theirs
+    chunks = sum(1 + array.nfiles for array in stored)
+    files = chunks + 3 * len(sessions) + projected
     arrays = by_array(stored)
     written = sum(usual for usual, _ in arrays.values()) + small
     resident, weights = resident_bytes() or PROCESS, 0 if on_device else size.weights

@@ -334,7 +334,6 @@ class Session:
             **arrays,
             like=path,
             layer_ids=self.layer_ids,
-            newest=bool(self.sizes),
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
         )

@@ -11,7 +11,7 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.sources import Size
 from kvsim.recorder.hooks import KernelCall
-from kvsim.schema import AXES, SUMS, WIDE_VERSION, axes_of
+from kvsim.schema import AXES, SUMS, axes_of
 from kvsim.store.layout import pos_axis
 
 
@@ -77,5 +77,5 @@ def arrays_of(
         sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
     if call.residual_norm is not None:
         dtypes["residual_norm"] = "float32"
-    axes = {name: axes_of(name, WIDE_VERSION) for name in dtypes}
+    axes = {name: axes_of(name) for name in dtypes}
     return {name: tuple(sizes[axis] for axis in axes[name]) for name in dtypes}, dtypes

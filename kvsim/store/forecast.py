@@ -69,7 +69,7 @@ def by_array(arrays: Iterable[StoredArray]) -> dict[str, tuple[float, int]]:
     sums: dict[str, tuple[float, int]] = {}
     for array in arrays:
         before, most = sums.get(array.name, (0.0, 0))
-        bits = _BITS.get(array.source_dtype or "", 8 * array.dtype.itemsize)
+        bits = _BITS.get(array.source_dtype, 8 * array.dtype.itemsize)
         bits = min(bits, 8 * array.dtype.itemsize - 1) - _LESS.get(array.name, 0)
         numbers = math.prod(array.shape)
         sums[array.name] = before + numbers * bits / 8, most + array.nbytes

@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsim.errors import TraceError
-from kvsim.schema import object_at
-from kvsim.store.metadata import group_attributes
-from kvsim.store.place import SUFFIX, Folder, Packed
-from kvsim.store.projections import NAME, Facts
-from kvsim.store.reader import StoredTrace
+from kvsim.schema import PROJECTIONS, object_at
+from kvsim.store.publication import is_marked
 
 #: Depth of the search.
 DEPTH = 4
@@ -76,11 +73,14 @@ def shared_projections(folder: str | Path) -> dict[str, int]:
         path.relative_to(root).as_posix(): _bytes(path)
         for inner in find_folders(root)
         for path in sorted(inner.iterdir())
-        if NAME.fullmatch(path.name)
+        if PROJECTIONS.fullmatch(path.name)
     }
 
 
 def _trace(name: str, path: Path) -> Entry:
+    from kvsim.store.projections import Facts  # noqa: PLC0415  zarr
+    from kvsim.store.reader import StoredTrace  # noqa: PLC0415  zarr
+
     try:
         stored = StoredTrace(path)
     except TraceError as error:
@@ -92,7 +92,7 @@ def _trace(name: str, path: Path) -> Entry:
     return Entry(
         name,
         "whole",
-        _bytes(path) if path.is_file() else sum((stored.sizes or {}).values()),
+        _bytes(path) if path.is_file() else sum(stored.sizes.values()),
         tokens=n_pos,
         prompt_len=stored.header.prompt_len,
         stopped=str(stopped) if stopped is not None else None,
@@ -162,17 +162,13 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 
 
 def _kind(path: Path) -> Kind | None:
-    packed = path.suffix == SUFFIX and path.is_file()
-    if not (packed or path.is_dir()) or NAME.fullmatch(path.name):
+    if path.is_file():
+        return "trace" if path.name.endswith(".zarr.zip") else None
+    if not path.is_dir() or PROJECTIONS.fullmatch(path.name):
         return None
     if (path / "run.json").is_file():
         return "run"
-    if (path.stem if packed else path.name).endswith(".zarr"):
-        whole = packed or (path / "zarr.json").exists() or not any(path.glob("*.zarr*"))
+    if path.name.endswith(".zarr"):
+        whole = (path / "zarr.json").exists() or not any(path.glob("*.zarr*"))
         return "trace" if whole else "folder"  # of several prompts, recorded under such a name
-    try:
-        if "kvsim_format" in group_attributes(Packed(path) if packed else Folder(path)):
-            return "trace"
-    except TraceError:
-        pass
-    return None if packed else "folder"
+    return "trace" if is_marked(path) else "folder"

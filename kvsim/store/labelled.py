@@ -17,7 +17,7 @@ from xarray.core.indexing import (
 from kvsim.core.lazy import torch
 from kvsim.core.left_out import held_parts
 from kvsim.core.trace import Trace
-from kvsim.schema import AXES, FORMAT_VERSION, OF_ROWS, WIDE_VERSION, axes_of, format_of
+from kvsim.schema import AXES, OF_ROWS, axes_of
 from kvsim.store.metadata import attributes_of
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.store.reader import StoredTrace
@@ -32,30 +32,27 @@ def to_xarray(trace: TraceLike) -> Dataset:
     """
     trace = as_trace(trace)
     data: dict[str, Any] = {}
-    source, (keys, values) = trace.source, (trace.source.shapes[x][-1] for x in "kv")
-    named = WIDE_VERSION if trace.header.sizes or keys != values else FORMAT_VERSION
-    version = format_of(source.shapes, newest=bool(trace.header.sizes))
+    source = trace.source
     coords: dict[str, Any] = {"layer": list(trace.layer_ids)}
     rows = trace.left_out is not None
     if trace.left_out is not None:
         start, stop = trace.left_out
         coords["row"] = [*range(start), *range(stop, trace.n_pos)]
     if isinstance(source, StoredTrace):
-        version = source.attributes["kvsim_format"]
         for name in source.shapes:
-            dtype = source.array(name).source_dtype
+            dtype = trace.header.source_dtypes.get(name)
             attributes = {} if dtype is None else {"source_dtype": dtype}
             lazy = LazilyIndexedArray(_LazyArray(source, name))
-            data[name] = Variable(axes_of(name, named, rows=rows), lazy, attributes)
+            data[name] = Variable(axes_of(name, rows=rows), lazy, attributes)
     else:
         data = {
-            name: (axes_of(name, named, rows=rows), _whole(trace, name))
+            name: (axes_of(name, rows=rows), _whole(trace, name))
             for name in source.shapes
             if name != "attention"
         }
     if trace.token_text is not None:
-        data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
-    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, version))
+        data["token_text"] = (AXES["tokens"], np.array(trace.token_text))
+    return Dataset(data, coords=coords, attrs=attributes_of(trace.header))
 
 
 def _whole(trace: Trace, name: str) -> np.ndarray[Any, Any]:
@@ -71,9 +68,11 @@ class _LazyArray(BackendArray):
 
     def __init__(self, stored: StoredTrace, name: str) -> None:
         self.stored, self.name = stored, name
-        array = stored.array(name)
-        self.shape = array.shape
-        self.dtype = np.dtype(np.float32) if array.number == "bfloat16" else array.dtype
+        self.shape = stored.shapes[name]
+        self.dtype = np.dtype(np.float32)
+        if name in stored.arrays:
+            self.shape, number = stored.arrays[name].shape, stored.numbers[name]
+            self.dtype = self.dtype if number == "bfloat16" else np.dtype(number)
 
     def __getitem__(self, key: ExplicitIndexer) -> Any:
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)

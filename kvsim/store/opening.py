@@ -12,7 +12,6 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import locate
 from kvsim.store.index import find_traces
-from kvsim.store.reader import open_trace
 
 #: A trace, its path or URL, or the name of a sample.
 TraceLike = Trace | str | Path
@@ -25,6 +24,8 @@ def as_trace(given: TraceLike) -> Trace:
     if isinstance(given, Trace):
         return given
     if isinstance(given, str | Path):
+        from kvsim.store.reader import open_trace  # noqa: PLC0415  zarr is loaded by the first use
+
         return open_trace(given)
     raise TraceError(
         f"trace is {reprlib.repr(given)}; expected a Trace of kvsim.open_trace, its path or URL"

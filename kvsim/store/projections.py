@@ -1,9 +1,8 @@
-"""Output projections, once per model beside its traces, by digest (docs/trace-format.md, 9)."""
+"""Output projections, once per model next to its traces, by digest (docs/trace-format.md)."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,27 +11,28 @@ from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any, Self
 
+import numpy as np
+
 from kvsim.core.checks import DTYPES, as_stored, check_finite, stored_dtype
 from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import OutputError, TraceError, TraceExistsError
+from kvsim.errors import OutputError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.files import published
-from kvsim.schema import is_url, object_at, projections_folder
-from kvsim.store.binding import are_checksums
-from kvsim.store.chunks import read_part
-from kvsim.store.draft import Group
-from kvsim.store.layout import FLOATS, StoredArray, parse_array
-from kvsim.store.metadata import find_document
-from kvsim.store.place import Folder, Place, damaged
-from kvsim.store.remote import find_remote, upload
+from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
+from kvsim.store.group import (
+    create_array,
+    create_group,
+    open_store,
+    read_arrays,
+    reading,
+    seal_group,
+)
+from kvsim.store.remote import upload
 
 ARRAY = "o_proj"
 
 #: The key of `meta` under which a trace names its projections.
 KEY = "projections"
-
-#: Names of the folders.
-NAME = re.compile("projections-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,17 @@ class Facts:
     @classmethod
     def named(cls, meta: Mapping[str, Any], where: str) -> Self | None:
         """Return the facts in the provenance of a trace, None without; TraceError if they vary."""
-        document, given = meta.get(KEY), object_at(meta, KEY)
-        if document is None:
+        if meta.get(KEY) is None:
             return None
-        shape: Any = given.get("shape")
-        checksums: Any = given.get("checksums")
-        valid = (
-            given.keys() == cls.__dataclass_fields__.keys()
-            and given["dtype"] in FLOATS
-            and given["source_dtype"] in DTYPES.values()
-            and isinstance(shape, list)
-            and [type(n) for n in shape] == [int] * 4
-            and isinstance(checksums, list)
-            and len(checksums) == shape[0]
-            and are_checksums(checksums)
-        )
-        if valid:
-            facts = cls.of(shape, given["dtype"], given["source_dtype"], checksums)
-            if facts.digest == given["digest"]:
+        given = dict(object_at(meta, KEY))
+        digest = given.pop("digest", None)
+        with suppress(TypeError):
+            facts = cls.of(**given)
+            if facts.digest == digest and PROJECTIONS.fullmatch(facts.folder):
                 return facts
-        raise damaged(
-            f"{where}: meta.{KEY} is {short_repr(document)}, expected shape, types and checksums "
-            "with their digest"
+        raise TraceError(
+            f"{where}: meta.{KEY} is {short_repr(meta[KEY])}, expected shape, types and checksums "
+            "with their digest; record the trace again"
         )
 
     @property
@@ -94,32 +83,32 @@ class Facts:
 class StoredProjections:
     """The output projections that a trace names; TraceError where the folder has others."""
 
-    def __init__(self, facts: Facts, place: Place) -> None:
-        self.facts, self.place = facts, place
-        self.where = str(place.path)
-        document = find_document(place, f"{ARRAY}/zarr.json")
-        if document is None:
-            raise self._changed(f"{ARRAY}/zarr.json is missing")
-        self.array: StoredArray = parse_array(ARRAY, document, self.where)
-        actual = [*self.array.shape], self.array.dtype.name, self.array.source_dtype
-        expected = [*facts.shape], facts.dtype, facts.source_dtype
-        if actual != expected:
-            raise self._changed(f"they are {actual}, expected {expected}")
+    def __init__(self, facts: Facts, path: Path | str) -> None:
+        self.facts, self.where = facts, str(path)
+        self.store = open_store(path)
+        root = self.store.read_root()
+        if root is None:
+            raise TraceNotFoundError(f"{path} holds no output projections")
+        self.store.check_root(root)
+        if root["attributes"].get(KEY) != asdict(facts):
+            raise self._changed("its attributes differ from those in the trace")
+        self._array = read_arrays(self.store, root)[ARRAY]
+        if (self._array.shape, self._array.dtype.name) != (tuple(facts.shape), facts.dtype):
+            raise self._changed(f"they are {self._array.dtype} {self._array.shape}")
 
     def read(self, layers: slice) -> Tensor:
-        """Return some layers [layer, qhead, dim, hidden] as stored, each with its checksum."""
-        numbers = range(self.array.shape[0])[layers]
-        dtype = getattr(torch, self.array.dtype.name)
-        out = torch.empty((len(numbers), *self.array.shape[1:]), dtype=dtype)
-        for place, layer in enumerate(numbers):
-            part = read_part(self.array, [slice(layer, layer + 1)], self.place)[0]
-            digest = ContentDigest()
-            digest.update(ARRAY, 0, part)
-            if digest.checksums()[ARRAY] != [self.facts.checksums[layer]]:
-                raise self._changed(f"layer {layer} has another checksum than the trace names")
-            out[place] = torch.from_numpy(part)
-            check_finite(ARRAY, out[place : place + 1], self.where, layer=layer)
+        """Return some layers [layer, qhead, dim, hidden] as stored."""
+        with reading(self.where):
+            out = torch.from_numpy(np.asarray(self._array[layers]))
+        check_finite(ARRAY, out, self.where, layer=range(self.facts.shape[0])[layers].start)
         return out
+
+    def check(self, layer: int) -> None:
+        """Raise TraceError where a layer has another checksum than the trace names."""
+        digest = ContentDigest()
+        digest.update(ARRAY, 0, self.read(slice(layer, layer + 1))[0].numpy())
+        if digest.checksums()[ARRAY] != [self.facts.checksums[layer]]:
+            raise self._changed(f"layer {layer} has another checksum than the trace names")
 
     def _changed(self, what: str) -> TraceError:
         return TraceError(
@@ -131,17 +120,16 @@ class StoredProjections:
 def find_projections(
     path: Path | str, meta: Mapping[str, Any], where: str
 ) -> StoredProjections | None:
-    """Return the projections beside a trace at `path`, or None; TraceError where one is damaged."""
+    """Return the projections next to a trace at `path`, or None; TraceError for a damaged one."""
     facts = Facts.named(meta, where)
     if facts is None:
         return None
     if isinstance(path, str) and is_url(path):
-        place: Place = find_remote(f"{path.rstrip('/').rpartition('/')[0]}/{facts.folder}")
-        here = find_document(place, "zarr.json") is not None
-    else:
-        folder = Path(os.path.realpath(path)).parent / facts.folder
-        place, here = Folder(folder), folder.is_dir()
-    return StoredProjections(facts, place) if here else None
+        with suppress(TraceNotFoundError):
+            return StoredProjections(facts, f"{path.rstrip('/').rpartition('/')[0]}/{facts.folder}")
+        return None
+    folder = Path(os.path.realpath(path)).parent / facts.folder
+    return StoredProjections(facts, folder) if folder.is_dir() else None
 
 
 def store_projections(
@@ -174,11 +162,12 @@ def store_projections(
     facts = Facts.of(shape, name, source_dtype, digest.checksums()[ARRAY])
 
     def write(path: Path) -> None:
-        group = Group(path)
-        group.create(ARRAY, tuple(shape), name, source_dtype)
+        group = create_group(path)
+        chunks = (1, *shape[1:])
+        array = create_array(group, ARRAY, tuple(shape), name, chunks, axes_of(ARRAY))
         for number in range(shape[0]):
-            group.write(ARRAY, layer(number)[None], layer=number)
-        group.set(**{KEY: asdict(facts)})  # last: without it, the rest of a kill
+            array[number] = layer(number)
+        seal_group(path, {KEY: asdict(facts)})
 
     target = folder / facts.folder
     if target.exists():
@@ -197,7 +186,7 @@ def store_projections(
 
 def move_projections(draft: Path, folder: Path) -> None:
     """Move the projections in a draft to the folder of its trace, unless they are there."""
-    for path in filter(lambda path: NAME.fullmatch(path.name), list(draft.iterdir())):
+    for path in filter(lambda path: PROJECTIONS.fullmatch(path.name), list(draft.iterdir())):
         target = folder / path.name
         try:
             path.rename(target)
@@ -223,6 +212,6 @@ def copy_projections(projections: StoredProjections | None, folder: Path) -> Non
 def upload_projections(folder: Path, url: str) -> None:
     """Upload the projections in a folder to the folder behind `url`, unless they are there."""
     for path in sorted(folder.iterdir()):
-        if NAME.fullmatch(path.name):
+        if PROJECTIONS.fullmatch(path.name):
             with suppress(TraceExistsError):
                 upload(path, f"{url.rstrip('/')}/{path.name}")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zarr.core.sync import sync
+
 from kvsim.core.attention import attention_weights, causal_attention
 from kvsim.core.checks import as_array, first_row, logit_rounding, tolerance
-from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
 from kvsim.core.left_out import held_parts, stored_part
 from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK, OF_ROWS, object_at
+from kvsim.schema import AXES, CHUNK, object_at
+from kvsim.store.group import ROOT
 from kvsim.store.layout import DENSE
 from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
@@ -35,7 +39,7 @@ class Verification:
     Attributes:
         path: the trace.
         layers: the model's numbers of the stored layers.
-        chunks: number of chunks read.
+        files: number of files read.
         output_error: for each layer, the largest relative error of a head (`relative_error`)
             between recorded and recomputed attention output; empty if it is not recorded or was
             not recomputed.
@@ -50,7 +54,7 @@ class Verification:
 
     path: str
     layers: tuple[int, ...]
-    chunks: int
+    files: int
     output_error: tuple[float, ...]
     output_tolerance: float
     lse_error: tuple[float, ...]
@@ -72,7 +76,7 @@ class Verification:
 def verify(
     path: str | Path, *, deep: bool = False, progress: Progress | None = None
 ) -> Verification:
-    """Read every chunk of the trace at `path` and compare it with checksums and digest.
+    """Read every file of the trace at `path` and compare it with its checksums and digest.
 
     Args:
         path: a stored trace.
@@ -99,8 +103,7 @@ class _Check:
         self.stored, self.deep = stored, deep
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
-        sources = stored.header.source_dtypes
-        dtypes = {name: stored.array(name).number for name in sources}
+        sources, dtypes = stored.header.source_dtypes, stored.numbers
         involved = [sources.get("attn_out", "float32"), sources["q"]]
         involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
         self.output_tolerance = tolerance(*involved)
@@ -112,79 +115,88 @@ class _Check:
         self.lse_dtype = dtypes.get("lse", "float32")
         self.lse_tolerance = tolerance(self.lse_dtype)
 
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note an error of the trace as a problem."""
+        try:
+            yield
+        except TraceError as error:
+            self.problems.append(str(error))
+
     def layer(self, layer: int) -> None:
-        """Check a layer: its keys and values whole, other arrays a block of rows at a time."""
-        stored, digest, damaged = self.stored, ContentDigest(), set[str]()
-        sizes, left_out = stored.header.sizes, stored.header.left_out
-
-        def read(name: str, pos: slice = _ALL) -> torch.Tensor | None:
-            values = None if name in damaged else self._read(name, layer, pos)
-            if values is None:
-                damaged.add(name)
-                return None
-            _update(digest, name, layer, values)
-            return narrowed(name, values[None], sizes[layer])[0] if sizes else values
-
-        names = [name for name in CHECKSUMMED[1:] if name in stored.arrays]
-        blocked = [name for name in names if name in (*OF_ROWS, "residual")]
-        whole = {name: read(name) for name in names if name not in blocked}
-        attention, n_pos = _Attention(stored, layer, deep=self.deep), stored.shapes["k"][2]
-        for start in range(0, n_pos, ROWS):
-            for pos in held_parts("q", range(start, min(start + ROWS, n_pos)), left_out):
-                rows = stored_part("q", pos, n_pos, left_out, stored.where)
-                parts = {name: read(name, rows) for name in blocked}
-                if not damaged & {"q", "k", "v"}:
-                    held = {**whole, **parts}
-                    known = {name: x for name, x in held.items() if x is not None}
-                    attention.add(pos.start, known)
-        if stored.projections is not None:
-            self._read("o_proj", layer)  # compares its checksum
-        for name, (computed,) in digest.checksums().items():
-            if name not in damaged:
-                self._checksum(name, layer, computed)
-        latent, k, v = stored.header.latent, whole["k"], whole["v"]
-        if k is None or v is None or damaged & {"q"}:
+        """Check a layer, which is held in memory but for dense attention."""
+        stored, arrays = self.stored, dict[str, torch.Tensor]()
+        sizes = stored.header.sizes
+        for name in [name for name in CHECKSUMMED[1:] if name in stored.arrays]:
+            with self._noting():
+                values = stored.read_stored(name, slice(layer, layer + 1), _ALL)[0]
+                self._checksum(name, layer, values)
+                arrays[name] = narrowed(name, values[None], sizes[layer])[0] if sizes else values
+        with self._noting():
+            if stored.projections is not None:
+                stored.projections.check(layer)
+        dense = [name for name in DENSE if name in stored.arrays]
+        if not {"q", "k", "v"} <= arrays.keys():
             return
-        if self.deep and latent is not None and not torch.equal(k[..., -latent:], v):
+        if self.deep:
+            self._recompute(layer, arrays)
+        for name in dense:
+            with self._noting():
+                self._dense(name, layer, arrays)
+
+    def _recompute(self, layer: int, arrays: dict[str, torch.Tensor]) -> None:
+        """Compare a layer with what its queries, keys and values give, in blocks of rows."""
+        stored, dtype = self.stored, self.stored.compute_dtype
+        latent, left_out = stored.header.latent, stored.header.left_out
+        k, v = arrays["k"].to(dtype), arrays["v"].to(dtype)
+        if latent is not None and not torch.equal(k[..., -latent:], v):
             self.problems.append(
                 f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
                 "record the trace again"
             )
-        of_layer = max(tolerance(self.lse_dtype), attention.lse_rounding)
+        n_pos, largest = k.shape[1], dict[str, torch.Tensor]()
+        of_layer = tolerance(self.lse_dtype)
+        for start in range(0, n_pos, ROWS):
+            for pos in held_parts("q", range(start, min(start + ROWS, n_pos)), left_out):
+                rows = stored_part("q", pos, n_pos, left_out, stored.where)
+                q, end = arrays["q"][:, rows].to(dtype), pos.stop
+                formula = stored.header.formulas[layer]
+                out, lse = causal_attention(q, k[:, :end], v[:, :end], formula, pos.start)
+                of_layer = max(of_layer, logit_rounding(lse.float()))
+                found = {"size": out.abs().amax((-2, -1))}
+                if "attn_out" in arrays:
+                    recorded = arrays["attn_out"][:, rows].to(dtype)
+                    found["gap"] = (recorded - out).abs().amax((-2, -1))
+                if "lse" in arrays:
+                    found["lse"] = (arrays["lse"][:, rows] - lse).abs().max()
+                for name, x in found.items():
+                    largest[name] = torch.maximum(largest.get(name, x), x)
         self.lse_tolerance = max(self.lse_tolerance, of_layer)
-        for name, error in attention.errors.items():
-            if name not in damaged:
-                allowed = self.output_tolerance if name == "attn_out" else of_layer
-                self._judge(name, layer, error, allowed)
-        if attention.recomputed or "lse" not in damaged:
-            for name in attention.dense:
-                self._dense(name, layer, k.to(stored.compute_dtype), attention.lse, of_layer)
+        if "gap" in largest:  # as `relative_error` has it
+            gap, size = largest["gap"], largest["size"]
+            error = float(torch.where(gap == 0, gap, gap / size).max())
+            self._judge("attn_out", layer, error, self.output_tolerance)
+        if "lse" in largest:
+            self._judge("lse", layer, float(largest["lse"]), of_layer)
 
-    def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
-        """Read one layer of an array; None, and a problem, if it is damaged."""
-        try:
-            read = self.stored.read if name == "o_proj" else self.stored.read_stored
-            return read(name, slice(layer, layer + 1), pos)[0]
-        except TraceError as error:
-            self.problems.append(str(error))
-            return None
-
-    def _dense(
-        self, name: str, layer: int, k: torch.Tensor, blocks: list[torch.Tensor], allowed: float
-    ) -> None:
-        stored, lse = self.stored, torch.cat(blocks, 1)
+    def _dense(self, name: str, layer: int, arrays: dict[str, torch.Tensor]) -> None:
+        """Compare dense attention with what queries, keys and log-sum-exp give."""
+        stored, dtype = self.stored, self.stored.compute_dtype
+        formula, k = stored.header.formulas[layer], arrays["k"].to(dtype)
+        lse = arrays.get("lse")
+        if lse is None:
+            q, v = arrays["q"].to(dtype), arrays["v"].to(dtype)
+            lse = causal_attention(q, k, v, formula)[1]
         n_pos, first = k.shape[1], first_row(stored.shapes[name])
         worst, pos = 0.0, torch.arange(n_pos)
         for start in range(first, n_pos, CHUNK):
             rows = slice(start, min(start + CHUNK, n_pos))
-            recorded = self._read(name, layer, slice(rows.start - first, rows.stop - first))
-            q = self._read("q", layer, rows)
-            if recorded is None or q is None:
-                return
-            expected = attention_weights(
-                q.to(k.dtype), k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
-            )
+            part = slice(rows.start - first, rows.stop - first)
+            recorded = stored.read_stored(name, slice(layer, layer + 1), part)[0]
+            q = arrays["q"][:, rows].to(dtype)
+            expected = attention_weights(q, k, lse[:, rows], formula, pos[rows], pos)
             worst = max(worst, float((recorded - expected).abs().max()))
+        allowed = max(tolerance(self.lse_dtype), logit_rounding(lse.float()))
         self._judge(name, layer, worst, allowed)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
@@ -207,13 +219,19 @@ class _Check:
                 "at both; record the trace again"
             )
 
-    def _checksum(self, name: str, layer: int, computed: str) -> None:
-        recorded = self.stored.attributes["checksums"][name][layer]
-        if computed != recorded:
-            place = f" in layer {layer}" if "layer" in AXES[name] else ""
+    def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
+        digest, axes = ContentDigest(), AXES[name]
+        if "pos" in axes:
+            axis = axes.index("pos") - ("layer" in axes)
+            digest.update_all(name, layer, as_array(values), axis)
+        else:
+            digest.update(name, layer, as_array(values))
+        recorded = self.stored.attributes["checksums"].get(name, [])[layer : layer + 1]
+        if recorded != digest.checksums()[name]:
+            place = f" in layer {layer}" if "layer" in axes else ""
             self.problems.append(
-                f"{self.stored.where}: the checksum of {name}{place} is {computed[:12]}..., "
-                f"expected {recorded[:12]}...; the array was changed after recording"
+                f"{self.stored.where}: the checksum of {name}{place} is not the recorded one; the "
+                "array was changed after recording"
             )
 
     def _judge(self, name: str, layer: int, error: float, allowed: float) -> None:
@@ -225,28 +243,32 @@ class _Check:
             )
 
     def result(self) -> Verification:
-        stored = self.stored
-        try:
+        stored, recorded = self.stored, self.stored.attributes["checksums"]
+        with self._noting():
+            for key in stored.store.files:  # metadata, which nothing above has read
+                if key.endswith(ROOT):
+                    sync(stored.store.get(key))
             texts = stored.token_text
-            recorded = stored.attributes["checksums"].get("token_text")
-            if texts is not None and recorded != [text_checksum(texts)]:
+            if texts is not None and recorded.get("token_text") != [text_checksum(texts)]:
                 self.problems.append(
                     f"{stored.where}: the text of the tokens is not the recorded one; "
                     "copy the trace again or record it again"
                 )
             if "tokens" in stored.shapes:
-                tokens, digest = stored.read("tokens", _ALL, _ALL), ContentDigest()
-                _update(digest, "tokens", 0, tokens)
-                self._checksum("tokens", 0, *digest.checksums()["tokens"])
+                tokens = stored.read("tokens", _ALL, _ALL)
+                self._checksum("tokens", 0, tokens)
                 embedded = "residual" in stored.shapes and stored.header.layer_ids[0] == 0
                 if embedded and not self.problems:
                     self._embeddings(tokens)
-        except TraceError as error:
-            self.problems.append(str(error))
+            shapes = {name: array.shape for name, array in stored.arrays.items()}
+            dtypes = {x: "float32" if y == "bfloat16" else y for x, y in stored.numbers.items()}
+            sums = {name: x for name, x in recorded.items() if name in shapes}
+            if content_digest(stored.header, shapes, dtypes, sums) != stored.digest:
+                self.problems.append(f"{stored.where}: its digest is not that of its content")
         return Verification(
             path=stored.where,
             layers=stored.header.layer_ids,
-            chunks=sum(array.nchunks for array in stored.arrays.values()),
+            files=1 + len(stored.store.files),
             output_error=tuple(self.errors["attn_out"]),
             output_tolerance=self.output_tolerance,
             lse_error=tuple(self.errors["lse"]),
@@ -257,61 +279,10 @@ class _Check:
         )
 
 
-class _Attention:
-    """Attention of a layer, recomputed a block of rows at a time, and the errors of what is stored.
-
-    lse: that of all rows, in blocks: recomputed, or as it is stored.
-    """
-
-    def __init__(self, stored: StoredTrace, layer: int, *, deep: bool) -> None:
-        self.dense = [name for name in DENSE if name in stored.arrays]
-        self.recomputed = deep or bool(self.dense and "lse" not in stored.arrays)
-        self.formula, self.dtype = stored.header.formulas[layer], stored.compute_dtype
-        self.lse: list[torch.Tensor] = []
-        self.lse_rounding = 0.0
-        self._largest: dict[str, torch.Tensor] = {}
-
-    def add(self, start: int, parts: Mapping[str, torch.Tensor]) -> None:
-        """Add rows from `start` on; k and v are whole."""
-        q, k, v = (parts[name].to(self.dtype) for name in "qkv")
-        stop, lse = start + q.shape[1], parts.get("lse")
-        if self.recomputed:
-            out, computed = causal_attention(q, k[:, :stop], v[:, :stop], self.formula, start)
-            if "attn_out" in parts:
-                self._note("gap", (parts["attn_out"].to(self.dtype) - out).abs().amax((-2, -1)))
-                self._note("size", out.abs().amax((-2, -1)))
-            if lse is not None:
-                self._note("lse", (lse - computed).abs().max())
-                self.lse_rounding = max(self.lse_rounding, logit_rounding(computed.float()))
-            lse = computed
-        self.lse += [] if lse is None else [lse]
-
-    def _note(self, name: str, x: torch.Tensor) -> None:
-        self._largest[name] = torch.maximum(self._largest.get(name, x), x)
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """The largest error of each stored array: of outputs as `relative_error` has it."""
-        found = {name: float(x) for name, x in self._largest.items() if name == "lse"}
-        if "gap" not in self._largest:
-            return found
-        gap, size = self._largest["gap"], self._largest["size"]
-        return {"attn_out": float(torch.where(gap == 0, gap, gap / size).max()), **found}
-
-
-def _update(digest: ContentDigest, name: str, layer: int, values: torch.Tensor) -> None:
-    """Add values of a layer, without a layer axis, to the checksum of an array."""
-    axes = AXES[name]
-    if "pos" in axes:
-        digest.update_all(name, layer, as_array(values), axes.index("pos") - ("layer" in axes))
-    else:
-        digest.update(name, layer, as_array(values))
-
-
 def describe(path: str | Path) -> dict[str, Any]:
     """Return shapes, dtypes, sizes, model, labels, spans, text and answer check, ready for JSON.
 
-    Sizes are None where files cannot be listed, as over HTTP. Raises TraceError as `open_trace`.
+    Sizes are without the document of the group. Raises TraceError as `open_trace`.
     """
     stored = StoredTrace(path)
     sizes = stored.sizes
@@ -346,16 +317,16 @@ def describe(path: str | Path) -> dict[str, Any]:
         "arrays": {
             name: {
                 "shape": list(array.shape),
-                "dtype": "string" if name == "token_text" else array.number,
+                "dtype": stored.numbers[name],
                 "source_dtype": stored.header.source_dtypes.get(name),
-                "bytes": None if sizes is None else _bytes(sizes, f"{name}/"),
+                "bytes": _bytes(sizes, f"{name}/"),
             }
             for name, array in stored.arrays.items()
         },
         "projections": _projections(stored),
         "probe": _probe(stored.header),
-        "bytes": None if sizes is None else _bytes(sizes),
-        "files": None if sizes is None else len(sizes),
+        "bytes": _bytes(sizes),
+        "files": 1 + len(sizes),
         "model": {key: value for key, value in object_at(meta, "model").items() if key != "config"},
         "versions": object_at(meta, "versions"),
         "generation": object_at(meta, "generation"),
@@ -375,12 +346,12 @@ def _projections(stored: StoredTrace) -> dict[str, Any] | None:
     facts = Facts.named(stored.header.meta, stored.where)
     if facts is None:
         return None
-    sizes = None if stored.projections is None else stored.projections.place.sizes()
+    files = None if stored.projections is None else stored.projections.store.files
     return {
         **asdict(facts),
         "folder": facts.folder,
-        "present": stored.projections is not None,
-        "bytes": None if sizes is None else sum(sizes.values()),
+        "present": files is not None,
+        "bytes": None if files is None else sum(size for size, _ in files.values()),
     }
 
 

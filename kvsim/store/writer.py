@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
+import zarr
 
 from kvsim.core.attention import Formula, attention_weights
 from kvsim.core.checks import DTYPES, as_array, as_stored
-from kvsim.core.digest import CHECKSUMMED, ContentDigest
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import LeftOut, held_parts
+from kvsim.core.left_out import LeftOut, held_parts, whole_shapes
+from kvsim.core.probe import check_probe
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, local_path
-from kvsim.files import LOCK, hidden, lock, remove_abandoned, unbroken
-from kvsim.schema import AXES, CHUNK, format_of, is_url
-from kvsim.store.chunks import as_numbers
-from kvsim.store.draft import Group
-from kvsim.store.layout import cut_shape, pos_axis, stored_arrays
-from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
-from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
+from kvsim.files import LOCK, hidden, lock, remove_abandoned, sync_tree, unbroken
+from kvsim.schema import AXES, CHUNK, axes_of, is_url
+from kvsim.store.group import create_array, create_group, seal_group
+from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
+from kvsim.store.metadata import attributes_of, decode_document
+from kvsim.store.projections import (
+    Facts,
+    copy_projections,
+    move_projections,
+    store_projections,
+    upload_projections,
+)
+from kvsim.store.publication import check_target, rename
+from kvsim.store.reader import as_numbers
 from kvsim.store.remote import check_free, upload
 
 
@@ -40,13 +52,12 @@ class TraceWriter:
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         layer_ids: the model's number of each layer.
-        newest: the header will have something that only the newest format can say.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
         left_out: rows that are never appended to q, attn_out, lse and gate.
         like: a trace in a folder; chunks that are the same in both are stored once, as hard links
             where the file system has them.
-        shards: whether arrays with many chunks are sharded; chunks in shards are not linked.
+        shards: whether arrays with many chunks are sharded; shards are not linked.
 
     Raises:
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
@@ -59,7 +70,6 @@ class TraceWriter:
         shapes: Mapping[str, tuple[int, ...]],
         source_dtypes: Mapping[str, str],
         layer_ids: Sequence[int],
-        newest: bool = False,
         store_dtype: str | None = None,
         overwrite: bool = False,
         left_out: LeftOut = None,
@@ -70,10 +80,9 @@ class TraceWriter:
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
-        self.layer_ids = tuple(layer_ids)
-        self.folder = hidden(path, "tmp")
-        self._digest, self._left_out = ContentDigest(), left_out
-        self._group = Group(self.folder, like)
+        self.layer_ids, self.folder, self.n_pos = tuple(layer_ids), hidden(path, "tmp"), 0
+        self._digest, self._left_out, self._like = ContentDigest(), left_out, like
+        self._arrays: dict[str, tuple[StoredArray, zarr.Array[Any]]] = {}
         self._next: dict[str, list[int]] = {}
         self._kept = ""
         try:
@@ -82,18 +91,13 @@ class TraceWriter:
                 self.folder.mkdir(parents=True)
                 self._lock = (self.folder / LOCK).open("ab")
                 lock(self._lock, wait=True)
-                arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
-                newest |= any(each.sharded or each.number == "bfloat16" for each in arrays)
-                self._group.set(
-                    kvsim_format=format_of(shapes, newest=newest),
-                    complete=False,
-                    **({} if left_out is None else {"left_out": list(left_out)}),
-                )
-                for each in arrays:
-                    declared = each.dtype.name, each.source_dtype
-                    self._group.create(each.name, each.shape, *declared, sharded=each.sharded)
+                self._group = create_group(self.folder)
+                for each in stored_arrays(
+                    shapes, source_dtypes, store_dtype, left_out, shards=shards
+                ):
+                    self._arrays[each.name] = each, self._create(each, each.name)
                     self._next[each.name] = [0] * each.shape[0]
-                write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
+            self.n_pos = shapes["q"][2]
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()
             raise
@@ -109,26 +113,20 @@ class TraceWriter:
         with suppress(OSError, AttributeError):  # interrupted before there is a lock
             self._lock.close()
         with suppress(OSError):
-            remove_trace(self.folder)
+            shutil.rmtree(self.folder)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which `name` is stored."""
-        dtype: torch.dtype = getattr(torch, self._group.arrays[name].number)
-        return dtype
-
-    @property
-    def n_pos(self) -> int:
-        """Number of positions, or its upper bound before `set_length`."""
-        return self._group.arrays["k"].shape[2]
+    def _create(self, each: StoredArray, name: str, *, sharded: bool = False) -> zarr.Array[Any]:
+        axes = axes_of(each.name, rows=self._left_out is not None)
+        source = {"source_dtype": each.source_dtype}
+        facts = each.shape, each.dtype, each.chunks, axes, source
+        return create_array(self._group, name, *facts, sharded=sharded)
 
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; last blocks that are not full must come after this."""
-        for name in self._next:
-            array = self._group.arrays[name]
-            shape = cut_shape(name, array.shape, n_pos, self._left_out)
-            if shape != array.shape:
-                with self._writing():
-                    self._group.resize(name, shape)
+        self.n_pos = n_pos
+        for each, array in self._arrays.values():
+            with self._writing():
+                array.resize(cut_shape(each.name, array.shape, n_pos, self._left_out))
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
@@ -138,28 +136,33 @@ class TraceWriter:
         """
         if name not in self._next:
             return
-        start = self._next[name][layer]
-        axis = pos_axis(name)
-        size, total = block.shape[axis], self._group.arrays[name].shape[axis + 1]
+        start, axis = self._next[name][layer], pos_axis(name)
+        size, total = block.shape[axis], self._arrays[name][1].shape[axis + 1]
         if size != CHUNK and start + size != total:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self.write_layer(name, layer, block, start)
         self._next[name][layer] = start + size
 
     def drop(self, name: str) -> None:
-        """Remove an array, or projections, that turned out to be unusable."""
+        """Remove an array that turned out to be unusable."""
         self._next.pop(name, None)
+        self._arrays.pop(name, None)
         self._digest.forget(name)
-        with self._writing():
-            self._group.remove(name)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Store one layer of an array, or of its positions from `start` on; raise as `append`."""
-        dtype, where = self.dtype(name), str(self.path)
-        array = as_array(as_stored(name, values, dtype, where, layer=layer, pos=start))
+        each, array = self._arrays[name]
+        dtype: torch.dtype = getattr(torch, each.number)
+        stored = as_array(as_stored(name, values, dtype, str(self.path), layer=layer, pos=start))
+        at: list[slice] = [slice(layer, layer + 1)]
+        axes = AXES[name]
+        if "pos" in axes:
+            ends = start, start + stored.shape[pos_axis(name)]
+            at += [slice(None)] * pos_axis(name) + [slice(*ends)]
         with self._writing():
-            self._group.write(name, array[None], layer=layer, pos=start)
-        self._digest.update(name, layer, array)
+            array[tuple(at)] = stored[None]
+        self._digest.update(name, layer, stored)
 
     def copy(self, source: ArraySource, names: Iterable[str], n_pos: int) -> None:
         """Store arrays of a trace: positions before `n_pos`, and all of those without positions."""
@@ -181,30 +184,32 @@ class TraceWriter:
 
         shape: [layer, qhead, dim, hidden]. read: returns one layer. Raises as `append`.
         """
+        given = shape, read, source_dtype, self.store_dtype
         with self._writing():
-            return store_projections(
-                *(self.path.parent, shape, read, source_dtype, self.store_dtype), draft=self.folder
-            )
+            return store_projections(self.path.parent, *given, draft=self.folder)
 
     def write_attention(self, name: str, formulas: Sequence[Formula]) -> None:
         """Store dense attention, the array `name`, of all layers, as it follows from q, k, lse.
 
         formulas: those of the layers. All other blocks have been appended.
         """
-        first, at = self.n_pos - self._group.arrays[name].shape[2], torch.arange(self.n_pos)
+        each, array = self._arrays[name]
+        first, at = self.n_pos - array.shape[2], torch.arange(self.n_pos)
         for layer, formula in enumerate(formulas):
-            part = [slice(layer, layer + 1)]
             q, k, lse = (
-                as_numbers(self._group.arrays[x], self._group.read(x, part)[0])
+                as_numbers(self._arrays[x][1][layer], self._arrays[x][0].number)
                 for x in ("q", "k", "lse")
             )
             q, k = q.to(lse.dtype), k.to(lse.dtype)
             for start in range(first, self.n_pos, CHUNK):
                 rows = slice(start, min(start + CHUNK, self.n_pos))
                 weights = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
-                values = weights.to("cpu", self.dtype(name)).numpy()
-                with self._writing():
-                    self._group.write(name, values[None], layer=layer, row=start - first)
+                values = weights.to("cpu", getattr(torch, each.number)).numpy()
+                here = slice(rows.start - first, rows.stop - first)
+                for column in range(0, self.n_pos, CHUNK):  # one file after another
+                    block = slice(column, column + CHUNK)
+                    with self._writing():
+                        array[layer : layer + 1, :, here, block] = values[None, :, :, block]
 
     def publish(
         self,
@@ -218,13 +223,85 @@ class TraceWriter:
         Raises TraceError if a chunk is missing, and TraceExistsError if something has appeared at
         `path`; the whole trace then stays in the hidden folder that the error names.
         """
+        where = str(self.path)
         with self._writing():
-            complete(self._group, header, self._digest, tokens, token_text, str(self.path))
-            self._kept = f"the whole trace is {self.folder}, rename it, or "
+            shapes = {name: array.shape for name, (_, array) in self._arrays.items()}
+            self._require_chunks()
+            if tokens is not None:
+                ids = tokens.astype(np.int32)
+                array = create_array(
+                    self._group,
+                    "tokens",
+                    ids.shape,
+                    ids.dtype,
+                    chunk_shape("tokens", ids.shape),
+                    AXES["tokens"],
+                )
+                array[:] = ids
+                shapes["tokens"] = ids.shape
+                self._digest.update_all("tokens", 0, ids, axis=0)
+            checksums = self._digest.checksums()
+            if token_text is not None:
+                _check_text(token_text, where)
+                checksums["token_text"] = [text_checksum(token_text)]
+            floats = {x: n for x, n in shapes.items() if x in CHECKSUMMED and x != "tokens"}
+            whole = whole_shapes(floats, header.left_out, where)
+            header.check(whole, where)
+            check_probe(header.probe, whole, where)
+            attributes = {
+                **attributes_of(header),
+                "digest": self._digest.total(header, shapes),
+                "checksums": checksums,
+                **({} if token_text is None else {"token_text": list(token_text)}),
+            }
+            self._shard()
+            self._link()
             self._lock.close()
             (self.folder / LOCK).unlink()
-            put(self._group, self.path, overwrite=self.overwrite)
+            move_projections(self.folder, self.path.parent)
+            document = seal_group(self.folder, attributes)
+            try:
+                decode_document(document)
+            except ValueError as error:
+                raise TraceError(
+                    f"{where}: what describes it {error}; nothing was published, change its `meta`"
+                ) from error
+            self._kept = f"the whole trace is {self.folder}, rename it, or "
+            sync_tree(self.folder)
+            rename(self.folder, self.path, overwrite=self.overwrite)
         return self.path
+
+    def _require_chunks(self) -> None:
+        for name, (each, _) in self._arrays.items():
+            shape = self._arrays[name][1].shape
+            expected = StoredArray(name, shape, each.number, each.source_dtype).nchunks
+            written = sum(path.is_file() for path in (self.folder / name / "c").rglob("*"))
+            if written != expected:
+                raise TraceError(
+                    f"{self.path}: {name} has {written} of {expected} chunks; nothing was "
+                    "published, write the missing blocks first"
+                )
+
+    def _shard(self) -> None:
+        """Put the chunks of each layer of sharded arrays into one file."""
+        for name, (each, array) in self._arrays.items():
+            if each.sharded:
+                cut = StoredArray(name, array.shape, each.number, each.source_dtype)
+                whole = self._create(cut, "whole", sharded=True)
+                for layer in range(array.shape[0]):
+                    whole[layer : layer + 1] = array[layer : layer + 1]
+                shutil.rmtree(self.folder / name)
+                (self.folder / "whole").rename(self.folder / name)
+
+    def _link(self) -> None:
+        """Replace chunks that another trace has with links to them, where links are supported."""
+        for path in self.folder.rglob("c/**/*") if self._like is not None else ():
+            other = Path(self._like or "", path.relative_to(self.folder))
+            if path.is_file() and other.is_file() and cmp(path, other, shallow=False):
+                link = path.with_name(f"{path.name}.link")
+                with suppress(OSError):
+                    os.link(other, link)
+                    link.replace(path)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -240,6 +317,18 @@ class TraceWriter:
             raise TraceError(
                 f"{self.path} cannot be written ({error.strerror or error}); "
                 f"{self._kept}free some space or give another output path"
+            ) from error
+
+
+def _check_text(texts: Sequence[str], where: str) -> None:
+    """Raise TraceError for text that UTF-8 cannot hold."""
+    for place, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TraceError(
+                f"{where}: the text of token {place} is {text!a}, half of a character; expected "
+                "text that UTF-8 can hold, nothing was published"
             ) from error
 
 
@@ -279,7 +368,6 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         names.remove("o_proj")
         copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
-    left_out = header.left_out
     stored = source.read("q", slice(0, 1), slice(0, 1)).dtype
     narrow = stored == torch.float16 and dtypes["q"] != "float16"
     with TraceWriter(
@@ -287,10 +375,9 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,
-        newest=bool(header.sizes),
         store_dtype="float16" if narrow else None,
         overwrite=overwrite,
-        left_out=left_out,
+        left_out=header.left_out,
     ) as writer:
         writer.copy(source, names, trace.n_pos)
         tokens = None if trace.tokens is None else trace.tokens.numpy()

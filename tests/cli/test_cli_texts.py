@@ -2,8 +2,7 @@
 
 import pytest
 
-from damage import edit_header
-from mutations import reseal_folder
+from damage import edit_header, reseal
 from traces import random_trace
 
 #: What a terminal would act upon, what a reader would be misled by, and what UTF-8 cannot hold.
@@ -26,7 +25,7 @@ def hostile(tmp_path_factory):
         "notes": [HOSTILE],
     }
     edit_header(path, lambda found: found.update(name=f"evil {HOSTILE}", meta=meta))
-    reseal_folder(path)
+    reseal(path)
     return path
 
 

@@ -12,6 +12,7 @@ from recorder_models import build, four_layers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
+from damage import reseal
 from families import ids
 from kvsim.cli import recording
 from kvsim.cli.shared import OptionError, parse_layers
@@ -21,7 +22,6 @@ from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder.options import select_layers
 from kvsim.store import describe, open_trace, verify
 from kvsim.studies.layers.ranking import ranking
-from mutations import reseal_folder
 from small_model import words_tokenizer
 
 ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")
@@ -254,7 +254,7 @@ def test_verify_finds_a_wrong_row_of_the_window(tmp_path):
     )
     array = zarr.open_group(trace.path, mode="r+")["attention_window"]
     array[1, 2, 7, 5] = array[1, 2, 7, 5] + 0.01
-    reseal_folder(trace.path)
+    reseal(trace.path)
 
     report = verify(trace.path, deep=True)
 
@@ -275,6 +275,7 @@ def test_rows_that_do_not_fit_are_refused(name, shape, tmp_path):
     array = zarr.open_group(trace.path, mode="r+")[name]
     array.resize((4, 6, shape, 60))
     array[:] = 0
+    reseal(trace.path)
 
     with pytest.raises(TraceError, match=f"{name} has shape .*expected"):
         open_trace(trace.path)

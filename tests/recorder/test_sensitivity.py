@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsim
-from damage import edit_header
+from damage import edit_header, reseal
 from families import FAMILIES, ids
 from kvsim.cli import main
 from kvsim.errors import CaptureError, TraceError
@@ -14,7 +14,6 @@ from kvsim.recorder import capture, load_model
 from kvsim.recorder.hooks import intercepting
 from kvsim.recorder.modules import attention_modules
 from kvsim.studies.language import tasks
-from mutations import reseal_folder
 
 PROMPT, ROWS = 270, 16
 TEXT = tasks.prompts(1, 0)[0].prompt
@@ -142,7 +141,7 @@ def test_other_numbers_are_refused(values, tmp_path):
     model, tokenizer = load_model("tiny")
     path = capture(model, tokenizer, TEXT, max_new_tokens=5, out=tmp_path / "a.zarr").path
     edit_header(path, lambda found: found["meta"].update(layer_sensitivity=values))
-    reseal_folder(path)
+    reseal(path)
 
     with pytest.raises(TraceError, match=r"layer_sensitivity is .*, expected a finite number"):
         kvsim.open_trace(path)

@@ -34,7 +34,7 @@ def test_each_layer_has_its_own_heads_and_dimensions(name, tmp_path):
     future = torch.ones(trace.n_pos, trace.n_pos, dtype=torch.bool).triu(1)
 
     assert trace.sizes == memory.sizes == SIZES[name]
-    assert (trace.meta["notes"], store.describe(trace.path)["format"]) == ([], 5)
+    assert (trace.meta["notes"], store.describe(trace.path)["format"]) == ([], 6)
     assert trace.digest == memory.digest
     assert store.verify(trace.path, deep=True).ok
     for layer, call in seen.items():
@@ -80,7 +80,7 @@ def test_a_trace_without_its_sizes_is_refused(tmp_path):
     del document["attributes"]["sizes"]
     path.write_text(json.dumps(document), "utf-8")
 
-    with pytest.raises(TraceError, match="the digest of its header and checksums is"):
+    with pytest.raises(TraceError, match="its seal does not fit"):
         kvsim.open_trace(trace.path)
 
 

@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run, tmp_path):
         except OutputError as error:
             refused.append(str(error))
 
-    assert len(refused) > 290
+    assert len(refused) > 190  # zarr.json of arrays is repeated above
     assert [line for line in refused if "damaged" not in line or "\n" in line] == []
 
 

@@ -5,16 +5,9 @@ import uuid
 
 import fsspec
 import pytest
-from interrupted_captures import record
 
 from saved_traces import make
 from web import served
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """The undisturbed capture, of 560 tokens."""
-    return record(tmp_path_factory.mktemp("whole") / "whole.zarr")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +34,6 @@ def memory():
 
 @pytest.fixture
 def folder_on_the_web(tmp_path):
-    """The URL of a server that lists `tmp_path`."""
+    """The URL of a server of `tmp_path`."""
     with served(tmp_path) as url:
         yield url

@@ -6,13 +6,12 @@ import torch
 from probes import repeated
 
 import kvsim
-from damage import edit_header
+from damage import edit_header, flip, reseal
 from kvsim.core.probe import Chunk
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture
 from kvsim.recorder.repetition import repetition
 from kvsim.store import describe, open_trace, verify
-from kvsim.store.packing import pack
 from small_model import small, words_tokenizer
 
 CONTEXT, PROMPT, NEW = 50, 56, 6
@@ -59,10 +58,9 @@ def test_the_trace_is_the_same_without_its_probe(stored, tmp_path):
 
     assert plain.digest == stored.digest == memory.digest
     assert plain.header.probe is None
-    packed = pack(stored.path, tmp_path / "c.zarr.zip")
     moved = open_trace(stored.save(tmp_path / "d.zarr"))
     narrow = record(tmp_path / "e.zarr", store_dtype="float16")
-    for other, close in ((memory, 0), (open_trace(packed), 0), (moved, 0), (narrow, 2e-3)):
+    for other, close in ((memory, 0), (moved, 0), (narrow, 2e-3)):
         assert other.header.probe == stored.header.probe
         for name in ("probe_q", "probe_k"):
             assert (other.read(name) - stored.read(name)).abs().max() <= close
@@ -105,34 +103,18 @@ def test_a_request_is_what_the_tokenizer_knows():
     assert chat == "\n\nRepeat the previous context exactly.<end><bot>the quick brown fox"
 
 
-def edited(path, change):
-    """Change the attributes of a stored trace, without a new seal."""
-    edit_header(path, change)
-    return path
-
-
 def test_what_was_changed_is_refused(tmp_path):
-    """Another chunk, another row, an array that is gone or damaged: on opening, or by verify."""
+    """Another chunk or row, with a seal that fits, and an array that is gone or damaged."""
     path = record(tmp_path / "a.zarr").path
+    before = (path / "zarr.json").read_text()
 
-    def chunks(attributes):
-        attributes["meta"]["probe"]["chunks"][0][2] += 1
-
-    def tokens(attributes):
-        attributes["meta"]["probe"]["tokens"][3] += 1
-
-    for change, expected in ((chunks, "meta.probe is"), (tokens, "its seal does not fit")):
-        before = (path / "zarr.json").read_text()
-        with pytest.raises(TraceError, match=expected):
-            open_trace(edited(path, change))
-        (path / "zarr.json").write_text(before)
-    part = path / "probe_k" / "c" / "1" / "0" / "0" / "0"
-    whole = part.read_bytes()
-    part.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
-    assert not verify(path).ok
-    part.unlink()
-    with pytest.raises(TraceError, match="probe_k"):
+    edit_header(path, lambda found: found["meta"]["probe"]["chunks"][0].__setitem__(2, 31))
+    reseal(path)
+    with pytest.raises(TraceError, match=r"meta\.probe is"):
         open_trace(path)
+    (path / "zarr.json").write_text(before)
+    flip(path / "probe_k" / "c" / "1" / "0" / "0" / "0")
+    assert not verify(path).ok
 
 
 def test_arrays_and_their_description_must_fit():

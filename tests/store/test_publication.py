@@ -58,9 +58,9 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
     assert (whole["a.zarr"] == old.digest) == (step != STEPS[2])
 
 
-def test_a_trace_that_appears_at_the_last_moment_stays(tmp_path, whole, monkeypatch):
+def test_a_trace_that_appears_at_the_last_moment_stays(tmp_path, monkeypatch):
     """Between the last look and the renaming another process publishes: its trace is kept."""
-    record(tmp_path / "a.zarr")
+    whole = record(tmp_path / "a.zarr")
     before = (tmp_path / "a.zarr" / "zarr.json").stat()
     for home in ("store.publication", "store.writer", "recorder.capturing"):
         monkeypatch.setattr(f"kvsim.{home}.check_target", lambda *_, **__: None)

@@ -1,31 +1,53 @@
-"""Stored traces: what is read is what was saved, in files of zarr."""
+"""Stored traces: what is read is what was saved, in files that zarr and xarray open."""
 
 import json
-import subprocess
-import sys
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import kvsim
 from kvsim.core.attention import causal_attention
-from kvsim.schema import AXES, FORMAT_VERSION, axes_of
-from kvsim.store import describe, open_trace, verify
-from kvsim.store.draft import Group
-from kvsim.store.layout import DIMENSIONS
-from saved_traces import N, make
+from kvsim.errors import TraceError
+from kvsim.schema import FORMAT_VERSION, axes_of
+from kvsim.store import TraceWriter, describe, layout, open_trace, verify
+from saved_traces import N, files, make, projected, same
+from traces import random_arrays, random_trace
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+#: Lengths around a block of 256.
+LENGTHS = [1, 2, 255, 256, 257, 512, 600]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_round_trip_is_exact(dtype, tmp_path):
-    """What is saved is what is opened: arrays, facts, text and digest, for each dtype."""
-    trace = make(dtype)
+def of_bfloat16(n=N, seed=0):
+    """A trace of a bfloat16 model, with every array that may be stored in its bits."""
+    trace = random_trace(n=n, dtype=torch.bfloat16, seed=seed, prompt_len=1)
+    arrays = random_arrays(n=n, dtype=torch.bfloat16, seed=seed)
+    drawn = {"gate": (2, 4, n, 8), "o_proj": (2, 4, 8, 6), "residual": (2, n, 6)}
+    generator = torch.Generator().manual_seed(1)
+    arrays |= {x: torch.randn(*drawn[x], generator=generator).bfloat16() for x in drawn}
+    settings = {"prompt_len": 1, "rope": kvsim.Rope.default(8), "lse": trace.lse}
+    return kvsim.Trace.from_arrays(**arrays, attn_out=trace.attn_out.bfloat16(), **settings)
 
-    opened = open_trace(trace.save(tmp_path / "a.zarr"))
+
+@settings(deadline=None, max_examples=12)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    n=st.sampled_from(LENGTHS),
+    full=st.booleans(),
+    sharded=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_round_trip_is_exact(tmp_path_factory, dtype, n, full, sharded, seed):
+    """What is saved is what is opened: arrays, facts, text and digest, whatever the trace."""
+    path = tmp_path_factory.mktemp("saved") / "a.zarr"
+    trace = make(dtype, n, full, seed=seed, prompt_len=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MOST_FILES", 0 if sharded else 1000)
+        opened = open_trace(trace.save(path))
 
     for name in ("q", "k", "v", "attn_out", "lse", "tokens"):
         assert torch.equal(getattr(opened, name), getattr(trace, name))
@@ -33,77 +55,65 @@ def test_round_trip_is_exact(dtype, tmp_path):
     for name in ("prompt_len", "scale", "rope", "layer_ids", "name", "meta", "token_text"):
         assert getattr(opened, name) == getattr(trace, name)
     assert opened.digest == trace.digest
+    assert opened.fingerprint == trace.fingerprint
     assert opened.source_dtypes["k"] == str(dtype).removeprefix("torch.")
-    assert opened.path == tmp_path / "a.zarr"
+    assert opened.path == path
+    assert verify(path, deep=full).ok
+    again = open_trace(opened.save(path.with_name("b.zarr")))
+    assert again.fingerprint == trace.fingerprint
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_the_output_projection_comes_back(dtype, tmp_path):
-    """`o_proj` is stored one layer per chunk, whatever its dtype, and verifies."""
-    weights = torch.randn(2, 4, 8, 20, dtype=torch.float64).to(dtype)
-    trace = make(o_proj=weights)
-
-    opened = open_trace(trace.save(tmp_path / "a.zarr"))
-
-    assert torch.equal(opened.o_proj, weights.float())
-    assert torch.equal(opened.read("o_proj", slice(1, 2), slice(0, 3)), weights[1:].float())
-    assert opened.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
-    assert opened.digest == trace.digest == make().digest
-    report = verify(opened.path, deep=True)
-    assert report.ok
-    array = zarr.open_group(opened.path, mode="r")["o_proj"]
-    assert array.chunks == (1, 4, 8, 20)
-    version = opened.source.attributes["kvsim_format"]
-    assert array.metadata.dimension_names == axes_of("o_proj", version)
-    assert describe(opened.path)["arrays"]["o_proj"]["bytes"] > 0
-    assert opened.to_xarray()["o_proj"].sizes["hidden"] == 20
-    again = open_trace(opened.save(tmp_path / "b.zarr"))
-    assert torch.equal(again.o_proj, opened.o_proj)
-
-
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 512])
-def test_lengths_around_the_block(n, tmp_path):
-    """Traces that end at, before or after a block of 256 come back whole."""
-    trace = make(n=n, prompt_len=1)
-
-    opened = open_trace(trace.save(tmp_path / "a.zarr"))
-
-    assert opened.n_pos == n
-    assert torch.equal(opened.q, trace.q)
-    assert verify(opened.path, deep=True).ok
-
-
-def test_parts_are_read(saved):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_are_read(sharded, tmp_path, monkeypatch):
     """Any layers and positions read from disk equal the same part of the whole."""
-    opened, trace = open_trace(saved), make()
+    monkeypatch.setattr(layout, "MOST_FILES", 0 if sharded else 1000)
+    trace = projected()
+    opened = open_trace(trace.save(tmp_path / "a.zarr"))
 
-    for part in (slice(0, 3), slice(250, 260), slice(-5, None), slice(None)):
+    assert same(opened, trace)
+    array = opened.source.arrays["k"]
+    assert (array.chunks, array.shards) == ((1, 2, 256, 8), (1, 2, 512, 8) if sharded else None)
+    for part in (slice(0, 3), slice(250, 260), slice(-5, None), slice(7, 7), slice(None)):
         assert torch.equal(opened.read("k", slice(1, 2), part), trace.k[1:2, :, part])
     assert torch.equal(opened.read("lse", pos=slice(250, 260)), trace.lse[..., 250:260])
     assert torch.equal(opened.read("tokens", pos=slice(7, 9)), torch.tensor([7, 8]))
-    rows = opened.attention(1, [3, 299])
-    assert torch.allclose(rows.sum(-1), torch.ones(4, 2), atol=1e-6)
-    view = opened.per_query_head()
-    assert torch.equal(view.k, trace.per_query_head().k)
-    assert torch.equal(view.attn_out, trace.attn_out)
+    assert torch.equal(opened.read("o_proj", slice(1, 2), slice(0, 3)), trace.o_proj[1:])
+    assert torch.equal(opened.per_query_head().k, trace.per_query_head().k)
 
 
-def test_attention_that_is_not_stored_is_computed(tmp_path):
-    """A stored trace without attention output computes it, layer by layer, without keeping it."""
-    trace = make(full=False)
-
+def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):
+    """zarr reads the 16 bits of each number, kvsim and xarray the numbers."""
+    trace = of_bfloat16()
     opened = open_trace(trace.save(tmp_path / "a.zarr"))
+    group = zarr.open_group(opened.path, mode="r")
 
-    assert not opened.has("attn_out")
-    assert torch.equal(opened.full(slice(1, 2))[0], trace.attn_out[1:2])
-    assert torch.equal(opened.lse, trace.lse)
-    assert torch.allclose(opened.attention(0, [9]).sum(-1), torch.ones(4, 1), atol=1e-6)
+    for name in ("q", "k", "v", "attn_out", "gate", "o_proj", "residual"):
+        numbers = trace.read(name)
+        assert np.array_equal(group[name][:], numbers.bfloat16().view(torch.uint16).numpy())
+        assert opened.stored(name).dtype == torch.bfloat16
+        assert torch.equal(opened.read(name), numbers)
+    assert group["lse"].dtype == np.float32
+    assert opened.digest == trace.digest
+    assert opened.to_xarray()["k"].dtype == np.float32
+    assert verify(opened.path, deep=True).ok
+    with (
+        TraceWriter(
+            tmp_path / "b.zarr",
+            shapes=dict.fromkeys("qkv", (1, 2, 4, 8)),
+            source_dtypes=dict.fromkeys("qkv", "bfloat16"),
+            layer_ids=[0],
+        ) as writer,
+        pytest.raises(TraceError, match=r"q of layer 0 is float32, expected bfloat16"),
+    ):
+        writer.append("q", 0, torch.full((2, 4, 8), 1 + 2**-12))
 
 
 def test_rows_of_attention_compute_a_layer_that_is_not_stored_once(tmp_path, monkeypatch):
     """However many blocks of rows are read of it; another layer is computed in its turn."""
     trace = make(full=False)
     opened = open_trace(trace.save(tmp_path / "t.zarr"))
+    assert not opened.has("attn_out")
+    assert torch.equal(opened.full(slice(1, 2))[0], trace.attn_out[1:2])
     expected = [trace.attention(layer, slice(None)) for layer in (0, 1)]
     calls = []
 
@@ -111,6 +121,7 @@ def test_rows_of_attention_compute_a_layer_that_is_not_stored_once(tmp_path, mon
         calls.append(len(q))
         return causal_attention(q, k, v, formula)
 
+    opened = open_trace(opened.path)
     monkeypatch.setattr("kvsim.core.full.causal_attention", counted)
     for layer, computed in ((0, 1), (1, 2), (0, 3)):
         blocks = [opened.attention(layer, slice(at, at + 100)) for at in range(0, N, 100)]
@@ -118,145 +129,67 @@ def test_rows_of_attention_compute_a_layer_that_is_not_stored_once(tmp_path, mon
         assert len(calls) == computed
 
 
-def test_arrays_follow_the_format(saved):
-    """Dimension names, chunks, codecs and fill values are those of docs/trace-format.md."""
-    group = zarr.open_group(saved, mode="r")
-
-    for name in ("q", "k", "v", "attn_out", "lse", "tokens", "token_text"):
-        metadata = json.loads((saved / name / "zarr.json").read_text())
-        assert tuple(metadata["dimension_names"]) == AXES[name]
-        assert metadata["codecs"][-1] == {"name": "crc32c"}
-        assert metadata["codecs"][1]["configuration"]["shuffle"] == "bitshuffle"
-    assert group["q"].chunks == (1, 4, 256, 8)
-    assert group["lse"].chunks == (1, 4, 256)
-    assert np.isnan(group["q"].fill_value)
-    assert group["layer"][:].tolist() == [2, 5]
-    attributes = dict(group.attrs)
-    assert attributes["kvsim_format"] == FORMAT_VERSION
-    assert attributes["complete"] is True
-    assert attributes["n_tokens"] == attributes["committed_tokens"] == N
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_the_files_are_those_of_zarr(dtype, tmp_path):
-    """Byte for byte what zarr writes for such arrays: chunks, edges, text, and all metadata."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "q": rng.standard_normal((2, 9, 300, 64)).astype(dtype),
-        "lse": rng.standard_normal((2, 3, 300)).astype("float32"),
-        "attention": rng.standard_normal((1, 3, 300, 300)).astype("float32"),
-        "tokens": rng.integers(0, 9, 300, dtype=np.int32),
-        "token_text": np.array(["a", "", "ä\u4e2d\U0001f600"] * 100, dtype=object),
-    }
-    ours, theirs = Group(tmp_path / "ours"), zarr.create_group(tmp_path / "theirs", zarr_format=3)
-    ours.set(kvsim_format=1, name="größe", meta={"a": [1.5, None, float("inf")]})
-    theirs.update_attributes(ours.attributes)
-    for name, values in arrays.items():
-        text = name == "token_text"
-        source = None if name.startswith("token") else "bfloat16"
-        ours.create(name, values.shape, "string" if text else values.dtype.name, source)
-        array = theirs.create_array(
-            name,
-            shape=values.shape,
-            dtype="string" if text else values.dtype.name,
-            chunks=ours.arrays[name].chunks,
-            serializer="auto" if text else BytesCodec(endian="little"),
-            compressors=(
-                BloscCodec(
-                    cname="lz4",
-                    clevel=5,
-                    shuffle="bitshuffle",
-                    typesize=1 if text else values.itemsize,
-                ),
-                Crc32cCodec(),
-            ),
-            fill_value="" if text else np.nan if values.dtype.kind == "f" else -1,
-            dimension_names=DIMENSIONS[name],
-            attributes={} if source is None else {"source_dtype": source},
-        )
-        array[:] = values
-        if name == "q":
-            ours.write(name, values[:, :, :256], pos=0)
-            ours.write(name, values[:, :, 256:], pos=256)
-        else:
-            ours.write(name, values)
-    ours.consolidate()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        zarr.consolidate_metadata(theirs.store)
-
-    def files(folder):
-        return {
-            path.relative_to(folder).as_posix(): (
-                json.loads(path.read_bytes()) if path.name == "zarr.json" else path.read_bytes()
-            )
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-
-
-def test_the_same_values_are_the_same_bytes():
-    """Also of a chunk of many blocks, in a process where nothing but kvsim has been imported."""
-    program = """
-import numpy as np
-from kvsim.store.chunks import encode_chunk
-from kvsim.store.layout import array_document
-from kvsim.store.layout import parse_array
-array = parse_array("k", array_document("k", (1, 128, 256, 64), "float32", None), "")
-values = np.random.default_rng(0).standard_normal(array.shape)
-print(len({encode_chunk(array, values) for _ in range(50)}))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-
-    assert int(done.stdout) == 1
-
-
-def test_only_whole_chunks_are_written(tmp_path):
-    """A part of a chunk would undo the rest of it."""
-    group = Group(tmp_path)
-    group.create("lse", (1, 2, 600), "float32")
-
-    for start, size in ((0, 255), (1, 256), (256, 300), (512, 100)):
-        with pytest.raises(ValueError, match="not whole chunks"):
-            group.write("lse", np.zeros((1, 2, size), np.float32), pos=start)
-
-    assert group.written("lse") == 0
-
-
-def test_the_format_is_documented():
-    """The table of arrays in docs/trace-format.md has every array with its dimension names."""
-    document = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
-
-    for name, axes in DIMENSIONS.items():
-        assert f"| `{name}` | `{', '.join(axes)}` |" in document
-    assert f"# The kvsim trace format, version {FORMAT_VERSION}\n" in document
-
-
-def test_xarray_opens_it_with_named_dimensions(saved):
-    """xarray opens the folder without kvsim, with named dimensions and layer numbers."""
+def test_zarr_and_xarray_open_it_with_named_dimensions(saved):
+    """Without kvsim: groups, arrays, attributes; every chunk is a file of the manifest."""
     import xarray
 
+    group = zarr.open_group(saved, mode="r")
     data = xarray.open_dataset(saved, engine="zarr")
 
-    assert data["q"].dims == ("layer", "qhead", "pos", "dim")
-    assert data["k"].dims == ("layer", "head", "pos", "dim")
-    assert data["lse"].dims == ("layer", "qhead", "pos")
-    assert data["layer"].values.tolist() == [2, 5]
-    assert np.array_equal(data["v"].sel(layer=5).values, make().v[1].numpy())
-    assert str(data["token_text"].values[1]) == "tök1"
+    assert {name for name, _ in group.arrays()} == {"q", "k", "v", "attn_out", "lse", "tokens"}
+    for name, array in group.arrays():
+        assert array.metadata.dimension_names == axes_of(name) == data[name].dims
+    assert group["q"].chunks == (1, 4, 256, 8)
+    assert group.attrs["kvsim_format"] == FORMAT_VERSION
+    assert group.attrs["layer_ids"] == [2, 5]
+    assert group.attrs["token_text"][1] == "tök1"
+    assert np.array_equal(data["v"][1].values, make().v[1].numpy())
     assert open_trace(saved).to_xarray()["q"].sizes == data["q"].sizes
+    assert {*group.attrs["files"], "zarr.json"} == {*files(saved)}
+    assert describe(saved)["bytes"] == sum(size for size, _ in group.attrs["files"].values())
 
 
 def test_the_same_trace_gives_the_same_bytes(saved, tmp_path):
     """Writing a trace twice gives identical files: nothing on disk depends on time or place."""
-    again = make().save(tmp_path / "made.zarr")
+    assert files(make().save(tmp_path / "made.zarr")) == files(saved)
 
-    files = sorted(path.relative_to(saved) for path in saved.rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
-    for file in files:
-        found, expected = (again / file).read_bytes(), (saved / file).read_bytes()
-        if file.name == "zarr.json":  # consolidated metadata lists arrays in the disk's order
-            found, expected = json.loads(found), json.loads(expected)
-        assert found == expected
+
+def test_chunks_of_another_trace_are_links(saved, tmp_path):
+    """Those with the same bytes are stored once; other chunks, and copies, are not touched."""
+    trace = make()
+    shapes = {name: trace.source.shapes[name] for name in "qkv"}
+    path = tmp_path / "a.zarr"
+    with TraceWriter(
+        path,
+        shapes=shapes,
+        source_dtypes=dict.fromkeys("qkv", "float32"),
+        layer_ids=trace.layer_ids,
+        like=saved,
+    ) as writer:
+        writer.copy(trace.source, "qk", trace.n_pos)
+        for layer in range(2):
+            for block in (trace.v[layer] + 1).split(256, 1):
+                writer.append("v", layer, block)
+        writer.publish(trace.header)
+
+    chunks = [each for each in path.rglob("c/**/*") if each.is_file()]
+    links = {p.relative_to(path).parts[0] for p in chunks if p.stat().st_nlink > 1}
+    assert links == {"q", "k"}
+    assert torch.equal(open_trace(path).v, trace.v + 1)
+    assert verify(path).ok
+    assert verify(saved).ok
+
+
+def test_arrays_and_provenance_of_others_are_ignored(stored):
+    """An array that a reader does not know, and `meta` of another shape, have no effect."""
+    from damage import edit_header, reseal
+
+    group = zarr.open_group(stored, mode="r+", use_consolidated=False)
+    group.create_array("later", data=np.ones((2, 3)), compressors=zarr.codecs.BloscCodec())
+    edit_header(stored, lambda found: found.update(meta={"model": 3, "notes": 1, "text": []}))
+    reseal(stored)
+
+    assert verify(stored, deep=True).ok
+    assert not open_trace(stored).has("later")
+    assert describe(stored)["model"] == {}
+    assert json.loads(json.dumps(describe(stored)))["name"] == "made"

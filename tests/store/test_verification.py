@@ -8,9 +8,8 @@ import torch
 import zarr
 
 import kvsim
-from damage import flip
+from damage import flip, reseal
 from kvsim.store import describe, open_trace, verification, verify
-from mutations import reseal_folder
 from saved_traces import N
 from traces import random_arrays
 
@@ -40,7 +39,7 @@ def test_verify_recomputes_blocks_of_rows(stored, monkeypatch):
     assert blocks.output_error == pytest.approx(whole.output_error, abs=1e-6)
     assert blocks.lse_error == pytest.approx(whole.lse_error, abs=1e-5)
     assert len(damaged.problems) == 1
-    assert "of attn_out is damaged" in damaged.problems[0]
+    assert "attn_out/c/1/0/1/0' is damaged" in damaged.problems[0]
     assert (len(damaged.output_error), len(damaged.lse_error)) == (1, 2)
 
 
@@ -74,7 +73,7 @@ def rewrite(path, name, change):
     values = np.asarray(array[:])
     change(values)
     array[:] = values
-    reseal_folder(path)
+    reseal(path)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse"])

@@ -15,7 +15,7 @@ from kvsim.cli import shared
 from kvsim.core.policy import Policy, Scorer
 from kvsim.core.sources import Loaded
 from kvsim.errors import ConfigError, PolicyError, TraceError
-from kvsim.store.place import Folder
+from kvsim.store.group import CheckedStore
 from kvsim.sweeps import replay_all as cell_by_cell
 from kvsim.sweeps import tasks
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
@@ -211,8 +211,8 @@ def _with_memory(task, limit):
 def test_a_sweep_lists_the_folder_of_a_trace_twice_however_many_tasks_it_has(tmp_path, monkeypatch):
     """Once to plan and once to compute; a trace that is written anew is opened again."""
     listed = []
-    sizes = Folder.sizes
-    monkeypatch.setattr(Folder, "sizes", lambda self: listed.append(1) or sizes(self))
+    read = CheckedStore.read_root
+    monkeypatch.setattr(CheckedStore, "read_root", lambda self: listed.append(1) or read(self))
     monkeypatch.setattr(tasks, "_BLOCK", 1)
     path = random_trace(layers=6, n=60).save(tmp_path / "a.zarr")
     terms = {"policies": ["tova", "knorm"], "budgets": [8, 16], "metrics": ["output_error"]}

@@ -1,0 +1,322 @@
+"""Zarr groups with a manifest: zarr writes them, and reads them through a store that checks files.
+
+The attribute `files` of a group lists size and CRC-32C of every other file, and `seal` is the
+SHA-256 of the group's document, so that one document describes one snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from reprlib import repr as short_repr
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import zarr
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.codecs import BloscCodec
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.core.sync import sync
+from zarr.storage import LocalStore, WrapperStore, ZipStore
+
+from kvsim.core.digest import document_digest
+from kvsim.errors import KvsimError, TraceError, TraceNotFoundError, error_line
+from kvsim.schema import is_url, object_at
+from kvsim.store.metadata import ROOT_LIMIT, decode_document
+from kvsim.store.remote import open_url
+
+# few threads, because each keeps memory of what it has decoded
+zarr.config.set({"threading.max_workers": min(4, os.cpu_count() or 1)})
+
+ROOT = "zarr.json"
+
+#: How the name of a trace in one file ends.
+SUFFIX = ".zip"
+
+#: Most bytes that LZ4 decodes a byte to, and more for a header.
+RATIO, HEADER = 256, 1 << 16
+
+#: Codecs of arrays, and of the chunks of a shard; any other could decode a byte to thousands.
+_CODECS = ["bytes", "blosc"]
+
+
+def damaged(what: str) -> TraceError:
+    """Return the error of a group that is not as it was written; what: where and what it is."""
+    return TraceError(f"{what}; copy it again or record it again")
+
+
+class CheckedStore(WrapperStore[Store]):
+    """Files as the manifest lists them; TraceError for any other.
+
+    Whole files are checked whenever they are read, others once, before a part of them is read.
+    """
+
+    def __init__(self, store: Store, where: str) -> None:
+        super().__init__(store)
+        self.where = where
+        self.files: dict[str, tuple[int, str]] = {}
+        self.sharded: dict[str, int] = {}  # chunks of a shard, by array
+        self._root, self._checked = b"", set[str]()
+
+    def read_root(self) -> dict[str, Any] | None:
+        """Read the document of the group and the manifest in it; None without a document."""
+        limit = RangeByteRequest(0, ROOT_LIMIT + 1)
+        with reading(self.where):
+            data = sync(self._store.get(ROOT, default_buffer_prototype(), limit))
+        if data is None:
+            return None
+        self._root = data.to_bytes()
+        try:
+            return decode_document(self._root, ROOT_LIMIT)
+        except ValueError as error:
+            raise damaged(f"{self.where}: {ROOT} {error}") from error
+
+    def check_root(self, root: Mapping[str, Any]) -> None:
+        """Check the seal of the document and the sizes of files, as far as they can be listed."""
+        attributes = object_at(root, "attributes")
+        if attributes.get("seal") != seal(root):
+            raise damaged(f"{self.where}: its seal does not fit its attributes and arrays")
+        self.files = {key: (size, crc) for key, (size, crc) in attributes["files"].items()}
+        for key, size in self._sizes():
+            if size != self.files[key][0]:
+                expected = f"{self.files[key][0]} bytes"
+                actual = "is no regular file" if size is None else f"has {size} bytes"
+                raise damaged(f"{self.where}: {key!r} is missing or {actual}, expected {expected}")
+
+    def _sizes(self) -> Iterator[tuple[str, int | None]]:
+        """Yield the size of each file of the manifest; None for what is no regular file."""
+        if isinstance(self._store, LocalStore):
+            for key in self.files:
+                try:
+                    status = (self._store.root / key).lstat()
+                except OSError:
+                    yield key, None
+                    continue
+                yield key, status.st_size if stat.S_ISREG(status.st_mode) else None
+        elif isinstance(self._store, ZipStore):
+            with zipfile.ZipFile(self._store.path) as archive:
+                members = {each.filename: each.file_size for each in archive.infolist()}
+            yield from ((key, members.get(key)) for key in self.files)
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        """Return a file, or part of one; None for one that the manifest does not have."""
+        prototype = prototype or default_buffer_prototype()
+        if key == ROOT:
+            return prototype.buffer.from_bytes(self._root)
+        if key not in self.files:
+            return None
+        if byte_range is not None and key in self._checked:
+            return await self._store.get(key, prototype, byte_range)
+        with reading(self.where):
+            data = await self._store.get(key, prototype)
+        self._check(key, data)
+        self._checked.add(key)
+        return data if data is None else data[_part(byte_range)]
+
+    def _check(self, key: str, data: Buffer | None) -> None:
+        size, crc = self.files[key]
+        if data is None or len(data) != size:
+            actual = "missing" if data is None else f"of {len(data)} bytes"
+            raise damaged(f"{self.where}: {key!r} is {actual}, expected {size} bytes")
+        content: Any = data.as_numpy_array()
+        if checksum(content) != crc:
+            raise damaged(
+                f"{self.where}: {key!r} is damaged, or the trace was replaced since it was opened"
+            )
+        name, _, chunk = key.rpartition("/c/")
+        if name and chunk:
+            self._check_frames(key, content, self.sharded.get(name))
+
+    def _check_frames(self, key: str, data: Any, chunks: int | None) -> None:
+        """Refuse chunks that claim more bytes than LZ4 can decode them to."""
+        bounds = np.array([[0, len(data)]], np.uint64)
+        if chunks is not None:
+            end = len(data) - 4
+            bounds = np.frombuffer(data[end - 16 * chunks : end].tobytes(), "<u8").reshape(-1, 2)
+        for start, size in bounds.tolist():
+            claimed = int.from_bytes(data[start + 4 : start + 8].tobytes(), "little")
+            if claimed > RATIO * size + HEADER or start + size > len(data):
+                raise damaged(f"{self.where}: {key!r} has a chunk of {claimed} bytes")
+
+
+def _part(byte_range: ByteRequest | None) -> slice:
+    if isinstance(byte_range, RangeByteRequest):
+        return slice(byte_range.start, byte_range.end)
+    if isinstance(byte_range, SuffixByteRequest):
+        return slice(-byte_range.suffix, None)
+    return slice(0 if byte_range is None else byte_range.offset, None)
+
+
+def open_store(path: str | Path) -> CheckedStore:
+    """Return the store at a path or URL, of which nothing has been read.
+
+    Raises TraceNotFoundError where there is nothing, and TraceError for what is no folder or zip.
+    """
+    if isinstance(path, str) and is_url(path):
+        return CheckedStore(open_url(path), path)
+    path = Path(path)
+    if path.is_dir():
+        return CheckedStore(LocalStore(path, read_only=True), str(path))
+    if not path.is_file():
+        raise TraceNotFoundError(f"{path} is neither a folder nor a file, expected a trace")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise TraceNotFoundError(
+            f"{path} is not a kvsim trace ({error_line(error)}), expected a folder or a zip of one"
+        ) from error
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        raise TraceError(f"{path} is compressed, expected a zip of stored files (`zip -0 -r`)")
+    return CheckedStore(sync(ZipStore.open(path, mode="r")), str(path))
+
+
+def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.Array[Any]]:
+    """Return the arrays of a group by name, after checks of what they could make zarr allocate.
+
+    A chunk is checked when it is read. Raises TraceError.
+    """
+    consolidated = object_at(object_at(root, "consolidated_metadata"), "metadata")
+    names = [name for name, each in consolidated.items() if each.get("node_type") == "array"]
+    try:
+        group = zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=True)
+        arrays: dict[str, Any] = {name: group[name] for name in names}
+        for name, array in arrays.items():
+            _check_array(store, name, array, consolidated[name])
+    except KvsimError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise damaged(
+            f"{store.where}: its arrays are not readable ({error_line(error)})"
+        ) from error
+    return arrays
+
+
+def _check_array(
+    store: CheckedStore, name: str, array: zarr.Array[Any], document: Mapping[str, Any]
+) -> None:
+    where = f"{store.where}: {name}"
+    codecs, chunks = document["codecs"], array.shards or array.chunks
+    if array.shards is not None:
+        codecs = codecs[0]["configuration"]["codecs"]
+        inner = zip(array.shards, array.chunks, strict=True)
+        store.sharded[name] = math.prod(-(-a // b) for a, b in inner)
+    if [each["name"] for each in codecs] != _CODECS:
+        raise damaged(f"{where} has codecs {short_repr(codecs)}, expected {', '.join(_CODECS)}")
+    prefix = f"{name}/c/"
+    sizes = {key: size for key, (size, _) in store.files.items() if key.startswith(prefix)}
+    grid = [-(-n // size) for n, size in zip(array.shape, chunks, strict=True)]
+    whole = math.prod(grid) == len(sizes)
+    expected = map(chunk_key, [name] * len(sizes), product(*map(range, grid))) if whole else ()
+    if not whole or set(expected) != sizes.keys():
+        raise damaged(f"{where} has {len(sizes)} of {math.prod(grid)} chunks, expected all")
+    limit = sum(RATIO * size + HEADER for size in sizes.values())
+    if math.prod(grid) * math.prod(chunks) * array.dtype.itemsize > limit:
+        raise damaged(f"{where} has shape {array.shape}, more than its files can hold")
+
+
+def chunk_key(name: str, index: tuple[int, ...]) -> str:
+    """Return the key of a chunk, or a shard."""
+    return f"{name}/c/{'/'.join(map(str, index))}"
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Raise TraceError, with one line, for what stores and decoders raise."""
+    try:
+        yield
+    except KvsimError:
+        raise
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        raise damaged(f"{where} is not readable ({error_line(error)})") from error
+
+
+def checksum(data: Any) -> str:
+    """Return the CRC-32C of bytes, 8 hex digits."""
+    return f"{google_crc32c.value(data):08x}"
+
+
+def seal(root: Mapping[str, Any]) -> str:
+    """Return the seal of a group's document, which leaves itself out."""
+    attributes = {key: x for key, x in object_at(root, "attributes").items() if key != "seal"}
+    return document_digest({**root, "attributes": attributes})
+
+
+class _Folder(LocalStore):
+    """A folder to which nothing else writes, also where the file system has no hard links."""
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        if not await self.exists(key):
+            await self.set(key, value)
+
+
+def create_group(folder: Path) -> zarr.Group:
+    """Create an empty group in a folder."""
+    return zarr.open_group(_Folder(folder), mode="a", zarr_format=3)
+
+
+def create_array(
+    group: zarr.Group,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    chunks: tuple[int, ...],
+    axes: tuple[str, ...],
+    attributes: Mapping[str, Any] = {},
+    *,
+    sharded: bool = False,
+) -> zarr.Array[Any]:
+    """Create an array of a group, every chunk of which is written; sharded: a file per layer."""
+    dtype = np.dtype(dtype)
+    shard = (1, *(-(-n // x) * x for n, x in zip(shape[1:], chunks[1:], strict=True)))
+    array: zarr.Array[Any] = group.create_array(
+        name,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunks,
+        shards=shard if sharded else None,
+        compressors=BloscCodec(typesize=dtype.itemsize, cname="lz4", clevel=5),
+        fill_value=np.nan if dtype.kind == "f" else 0,
+        dimension_names=axes,
+        attributes=dict(attributes),
+        config={"write_empty_chunks": True},
+        overwrite=True,
+    )
+    return array
+
+
+def seal_group(folder: Path, attributes: Mapping[str, Any]) -> bytes:
+    """Write attributes, consolidated metadata and manifest of a group, and return its document."""
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / ROOT
+    }
+    documents = {
+        key.removesuffix(f"/{ROOT}"): json.loads(path.read_bytes())
+        for key, path in paths.items()
+        if path.name == ROOT
+    }
+    files = {key: [path.stat().st_size, checksum(path.read_bytes())] for key, path in paths.items()}
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
+    root: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
+    root["consolidated_metadata"] = consolidated
+    # as a reader gets them: keys that are numbers would be sorted differently
+    root |= json.loads(json.dumps({"attributes": {**attributes, "files": files}}))
+    root["attributes"]["seal"] = seal(root)
+    data = json.dumps(root, indent=1).encode("ascii")
+    (folder / ROOT).write_bytes(data)
+    return data
