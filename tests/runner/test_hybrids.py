@@ -132,21 +132,6 @@ def test_policies_that_hand_rows_to_the_next_layer_are_refused(policy):
         Decoding(running, kvsim.policy(policy), BUDGET, prompt_len=PROMPT, n_pos=LENGTH)
 
 
-def test_a_probe_leaves_the_states_of_its_context():
-    """Rows of a probe are dropped with their states: each chunk sees the context alone."""
-    model, _, _ = recorded("qwen3_next")
-
-    two = kvsim.capture(model, None, TOKENS, probe="repeat:45", max_new_tokens=0)
-
-    chunks = two.header.probe_chunks
-    rows = chunks[0].rows
-    longer = [*TOKENS, *two.header.probe.tokens[rows:]]
-    expected = kvsim.capture(model, None, longer, max_new_tokens=0)
-    torch.testing.assert_close(
-        two.read("probe_k")[:, :, rows:], expected.k[:, :, LENGTH:], rtol=0, atol=1e-4
-    )
-
-
 def test_a_judge_without_states_of_the_rows_before_is_refused(monkeypatch):
     """Some families begin with empty states in every forward of several rows."""
     _, running, trace = recorded("lfm2")
@@ -154,15 +139,3 @@ def test_a_judge_without_states_of_the_rows_before_is_refused(monkeypatch):
 
     with pytest.raises(CaptureError, match="starts from empty states in a forward of several rows"):
         Judge(running, trace)
-
-
-def test_live_runs_of_such_models_go_row_by_row(monkeypatch):
-    """Where only a forward of one row goes on from the states, rows go through one by one."""
-    _, running, trace = recorded("lfm2")
-    schedule = kvsim.policy("h2o").schedule
-    _, together = ClosedLoop(running, trace, None, None).run(kvsim.policy("h2o"), BUDGET, schedule)
-    monkeypatch.setitem(running.__dict__, "continues", [])
-
-    _, single = ClosedLoop(running, trace, None, None).run(kvsim.policy("h2o"), BUDGET, schedule)
-
-    np.testing.assert_allclose(single.forced.nll, together.forced.nll, rtol=0, atol=1e-4)

@@ -3,6 +3,10 @@
 import json
 import subprocess
 
+import pytest
+
+pytestmark = pytest.mark.deep
+
 MEMORY = 160 << 20
 
 #: Functions of both programs.

@@ -89,16 +89,6 @@ def test_the_judge_predicts_what_masks_over_all_heads_do(name):
     assert relative(found, expected[:, -found.shape[1] :]) < 1e-4
 
 
-def test_keys_rotated_to_their_slots_rotate_their_rotated_part():
-    """Slots are positions of the rotated part alone; decisions are those of a replay."""
-    live = lived("deepseek_v3", kvsim.policy("streaming_llm@original"))
-    if live is not None:
-        record = kvsim.replay(live.trace(), "streaming_llm@original", BUDGET, interval=INTERVAL)
-        np.testing.assert_array_equal(live.record.evicted_at, record.evicted_at)
-        latents = live.decoding._blocks[0][1].values
-        assert relative(latents[0, 0, :4], live.v[0, 0, :4]) < 1e-6
-
-
 def test_pages_are_chosen_by_the_absorbed_queries():
     """What rows of a live run read has the predictions of the judge."""
     _, trace, judge = recorded("deepseek_v3")
@@ -109,15 +99,6 @@ def test_pages_are_chosen_by_the_absorbed_queries():
         mine, unread = judge.logits([record, replace(record, reads=None)])
         assert relative(mine, live.logits[PROMPT - 1 : -1]) < 1e-4
         assert relative(unread, live.logits[PROMPT - 1 : -1]) > 1e-3
-
-
-def test_an_entry_counts_once():
-    """32 numbers of 4 bytes for each position and layer."""
-    live = lived("deepseek_v3", kvsim.policy("h2o"))
-    if live is not None:
-        kept = int((live.record.evicted_at >= LENGTH - 1).sum())
-        assert live.decoding.full_bytes == LENGTH * 2 * 32 * 4
-        assert live.decoding.cache_bytes == kept * 32 * 4
 
 
 def test_blocks_of_entries_are_refused():

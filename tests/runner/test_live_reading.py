@@ -120,17 +120,6 @@ def test_a_layer_that_alone_reads_is_its_replay(running, step):
         assert gap(live, i % 3, record) < CLOSE, name
 
 
-def test_all_layers_read_what_their_account_says(running):
-    """Outputs of every layer are by definition over the account, and move with what is read."""
-    plain = run_live(running, kvsim.policy("full"), BUDGET, TOKENS, PROMPT)
-    for name, parameters in POLICIES.items():
-        policy = kvsim.policy(name, **parameters)
-        live = run_live(running, policy, BUDGET, TOKENS, PROMPT, interval=8, step=3)
-
-        assert max(gap(live, layer, live.record) for layer in range(3)) < CLOSE, name
-        assert (live.logits - plain.logits)[PROMPT:].abs().max() > 1e-3, name
-
-
 @pytest.mark.parametrize("more", [{"least": 99}, {"dense_layers": 3}])
 @pytest.mark.parametrize("name", ["full", "adakv+snapkv"])
 def test_reading_all_pages_is_no_reader(running, name, more):
@@ -143,17 +132,6 @@ def test_reading_all_pages_is_no_reader(running, name, more):
     assert np.array_equal(plain.record.evicted_at, read.record.evicted_at)
     assert torch.equal(plain.logits.argmax(-1), read.logits.argmax(-1))
     assert (plain.logits - read.logits).abs().max() < CLOSE
-
-
-def test_rows_of_the_prompt_and_later_ones_go_through_the_model_together(running):
-    """Each of the later rows reads what it reads by itself, and a shorter text ends the account."""
-    policy = kvsim.policy("quest", **QUEST)
-    one = run_live(running, policy, BUDGET, TOKENS, PROMPT, step=1)
-    with Decoding(running, policy, BUDGET, prompt_len=PROMPT, n_pos=LENGTH + 9) as decoding:
-        logits = decoding.feed(TOKENS, logits=LENGTH)
-    record = decoding.record()
-    assert (logits - one.logits).abs().max() < CLOSE
-    assert np.array_equal(record.reads.bits, one.record.reads.bits)
 
 
 def test_readers_that_a_running_model_cannot_follow_are_refused(running):
@@ -263,22 +241,6 @@ def test_rows_behind_the_context_read_a_part(running, step):
         assert np.array_equal(live.record.reads.bits, record.reads.bits), name
         assert record.reads.first == 30
         assert gap(live, 1, record) < CLOSE, name
-
-
-@pytest.mark.parametrize("name", ["gemfilter+think", "asl_2pass+think"])
-def test_rows_that_run_again_have_channels_of_their_own(running, name):
-    """Keys of the second pass, which has other positions, are pruned; recent ones are not."""
-    policy = kvsim.policy(name, pruned=0.5, recent=4, **{"window": 8} if "asl" in name else {})
-    decoding = Decoding(running, policy, BUDGET, prompt_len=PROMPT, n_pos=LENGTH)
-
-    with decoding:
-        decoding.feed(TOKENS)
-
-    for layer in decoding.cache.layers:
-        keys = layer.source.entries(layer.index)[0]
-        zero, dim = keys == 0, keys.shape[-1]
-        assert (zero[:, : BUDGET - 4].all(1).sum(-1) == dim // 2).all()
-        assert not zero[:, BUDGET - 4 :].any()
 
 
 @pytest.mark.parametrize("fires", [True, False])

@@ -8,7 +8,7 @@ import kvsim
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import capture
 from kvsim.runner.closed import ClosedLoop
-from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.decoding import RunningModel
 from kvsim.runner.paged import Paging
 from small_model import small
 from traces import changed
@@ -64,20 +64,6 @@ def test_the_context_is_compressed_before_its_question(recorded):
 
     assert np.array_equal(record.evicted_at, expected.evicted_at)
     assert record.events == [PROMPT - 7]
-
-
-def test_without_a_probe_the_repetition_alone_runs(recorded):
-    """A Decoding by itself has no request to repeat: its rows are the context once more."""
-    running, trace = recorded
-    tokens = trace.tokens.tolist()
-    with Decoding(
-        running, kvsim.policy("kvzip"), BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW
-    ) as live:
-        live.feed(tokens[:PROMPT])
-    again = capture(running.model, None, tokens[:PROMPT], max_new_tokens=0, probe="repeat")
-
-    expected = kvsim.replay(again, "kvzip", BUDGET)
-    assert np.array_equal(live.record().evicted_at, expected.evicted_at)
 
 
 def test_a_trace_without_a_probe_says_how_to_record_it(recorded):

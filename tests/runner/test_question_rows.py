@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import replace
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from families import FAMILIES
-from kvsim import sweeps
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.table import JUDGED
 from kvsim.core.policy import Schedule
@@ -158,41 +155,6 @@ def test_tables_have_the_means_of_a_masked_forward(name, parameters, terms, part
             assert value == pytest.approx(float(values.mean()), rel=1e-3, abs=1e-5), metric
 
 
-def test_live_tables_have_the_rows_of_the_question():
-    """`kvsim live` has them as a replay and a judge do: divergence, stream and output errors."""
-    run = kvsim.live(running().model, trace(), ["h2o", "tova"], BUDGET, compress="context")
-    record = kvsim.replay(trace(), "h2o", BUDGET, compress="context", interval=1)
-
-    judged = kvsim.judge(running().model, trace(), record)
-
-    for metric in (*JUDGED, "output_error", "layer_error"):
-        of_metric = run.table.filter(metric=metric, policy="h2o")
-        assert {*of_metric["variant"]} == {"", "rows=question"}, metric
-    kl = (pl.col("metric") == "response_kl") & (pl.col("variant") == "rows=question")
-    live, replayed = (x.filter(kl, policy="h2o")["value"].item() for x in (run.table, judged))
-    assert live == pytest.approx(replayed, rel=0.3)  # decisions may drift
-
-
-def test_schedules_together_have_the_values_of_each_alone():
-    """A record without rows in the prompt keeps its values next to one that has them."""
-    terms = [{"compress": "prompt"}, {"compress": "context"}, {"prefill_chunk": 30}]
-    records = [kvsim.replay(trace(), "tova", BUDGET, interval=8, **x) for x in terms]
-    together = Judge(running(), trace())
-    first = together.outcomes(records[:1])
-
-    later = together.outcomes(records)
-
-    for one, alone in zip([*first, *later], [records[0], *records], strict=True):
-        (expected,) = Judge(running(), trace()).outcomes([alone])
-        mine, other = one.forced, expected.forced
-        assert (mine.before is None) == (other.before is None) == (alone is records[0])
-        pairs = [(mine, other), (mine.before, other.before)]
-        for of_one, of_other in pairs[: 1 + (mine.before is not None)]:
-            for field in FIELDS:
-                pair = getattr(of_one, field), getattr(of_other, field)
-                assert np.allclose(*pair, rtol=1e-3, atol=2e-5), field
-
-
 def test_rows_that_would_take_too_much_memory_are_left_out(monkeypatch):
     """Those of chunks first, then the question's; the response stays, judged and live alike."""
     name, parameters, terms, parts = CASES[7]
@@ -211,31 +173,3 @@ def test_rows_that_would_take_too_much_memory_are_left_out(monkeypatch):
             if variants:
                 mine, other = (x.forced.before.kl for x in (outcome, expected))
                 assert np.allclose(mine, other[-len(mine) :], atol=2e-5)
-
-
-def test_a_run_says_which_rows_it_leaves_out(monkeypatch, tmp_path):
-    """Once, judged and live alike; not where they fit, or where no event is before them."""
-    model, terms = running().model, {"compress": "context"}
-    path = trace().save(tmp_path / "a.zarr")
-    monkeypatch.setattr("kvsim.sweeps.cells.Replays._judge", Judge(running(), trace()))
-
-    def remarks(**terms):
-        judged = sweeps.replay_all(path, ["h2o", "tova"], BUDGET, judge=True, regret=False, **terms)
-        live = kvsim.live(model, trace(), ["h2o", "tova"], BUDGET, **terms)
-        assert judged.table.height
-        assert live.table.height
-        return [[x for x in run.remarks if "left out" in x] for run in (judged, live)]
-
-    monkeypatch.setattr("kvsim.sweeps.planning.check_run", lambda *_: None)
-    assert remarks(**terms) == [[], []]
-    monkeypatch.setattr("kvsim.runner.full._KEPT", 0)
-    text = (
-        f"{trace().name}: left out of the model's metrics: rows=question, of more than 1 GiB; the "
-        "last 0 tokens of the prompt would fit"
-    )
-    (judged,), (live,) = remarks(**terms)
-    assert live == text
-    assert judged.partition(":")[2] == text.partition(":")[2]
-    assert remarks() == [[], []]
-    with pytest.warns(UserWarning, match=re.escape(text)):
-        kvsim.judge(model, trace(), kvsim.replay(trace(), "h2o", BUDGET, **terms))

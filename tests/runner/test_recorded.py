@@ -58,17 +58,6 @@ def test_rounding_is_no_difference(dtype, recorded):
         check(recorded[dtype], load_model("tiny", dtype=dtype, attention="eager")[0])
 
 
-def test_a_trace_stored_in_float16_is_accepted(recorded, tmp_path):
-    """The tolerance is that of the coarsest precision."""
-    model, _ = load_model("tiny")
-    ids = recorded["float32"].tokens[:160].tolist()
-    trace = capture(
-        *(model, None, ids), max_new_tokens=8, store_dtype="float16", out=tmp_path / "t.zarr"
-    )
-
-    check(older(trace), model)
-
-
 @pytest.mark.parametrize(
     ("dtype", "share"), [("float32", 1e-4), ("float16", 5e-3), ("bfloat16", 1e-2)]
 )
@@ -102,23 +91,6 @@ def test_one_exchanged_token_is_refused(at, sample):
 
     with pytest.raises(CaptureError, match=rf"at 1 of 472 tokens \(first: {at}\)"):
         check(older(sample, tokens=tokens), load_model("tiny")[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "least"), [("q", 0, 5e-5), ("k", 0, 5e-5), ("v", 2, 5e-4), ("k", 2, 5e-4)]
-)
-def test_the_thresholds_are_between_rounding_and_what_is_refused(name, layer, least, sample):
-    """A relative difference of 0.8 thresholds passes, and of 1.2 not."""
-    model, whole = load_model("tiny")[0], sample.read(name)
-    for share, refused in ((0.8, False), (1.2, True)):
-        moved = whole.clone()
-        moved[layer] *= 1 + share * least
-        trace = older(sample, **{name: moved})
-        if not refused:
-            check(trace, model)
-            continue
-        with pytest.raises(CaptureError, match=f"another {name} of layer {layer}"):
-            check(trace, model)
 
 
 @pytest.mark.parametrize(("share", "refused"), [(0.8, False), (1.2, True)])
@@ -158,7 +130,7 @@ def exchanged(model):
 
 
 @pytest.mark.parametrize("change", [scaled, hooked, exchanged])
-@pytest.mark.parametrize("way", ["generated", "given", "batch"])
+@pytest.mark.parametrize("way", ["given", "batch"])
 def test_logits_of_another_scale_are_refused(change, way, sample, tmp_path):
     """By their mean, which shows it where a model is certain of each token, however recorded."""
     model, ids, end = load_model("tiny")[0], sample.tokens.tolist(), sample.prompt_len

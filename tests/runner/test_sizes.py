@@ -8,9 +8,7 @@ import torch
 from sized_models import MODELS, SIZES, sized
 
 import kvsim
-from kvsim.core.policy import Schedule
 from kvsim.errors import CaptureError
-from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
 
@@ -72,18 +70,6 @@ def test_the_judge_gives_the_logits_of_a_live_run(name):
 
     torch.testing.assert_close(of_live, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(of_full, own, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_live_run_is_measured(name):
-    """The recorded tokens run again, and outputs differ in the layers that evict alone."""
-    loop = ClosedLoop(running(name), trace(name), None, None)
-
-    record, outcome = loop.run(kvsim.policy("h2o"), BUDGET, Schedule(interval=5))
-
-    assert outcome.forced.output.error.shape == (len(record.layers), 6, LENGTH - PROMPT)
-    assert outcome.forced.output.added is not None
-    assert np.isfinite(outcome.forced.kl).all()
 
 
 def test_a_context_is_not_repeated_for_layers_of_several_sizes():

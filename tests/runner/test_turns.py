@@ -101,21 +101,6 @@ def test_answers_of_other_lengths_move_the_events_after_questions():
         assert rows.argmax(-1).tolist() == list(written.tokens)
 
 
-def test_turns_that_fill_the_context_of_a_model_run_live():
-    """Questions and answers take the rows that they have in the trace, and no more."""
-    turns = [Turn([4, 5]), Turn([6])]
-    options = {"max_position_embeddings": 40 + 3 * 4 + 3}
-    prompt = Prompt("", [*range(40)], turns=turns)
-    full = kvsim.capture(small(**options), None, prompt, max_new_tokens=4)
-
-    writing = Writing(4, Choice(small(**options), ()))
-    loop = ClosedLoop(RunningModel(small(**options)), full, None, writing)
-    _, outcome = loop.run(kvsim.policy("full"), 40, Schedule(None, compress="questions"))
-
-    written = [outcome.generated, *outcome.later]
-    assert [len(each.tokens) for each in written] == [4, 4, 4]
-
-
 def test_values_of_a_live_run_are_by_turn(tmp_path):
     """`answer_right`, the divergence and the output error have a value for each turn.
 

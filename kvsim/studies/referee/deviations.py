@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from itertools import chain, pairwise, product
+from functools import partial
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -25,7 +25,6 @@ from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
-from kvsim.policies.random_sets import Random
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.studies.referee.judging import DumpCase
 
@@ -48,19 +47,14 @@ def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
 
 
 def guess(case: DumpCase) -> Iterator[Deviation]:
-    """Yield other parameters, and bugs that any implementation may have, which explain a case.
+    """Yield other parameters that explain a case, of which ties leave at most half to differ.
 
-    Ties may leave half of the entries that differ now: other scores can have more ties.
+    Other scores can have more ties.
     """
-    wrong = _wrong(case)
-    for deviation, changed in chain(_policies(case, _parameters), _under(_BUGS, case)):
-        if explains(changed, wrong / 2):
+    most = _wrong(case) / 2
+    for deviation, changed in _policies(case, _parameters):
+        if explains(changed, most):
             yield deviation
-    with suppress(KvsimError):  # random sets may have no rule, either
-        if case.policy.scorer.rows > 1 and wrong > 0.9 * _wrong(_random(case)):
-            yield from (
-                deviation for deviation, changed in _under(_TIED, case) if explains(changed)
-            )
 
 
 def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
@@ -86,11 +80,6 @@ def explains(case: DumpCase, most: float = math.inf) -> bool:
 def _wrong(case: DumpCase) -> int:
     """Entries in which the sets differ from the definition."""
     return sum(len(each.extra + each.missing) for each in case.differences())
-
-
-def _random(case: DumpCase) -> DumpCase:
-    protect = case.policy.protect | case.policy.scorer.protection(case.budget)
-    return _changed(case, scorer=Random(), protect=protect)
 
 
 def _late(case: DumpCase) -> DumpCase | None:
@@ -189,34 +178,6 @@ def _rotated(view: View, last: int) -> Tensor:
     logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
     hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-
-
-def _over_heads(view: View, last: int) -> Tensor:
-    logits = view.logits(last)
-    return logits.flatten(1, 2).softmax(1).view_as(logits)
-
-
-def _over_rows(view: View, last: int) -> Tensor:
-    """Softmax over all rows so far, for each entry, a few rows at a time."""
-    rows = ((start, min(start + 32, view.row + 1)) for start in range(0, view.row + 1, 32))
-    logits = (view._rows(*x, None, weigh=False) for x in rows)  # noqa: SLF001
-    total = reduce(torch.logaddexp, (z.logsumexp(-2) for z in logits))
-    return (view.logits(last) - total.unsqueeze(-2)).exp()
-
-
-def _neighbour(by: int, cut: bool, wrap: bool, view: View, last: int) -> Tensor:
-    """The attention on a neighbour; cut: among the entries before the window. wrap: at the ends."""
-    weights = view.attn(last)
-    size = max(1, weights.shape[-1] - last * cut)
-    at = torch.arange(weights.shape[-1]) - by
-    there = at % size if wrap else at.clamp(0, size - 1)
-    return weights[..., there] * ((at == there) | wrap)
-
-
-def _neighbours(case: DumpCase) -> DumpCase | None:
-    ways = product((1, -1), (True, False), (False, True))
-    cases = (_seeing(partial(_neighbour, *way), case) for way in ways)
-    return next(filter(explains, cases), None)
 
 
 class _Unordered(_Weighed):
@@ -422,21 +383,4 @@ _CHANGES: _Changes = {
         partial(_seeing, lambda view, last: view.attn(last, "mean").unsqueeze(2))),
     "mean-of-all-heads": ("the mean over all query heads of the layer instead of each group",
         partial(_reduced, "all")),
-}  # fmt: skip
-
-_BUGS: _Changes = {
-    "no-scale": ("logits are not scaled before the softmax",
-        partial(_seeing, lambda view, last: (view.logits(last) / view.scale).softmax(-1))),
-    "scaled-twice": ("logits are scaled twice before the softmax",
-        partial(_seeing, lambda view, last: (view.logits(last) * view.scale).softmax(-1))),
-    "softmax-over-rows": ("softmax over the rows, not the entries", partial(_seeing, _over_rows)),
-    "softmax-over-heads": ("softmax over the query heads, not the entries",
-        partial(_seeing, _over_heads)),
-    "attention-shifted": ("each entry has the attention of its neighbour", _neighbours),
-}  # fmt: skip
-
-_TIED: _Changes = {
-    "softmax-over-window": (
-        "softmax over the rows of the window: all entries tie, and sets are as random ones",
-        partial(_seeing, lambda view, last: view.logits(last).softmax(-2))),
 }  # fmt: skip

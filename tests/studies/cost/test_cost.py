@@ -4,17 +4,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-import torch
-from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, QWEN_7B, SMALL, TOKENS, K, counted
+from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, SMALL, TOKENS, K, counted
 
 import kvsim
 from kvsim.core.policy import (
-    LayerBudgets,
     Policy,
-    Protection,
     Schedule,
     Scorer,
-    Uniform,
 )
 from kvsim.core.shared_results import Memo
 from kvsim.errors import PolicyError
@@ -90,39 +86,6 @@ def test_a_trace_that_never_selects_has_no_layer(trace, kv_before):
     assert any("asl: never selects on small" in said for said in cost.assumptions)
 
 
-def test_two_passes_from_the_last_layer_are_said(trace):
-    """Without a layer below tau the two-pass form takes the last one's tokens; a note says so."""
-    last, first = (
-        estimate(SMALL, made("asl_2pass", tau=t), BUDGET, TOKENS, prompt=PROMPT, trace=trace)
-        for t in (0.0, 2.0)
-    )
-
-    assert (last.selection_layer, first.selection_layer) == (2, 1)
-    told = "on small no layer is below tau, so the last one selects"
-    assert [any(told in said for said in c.assumptions) for c in (last, first)] == [True, False]
-
-
-def test_a_selection_of_another_length_is_said(trace):
-    """A layer that was measured on another prompt length than the one that is counted is noted."""
-    policy = made("asl", tau=2.0)
-    same, other = (
-        estimate(SMALL, policy, BUDGET, TOKENS, prompt=n, trace=trace) for n in (PROMPT, 90)
-    )
-    told = "the selection is that of a prompt of 48 tokens, and counted is one of 90"
-
-    assert [any(told in said for said in c.assumptions) for c in (same, other)] == [False, True]
-
-
-def test_what_a_propagation_says_is_noted():
-    """FastKV's 2048 rows are all of a shorter prompt, so that nothing is dropped."""
-    cost = estimate(LLAMA_8B, kvsim.policy("fastkv"), 512, 1024)
-
-    assert cost.prefill_ratio == 1.0
-    assert any(
-        "2048 rows of a prompt of 1024 tokens propagate" in said for said in cost.assumptions
-    )
-
-
 def test_a_size_that_follows_the_text_counts_as_everything(trace):
     """Where a threshold decides, events score all possible entries, and a remark says so."""
     policy = made("dms", threshold=0.0)
@@ -154,16 +117,6 @@ def test_a_selection_layer_without_effect_is_noted():
         (said,) = (said for said in cost.assumptions if "without effect" in said)
         assert why in said
         assert (cost.selection_layer, cost.selection) == (None, None)
-
-
-def test_a_trace_that_cannot_measure_is_said(trace):
-    """Where the trace's prompt is within the budget, the layer is assumed; another depth fails."""
-    cost = estimate(SMALL, made("asl"), 64, 4096, trace=trace)
-
-    assert cost.selection == "assumed"
-    assert any("prompt of 48 tokens is within the budget" in said for said in cost.assumptions)
-    with pytest.raises(PolicyError, match="trace small has 3 layers and config has 32"):
-        estimate(LLAMA_8B, kvsim.policy("asl"), 512, 4096, trace=trace)
 
 
 #: kvsim's search for redundancy stops at the first match
@@ -213,24 +166,6 @@ def test_products_are_those_of_the_scorer(name, trace):
         assert 0 < done <= products(whole, trace) + two_vectors
     else:
         assert done == expected
-
-
-@pytest.mark.parametrize("name", [n for n in names() if n.startswith("gkv")])
-@pytest.mark.usefixtures("alone")
-def test_products_without_redundancy(name, trace):
-    """Without the search for redundancy the products of G-KV are exact."""
-    policy = made(name, redundancy=False)
-
-    assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace) > 0
-
-
-@pytest.mark.usefixtures("alone")
-def test_products_of_choosing_rows(trace):
-    """Where ASL selects at a layer, the products up to it are counted and no others."""
-    policy = made("asl", tau=2.0)
-
-    assert kvsim.replay(trace, policy, BUDGET).selection.layer == 1
-    assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace)
 
 
 @pytest.mark.usefixtures("alone")
@@ -294,29 +229,3 @@ def test_a_probe_costs_a_prefill_whose_rows_see_the_prompt_and_their_chunk():
     cost = estimate(LLAMA_8B, kvsim.policy("kvzip"), 512, prompt)
     (remark,) = (text for text in cost.assumptions if "repeats the prompt" in text)
     assert f"these {32 * layer:.3g} FLOPs" in remark
-
-
-def test_an_event_of_gkv():
-    """A G-KV event on R1-Distill-Qwen-7B takes 2 H w l d + 2 G l^2 d per layer, l = b + s."""
-    cost = estimate(QWEN_7B, kvsim.policy("gkv"), 512, 32 * K, prompt=256)
-    event = 28 * (2 * 28 * 16 * 640 * 128 + 2 * 4 * 640**2 * 128)
-
-    assert cost.scoring_event.products == event
-    assert round(event / (128 * cost.decode_flops), 3) == 0.008  # next to 128 tokens
-
-
-def test_unknown_layer_budgets_count_as_full():
-    """Budgets of a user's own that nothing bounds are counted as the whole context."""
-
-    @dataclass(frozen=True)
-    class Loose(LayerBudgets):
-        @property
-        def bounded(self):
-            return False
-
-        def budgets(self, view, budget):
-            return torch.full_like(view.layers, budget)
-
-    policy = Policy("loose", Mine(), Uniform(), Schedule(8), Protection(), Loose())
-
-    assert estimate(LLAMA_8B, policy, 16, 64).kv_ratio == 1.0

@@ -1,14 +1,12 @@
 """Estimates of whole configurations."""
 
 import pytest
-from cost_models import BIG, LLAMA_8B, QWEN_7B, K
+from cost_models import LLAMA_8B, QWEN_7B, K
 
 import kvsim
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE, describe, names
 from kvsim.studies.cost.accounting import estimate
-from kvsim.studies.cost.model import Model
-from kvsim.testing.strategies import make_case
 
 
 def test_estimates_reproduce_appendix_b():
@@ -43,16 +41,6 @@ def test_full_cache_before_the_selection():
     assert shares[0] == 2048
     assert shares[-1] == 128 * K
     assert cost.entries[24] == pytest.approx(0.9 * 128 * K + 0.1 * 2048)  # between 23 and 24
-
-
-def test_assumed_depth_of_other_models():
-    """Of a model with other layers the same depth is assumed, and the report says so."""
-    cost = estimate(BIG, kvsim.policy("asl"), 2048, 128 * K)
-
-    depth = (24.9 / 32 + 22.6 / 28) / 2
-    assert cost.selection_layer == pytest.approx(depth * 80 - 1)
-    assert round(depth, 3) == 0.793  # between 0.778 and 0.807
-    assert any("is assumed" in said for said in cost.assumptions)
 
 
 def test_selection_layers_are_given_or_refused():
@@ -90,32 +78,3 @@ def test_values_of_a_context_are_refused():
     with pytest.raises(BudgetError, match="say if it is shorter"):
         estimate(LLAMA_8B, keeps_the_prompt, 512, 4096)
     assert estimate(LLAMA_8B, keeps_the_prompt, 512, 4096, prompt=256).kv_ratio == 512 / 4096
-
-
-def test_layers_have_budgets_of_their_own():
-    """PyramidKV's planned budgets are counted layer by layer and add up to the even ones."""
-    cost = estimate(LLAMA_8B, kvsim.policy("pyramidkv"), 512, 8 * K)
-
-    assert cost.entries[0] > cost.entries[-1]
-    assert sum(cost.entries) == 32 * 512
-
-
-def test_fastkv_drops_rows_of_a_prompt_that_just_fills_the_budget():
-    """As its replay does: rows of each layer are those of the record."""
-    case = make_case("normal", layers=4, heads=1, n=40, dim=8, prompt_len=40)
-    policy = kvsim.policy("fastkv", rows=20, window=4)
-    found = kvsim.replay(case.trace(), policy, 40).selection
-    model = Model.from_config(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "vocab_size": 9,
-        }
-    )
-    counted = estimate(model, policy, 40, 40)
-
-    assert counted.rows == found.counts == (40, 40, 20, 20)
-    assert counted.selection_layer == found.layer == 1

@@ -1,14 +1,12 @@
 """Models by their configuration: parameters, FLOPs, what is refused."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from cost_models import BIG, LLAMA, LLAMA_8B, QWEN, QWEN_7B, counted
-from hybrids import hybrid, newer
+from cost_models import LLAMA, LLAMA_8B, QWEN, counted
 from transformers import DynamicCache
 
 import kvsim
@@ -60,14 +58,6 @@ def test_experts_count_by_those_that_a_token_passes():
     assert "of experts those that a token passes" in " ".join(model.remarks)
 
 
-def test_weights_of_known_models():
-    """Llama-3.1-8B has 8.03e9 parameters, Qwen2.5-7B 7.62e9, Llama-3.1-70B 70.6e9."""
-    sizes = [round(m.parameters / 1e9, 2) for m in (LLAMA_8B, QWEN_7B, BIG)]
-
-    assert sizes == [8.03, 7.62, 70.55]
-    assert LLAMA_8B.weight_bytes == 2 * LLAMA_8B.parameters
-
-
 def test_flops_are_those_of_the_model():
     """FLOPs of a prefill are those of the products that the shipped model computes, and softmax."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager")
@@ -82,16 +72,6 @@ def test_flops_are_those_of_the_model():
 
     assert mine.prefill_flops(rows, causal=False) == done + softmax * rows**2 - angles
     assert mine.decode_flops(1) == one + softmax - angles // rows
-
-
-def test_causal_attention_is_half():
-    """A causal prefill sees n (n + 1) / 2 pairs, and decoding token by token costs the same."""
-    rows = 64
-    layer = LLAMA_8B.layer_flops(rows)
-    by_row = sum(2 * LLAMA_8B.layer_matrices + LLAMA_8B.attention_flops(n + 1) for n in range(rows))
-
-    assert layer == by_row
-    assert LLAMA_8B.layer_flops(rows, causal=False) > layer
 
 
 def test_configurations_are_read(tmp_path):
@@ -167,31 +147,3 @@ def test_traces_know_their_model(trace):
     assert model.number_bytes == 4
     with pytest.raises(ModelError, match="trace 'small' does not say which model"):
         Model.from_trace(trace)
-
-
-@newer
-def test_a_trace_knows_what_its_layers_held(tmp_path, monkeypatch):
-    """Its cache counts as recorded; without transformers, a remark says how its weights do."""
-    model = hybrid("bamba")
-    trace = kvsim.capture(model, None, [*range(20, 60)], max_new_tokens=2)
-    (layers,) = {len(trace.layer_ids), 2}
-    position = layers * trace.n_heads * 2 * trace.dim * 4
-
-    known = Model.from_trace(trace)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "kvsim.recorder.counting", raising=False)
-    alone = Model.from_trace(trace)
-    with pytest.raises(ImportError, match="transformers"):
-        Model.from_config(LLAMA)
-
-    assert known.parameters == sum(each.numel() for each in model.parameters())
-    assert (known.kv_bytes(1), alone.kv_bytes(1)) == (position, position)
-    assert "weights are counted as those of a decoder with gated MLPs" in alone.remarks[0]
-
-
-def test_values_count_by_their_own_size():
-    """Bytes of an entry, and FLOPs of attention, where values have dimensions of their own."""
-    model = replace(LLAMA_8B, value_dim=96)
-
-    assert model.entry_bytes == 2 * (128 + 96)
-    assert model.attention_flops(10) == 10 * 32 * (2 * 128 + 3 + 2 * 96)

@@ -220,18 +220,3 @@ def test_the_command_writes_the_masks_of_a_run(trace, tmp_path, run):
         status, _, err = run(*new, wrong, "tov")
         assert status == 2
         assert message in err
-
-
-def test_a_run_with_a_record_that_no_mask_can_say_names_the_others(trace, tmp_path, run):
-    """The error of a mixed run has the --policy that writes what can be written."""
-    policies = [kvsim.policy("tova"), kvsim.policy("tova+kivi"), kvsim.policy("knorm")]
-    replay_all([trace], policies, [BUDGET], interval=INTERVAL).save(tmp_path / "r")
-    command = ["masks", tmp_path / "r", "--out", tmp_path / "m.safetensors"]
-    status, _, err = run(*command)
-    assert status == 2
-    assert "tova+kivi" in err
-    assert "leave it out with --policy tova,knorm" in " ".join(err.split())
-    assert run(*command, "--policy", "tova,knorm")[0] == 0
-    status, _, err = run(*command, "--overwrite", "--policy", "tova+kivi")
-    assert status == 2
-    assert "leave it out" not in err

@@ -2,8 +2,6 @@
 
 import hashlib
 import random
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -11,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
-from kvsim.studies.language.ledger import LedgerError, Retrieval, check, read, solve
-from kvsim.studies.language.tasks import MAX_KINDS, TASKS, Sample, make, prompts
+from kvsim.studies.language.ledger import LedgerError, check, solve
+from kvsim.studies.language.tasks import MAX_KINDS, TASKS, Sample, make
 from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB
 
 FACTS = "facts : kuga rapi teal . wind sings . rapi dodi plum . dodi kuga rust . "
@@ -140,13 +138,6 @@ def test_solve_agrees_with_the_definitions(sample: Sample) -> None:
     assert sample.response == solve(sample.prompt).response == expected(sample.prompt)
 
 
-@pytest.mark.parametrize("level", range(1, 6))
-def test_solve_agrees_at_every_level(level: int) -> None:
-    """All tasks in all domains, at the sizes that are used."""
-    for sample in prompts(28, seed=level, level=level):
-        assert sample.response == expected(sample.prompt)
-
-
 @st.composite
 def mutations(draw: st.DrawFn) -> str:
     """A prompt in which some words were replaced, dropped, doubled or moved."""
@@ -197,69 +188,6 @@ def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
         assert len(found.path) in (1, 2)
 
 
-PURPOSES = {
-    "walk": {"item", "successor", "digit", "lines", "report"},
-    "get": {"item", "successor", "digit", "lines", "report"},
-    "join": {"item", "join", "digit", "lines", "report"},
-    "check": {"item", "successor", "digit", "lines", "report", "recheck"},
-    "wait": {"item", "successor", "digit", "lines", "report", "correction"},
-    "fork": {"item", "successor", "digit", "lines", "report", "branch"},
-    "needle": {"item", "successor", "digit", "lines", "report"},
-}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_retrievals_of_each_task(task: str) -> None:
-    """What is looked up, how many words are read for it, and where they stand."""
-    for sample in prompts(6, seed=2, task=task, level=2):
-        page, words = read(sample.prompt), f"{sample.prompt} {sample.response}".split()
-        asked = sample.prompt.split().index("question")
-        by_purpose: dict[str, list[Retrieval]] = {}
-        for found in sample.retrievals:
-            by_purpose.setdefault(found.purpose, []).append(found)
-        facts = {fact.at + 1 for fact in page.facts.values()}
-
-        assert set(by_purpose) == PURPOSES[task]
-        hops = {purpose: {len(one.path) for one in found} for purpose, found in by_purpose.items()}
-        double = {"digit", "join", "recheck"}
-        assert hops == {purpose: {2 if purpose in double else 1} for purpose in by_purpose}
-        listed = sample.lines if task in ("get", "join", "needle") else 1
-        assert len(by_purpose["item"]) == listed
-        assert len(by_purpose["digit"]) == sample.lines
-        assert len(by_purpose["lines"]) == 1
-        for one in by_purpose["digit"]:
-            assert one.path[0] - 1 in facts
-            news = words[one.path[1] - 2] == "wait"
-            assert one.path[1] > sample.prompt_words if news else one.path[1] < asked
-        for purpose in {"successor", "join", "branch"} & set(by_purpose):
-            assert all(set(one.path) <= facts for one in by_purpose[purpose])
-        for purpose in {"item", "lines", "correction"} & set(by_purpose):
-            assert all(asked < one.path[0] < sample.prompt_words for one in by_purpose[purpose])
-        for one in by_purpose.get("recheck", []):
-            assert asked < one.path[0] < sample.prompt_words <= one.path[1]
-            assert words[one.path[1] - 1] == words[one.path[0]]
-        counters, sums = by_purpose["report"][::2], by_purpose["report"][1::2]
-        assert all(asked < one.path[0] < sample.prompt_words for one in counters)
-        for counter, one in zip(counters, sums, strict=True):
-            assert words[one.path[0] - 1] == words[counter.path[0]]
-            assert one.path[0] >= sample.prompt_words
-
-
-def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:
-    """Facts, entries of the key and of the agenda, each as the words that it has."""
-    prompt = f"{FACTS}{KEY}question : wait #3 kuga . agenda #2 teal 4 , #1 rust 0 , . report #0 ."
-    prompt += " think :"
-    words = prompt.split()
-
-    found = [" ".join(words[at] for at in part) for part in read(prompt).statements()]
-
-    assert found == [
-        *("kuga rapi teal", "rapi dodi plum", "dodi kuga rust"),
-        *("plum 3", "teal 9", "rust 5"),
-        *("#2 teal 4", "#1 rust 0"),
-    ]
-
-
 @given(samples())
 def test_check_accepts_the_right_response(sample: Sample) -> None:
     """The right response is exact in every part, with or without special tokens."""
@@ -287,15 +215,6 @@ def test_check_catches_one_wrong_word(sample: Sample, data: st.DataObject) -> No
     assert found.share == 1 - 1 / len(words)
 
 
-def test_check_catches_a_wrong_last_sum() -> None:
-    """A wrong digit after #0 is a wrong answer, and a right one elsewhere does not help."""
-    found = check(PROMPT, RESPONSE.replace("#0 6 ;", "#0 2 ;"))
-
-    assert (found.answer, found.answer_exact) == ("2", False)
-    assert found.report_exact
-    assert not found.chain_exact
-
-
 @pytest.mark.parametrize("response", ["", "kuga rapi 9 #2 9 ;", "#0", "done"])
 def test_check_accepts_any_text_as_a_response(response: str) -> None:
     """A response that stops early or makes no sense is wrong, not an error."""
@@ -304,11 +223,6 @@ def test_check_accepts_any_text_as_a_response(response: str) -> None:
     assert not found.exact
     assert found.answer is None
     assert found.expected == RESPONSE
-
-
-def test_check_counts_what_follows_the_report_as_wrong() -> None:
-    """A model that does not stop has no exact report."""
-    assert not check(PROMPT, f"{RESPONSE} kuga").report_exact
 
 
 WALK = "walk #3 kuga ."
@@ -367,19 +281,3 @@ def test_token_ids_never_change() -> None:
 
     assert digest[:16] == "4a531ba5fda6b7cd"
     assert ID["<unk>"] == 3
-
-
-def test_every_word_has_one_meaning() -> None:
-    """No word stands for two things: nodes, kinds of any domain, filler, marks and verbs."""
-    assert len(set(VOCAB)) == len(VOCAB)
-
-
-def test_importing_the_language_loads_nothing_heavy() -> None:
-    """Writing prompts and judging responses needs neither torch nor transformers."""
-    code = (
-        "import sys, kvsim.tiny, kvsim.studies.language.tasks; "
-        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", code]
-
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -2,14 +2,13 @@
 
 import hashlib
 import random
-from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.studies.language.ledger import LedgerError, read
-from kvsim.studies.language.tasks import LEVELS, MAX_KINDS, PERIOD, TASKS, TOKENS, make, prompts
+from kvsim.studies.language.tasks import MAX_KINDS, PERIOD, TASKS, TOKENS, make, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VOCAB
 
 
@@ -96,15 +95,6 @@ def test_prompts_never_change() -> None:
     assert digest[:16] == "78822771047edddf"
 
 
-def test_sizes_that_are_not_given_have_defaults() -> None:
-    """One size can be given alone, with any task; without a level a sample has none."""
-    for task in TASKS:
-        (given_facts,) = prompts(1, task=task, facts=20)
-        assert given_facts.facts == 20
-        assert given_facts.level is None
-    assert 400 < mean(sample.tokens for sample in prompts(28)) < 700
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -149,9 +139,3 @@ def test_a_level_that_cannot_be_is_refused(wrong: dict[str, object], message: st
     """There are five levels, and a level has its own sizes."""
     with pytest.raises(LedgerError, match=f"^{message}"):
         prompts(1, **wrong)
-
-
-def test_every_task_has_five_levels() -> None:
-    """Sizes are there for each task, and longer ones for higher levels."""
-    assert tuple(LEVELS) == TASKS
-    assert {len(sizes) for sizes in LEVELS.values()} == {5}

@@ -1,7 +1,6 @@
 """The dumps of docs/dumps: each known defect is recognised by its name, by the command."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,6 @@ def test_a_shipped_dump_is_recognised(run, name):
     assert [each["name"] for each in ruling["deviations"]] == expected
     assert status == int(bool(expected))
     assert ruling["equal"] is not bool(expected)
-
-
-def test_the_workflow_runs_what_the_page_runs():
-    """The steps of the example for continuous integration are commands that tests execute."""
-    steps = re.findall(r"(?m)^      - run: (.+)$", PAGE)
-    (commands,) = (
-        each for each in re.findall(r"```bash exec\n(.*?)```", PAGE, re.DOTALL) if "dump_" in each
-    )
-    assert steps[0] == "pip install ./kvsim[capture]"
-    assert steps[1:] == commands.splitlines()
 
 
 def test_the_page_has_each_dump():
