@@ -175,11 +175,7 @@ class Model:
 
     @classmethod
     def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
-        """The model of a trace: its cache as it was recorded, its weights as by `from_config`.
-
-        Without transformers, and where it does not know the model, weights are those of a decoder
-        with gated MLPs of the sizes in the provenance, and a remark says so.
-        """
+        """The model of a trace: its cache as it was recorded, its weights as by `from_config`."""
         model: Mapping[str, Any] = object_at(trace.meta, "model")
         config = model.get("config")
         if not isinstance(config, Mapping):
@@ -196,21 +192,7 @@ class Model:
                 f"{name}: its layers differ in heads or dimensions, or hold latents; {_SAY}"
             )
         shape = depth, trace.n_qheads, trace.n_heads, trace.dim
-        try:
-            counted = _model(config, name, number_bytes)
-        except (ImportError, ModelError) as error:
-            hidden, width, vocab = (
-                _size(config, name, key)
-                for key in ("hidden_size", "intermediate_size", "vocab_size")
-            )
-            attention = (trace.n_qheads + trace.n_heads) * (trace.dim + trace.value_dim)
-            matrices = depth * hidden * (attention + 3 * width)
-            ends = (1 if config.get("tie_word_embeddings") else 2) * vocab * hidden
-            reason = str(error).partition(";")[0]
-            remark = f"weights are counted as those of a decoder with gated MLPs: {reason}"
-            size = _number_bytes(config, name) if number_bytes is None else number_bytes
-            found = (*shape, hidden, vocab, matrices + ends, matrices, size, (remark,))
-            return cls(name, *found, value_dim=trace.value_dim)
+        counted = _model(config, name, number_bytes)
         parts: Any = dict(zip(("n_layers", "n_qheads", "n_heads", "dim"), shape, strict=True))
         return replace(counted, **parts, value_dim=trace.value_dim)
 
@@ -233,14 +215,6 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
     shared = counts["read"] < counts["parameters"]
     remarks = _remarks(config, others, shared=shared)
     return Model(name=name, **counts, number_bytes=size, remarks=remarks)
-
-
-def _size(config: Mapping[str, Any], name: str, key: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        state = "is missing" if value is None else f"is {value!r}"
-        raise ModelError(f"{name}: {key} {state}; {_SAY}")
-    return value
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
