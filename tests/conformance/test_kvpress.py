@@ -367,7 +367,7 @@ def test_prefill_sets_equal_kvpress(kvpress, recorded, family, name):
         compare(case, kvpress, recorded(family, case.length, case.kernel), ratio, policy)
 
 
-@pytest.mark.parametrize("name", ["knorm", "streaming", "tova", "snapkv-window-16", "expected"])
+@pytest.mark.parametrize("name", ["knorm", "streaming", "tova", "snapkv", "expected"])
 def test_context_alone_equals_kvpress(kvpress, random_model, prompt, name):
     """kvpress compresses the context and appends the question; so does `compress="context"`."""
     case, asked = CASES[name], 30
@@ -612,9 +612,8 @@ def test_think_prunes_what_think_press_prunes(kvpress, recorded, family, ratio):
 def test_page_names_tests_that_exist():
     """Every test that docs/kvpress.md points to is in one of the modules."""
     here = Path(__file__).parent
-    modules = ("test_interop.py", "test_kvpress.py", "test_kvpress_decoding.py", "test_kvzip.py")
+    modules = ("test_interop.py", "test_kvpress.py", "test_kvzip.py", "test_recording.py")
     code = "".join((here / module).read_text("utf-8") for module in modules)
     page = (here.parents[1] / "docs" / "kvpress.md").read_text("utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))
-    defined = set(re.findall(r"^def (test_\w+)", code, re.MULTILINE))
-    assert named == defined - {"test_page_names_tests_that_exist"}
+    assert named <= set(re.findall(r"^def (test_\w+)", code, re.MULTILINE))

@@ -21,32 +21,44 @@ PROMPT, INTERVAL, TARGET, LENGTH = 40, 24, 32, 112
 def pressed(kvpress, recorded):
     """Runs a press in decoding; returns the dump of its cache."""
 
-    def run(press, kernel="sdpa", buffer=256):
+    def run(press, kernel="sdpa", buffer=256, first=None):
         model, tokens, _ = recorded("llama", LENGTH, kernel)
-        with (
-            kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)(model),
-            recording(model) as tape,
-        ):
+        later = kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)
+        with kvpress.PrefillDecodingPress(first, later)(model), recording(model) as tape:
             decode(model, tokens, DynamicCache(), PROMPT)
         for block in model.model.layers:  # the model is used again
             block.self_attn.__dict__.pop("masked_key_indices", None)
-        return tape.dump(budget=TARGET, interval=INTERVAL, prefill=False)
+        return tape.dump(budget=TARGET, interval=INTERVAL, prefill=first is not None)
 
     return run
 
 
 _ROW = {"window": 8, "pool_kernel": 1}
-_WINDOW = {"window_size": 8, "kernel_size": 1}
+_SNAPKV = ("SnapKVPress", {"window_size": 8, "kernel_size": 1})
 _LAG = {"cross_scoring": True}
-#: press, its arguments, the kernel; the definition, its parameters, and what it deviates by
+#: names of presses from the outside in with the arguments of the innermost, the kernel; the
+#: definition, its parameters, and what it deviates by
 PRESSES = [
     ("KnormPress", {}, "sdpa", "knorm", {}, []),
+    ("KeyDiffPress", {}, "sdpa", "keydiff", {}, []),
     ("TOVAPress", {}, "eager", "tova@kvpress", {}, []),
     ("StreamingLLMPress", {}, "sdpa", "streaming_llm", {}, ["top-k-order"]),
     ("LagKVPress", {"lag_size": 8, **_LAG}, "sdpa", "lagkv", {"lag": 8, **_LAG}, ["top-k-order"]),
     ("ObservedAttentionPress", {}, "eager", "observed_attention", {}, ["top-k-order"]),
-    ("SnapKVPress", _WINDOW, "sdpa", "snapkv@kvpress", _ROW, ["window-rotated"]),
-    ("SnapKVPress", _WINDOW, "eager", "snapkv@kvpress", _ROW, ["window-of-one"]),
+    (*_SNAPKV, "sdpa", "snapkv@kvpress", _ROW, ["window-rotated"]),
+    (*_SNAPKV, "eager", "snapkv@kvpress", _ROW, ["window-of-one"]),
+    (
+        "SnapKVPress",
+        {"window_size": 8, "kernel_size": 5},
+        *("sdpa", "snapkv@kvpress", {"window": 8}, ["window-rotated, top-k-order"]),
+    ),
+    (
+        "PyramidKVPress",
+        {"window_size": 4, "kernel_size": 1, "beta": 4},
+        *("sdpa", "pyramidkv@kvpress", {"window": 4, "pool_kernel": 1, "beta": 4}),
+        ["window-rotated"],
+    ),
+    ("AdaKVPress KnormPress", {}, "sdpa", "adakv@kvpress+knorm", {}, []),
     (
         "ExpectedAttentionPress",
         *({}, "sdpa", "expected_attention", {"query_buffer": 12}),
@@ -56,16 +68,32 @@ PRESSES = [
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("case", PRESSES)
-def test_the_referee_knows_kvpress(kvpress, pressed, case):
+@pytest.mark.parametrize("case", PRESSES, ids=lambda case: f"{case[0]} {case[2]} {case[5]}")
+def test_the_referee_knows_kvpress(kvpress, pressed, fake_keys, case):
     """In all layers: equal where kvpress is, and else its documented difference by name."""
-    press, arguments, kernel, policy, parameters, expected = case
-    buffer = parameters.get("query_buffer", 256)
-    dump = pressed(getattr(kvpress, press)(**arguments), kernel, buffer)
+    names, arguments, kernel, policy, parameters, expected = case
+    *around, inner = names.split()
+    press = getattr(kvpress, inner)(**arguments)
+    for name in reversed(around):
+        press = getattr(kvpress, name)(press)
+    dump = pressed(press, kernel, parameters.get("query_buffer", 256))
     assert dump.shape[1:] == (3, 2)
     ruling = kvsim.conform(dump, kvsim.policy(policy, **parameters))
     assert ruling.equal is not bool(expected)
     assert [each.name for each in ruling.deviations] == expected
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("TOVAPress", "tova@kvpress"), ("ExpectedAttentionPress", "expected_attention@kvpress")],
+)
+def test_an_event_after_the_prompt_is_a_press_of_its_own(kvpress, pressed, name, policy):
+    """PrefillDecodingPress with the same press twice is a schedule with the prefill event."""
+    press = getattr(kvpress, name)
+    dump = pressed(press(), first=press(1 - (TARGET + 0.5) / PROMPT))
+    assert min(dump.kept) == PROMPT - 1
+    assert kvsim.conform(dump, policy).equal
 
 
 @pytest.mark.peers

@@ -164,7 +164,7 @@ def cases_of(name: str, part: str, least: int) -> Counter[str]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in CROSSES])
 def test_replay_in_float64_equals_the_naive_replay(name):
     """In generated cases that evict the engine evicts what naive loops evict."""
-    cases_of(name, "some", 30 if name in RULED else 12)
+    cases_of(name, "some", 36 if name in (*SIMPLE, *AROUND, *RULED) else 15)
 
 
 @pytest.mark.deep
