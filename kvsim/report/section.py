@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,12 +15,10 @@ class Section:
 
     write: returns it as HTML, from a `kvsim.report.study.Study` (of "traces") or the Table of all
     runs and traces (of "results"); empty where it has nothing to say. after: the section of traces
-    that it follows. collect: what it needs of each trace, which `Study.collected` has. left_out:
-    returns the parts that a trace has none of, and why.
+    that it follows. collect: what it needs of each trace, which `Study.collected` has.
     """
 
     write: Callable[[Any], str]
     of: Literal["traces", "results"] = "traces"
     after: str = ""
     collect: Callable[[Analysis], Any] | None = None
-    left_out: Callable[[Analysis], Mapping[str, str]] | None = None

@@ -8,14 +8,13 @@ import numpy as np
 import polars as pl
 from markupsafe import Markup
 
-from kvsim import plots
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import Interval, averages
+from kvsim.analysis.summaries import averages
 from kvsim.registry import Ordered
-from kvsim.report.html import broken, cell, details, image, lines, section, table_of, tag
+from kvsim.report.html import cell, details, section, table_of, tag
 from kvsim.report.section import Section
-from kvsim.report.study import METHODS, RATIOS, Study
-from kvsim.schema import first_of, object_at, plural
+from kvsim.report.study import Study
+from kvsim.schema import object_at, plural
 
 #: Layers at most in a table without a click.
 _LAYERS = 8
@@ -36,7 +35,6 @@ def _traces(study: Study) -> str:
         "parentheses means that the others could not be measured. Figures of one trace are of "
         f"{study.first.trace.name}."
     )
-    note += broken(_left_out(study))
     rows = [
         [
             trace.name,
@@ -49,54 +47,6 @@ def _traces(study: Study) -> str:
     ]
     head = ["trace", "model", "tokens", "of the prompt", "layers", "query heads", "digest"]
     return section("What the traces say", note, details(table_of(head, rows), "the traces"))
-
-
-def _left_out(study: Study) -> list[str]:
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for trace, missing in zip(study.traces, study.left_out, strict=True):
-        for why in dict.fromkeys(missing.values()):
-            parts = [part for part, reason in missing.items() if reason == why]
-            reasons.setdefault((why, ", ".join(parts)), []).append(trace.name)
-    left_out = [
-        f"Left out, because of {why}: {parts} (of {first_of(traces)})"
-        for (why, parts), traces in reasons.items()
-    ]
-    if study.errors.is_empty():
-        lead = "Left out: what one eviction does to the output, because"
-        left_out += [f"{lead} {why}" for why in study.refused]
-    return left_out
-
-
-def _reconstruction(study: Study) -> str:
-    policies = set(study.errors["policy"])
-    if not policies:
-        return ""
-    note = (
-        "A policy evicts a share of the entries once, after four fifths of the "
-        "trace; how far the output of a layer's attention, all heads as one vector, then moves, "
-        "relative to its length: mean over the rows after and over layers. Each policy has its "
-        "default parameters. Fidelity: open behind the first layer, exact in it."
-    )
-    note += broken(study.refused, "Not measured: ")
-    by_trace = study.errors.group_by("policy", "ratio", "trace", maintain_order=True).agg(
-        pl.col("relative_head_error").mean()
-    )
-    rows = [
-        [tag("code", name), *(_error(study, by_trace, name, ratio) for ratio in RATIOS)]
-        for name in METHODS
-        if name in policies
-    ]
-    head = ["policy", *(f"{ratio:.0%} evicted" for ratio in RATIOS)]
-    drawn = image("Error by share evicted", lambda: plots.reconstruction_error(study.errors))
-    title = "What one eviction does to the output"
-    return section(title, note, lines([table_of(head, rows, right=1), drawn]))
-
-
-def _error(study: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str:
-    values = by_trace.filter(policy=name, ratio=ratio)["relative_head_error"].to_numpy()
-    mean, count = Interval.of(values.astype(np.float64)), len(study.traces)
-    few = f" ({mean.n} of {count})" if mean.n < count else ""
-    return mean.text(".3f") + few if mean.n else "-"
 
 
 def trace_averages(study: Study, table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
@@ -140,5 +90,5 @@ SECTIONS: Ordered[Section] = Ordered(
     "section",
     "kvsim.sections",
     (Section,),
-    {"traces": Section(_traces), "reconstruction": Section(_reconstruction)},
+    {"traces": Section(_traces)},
 )

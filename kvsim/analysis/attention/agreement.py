@@ -31,12 +31,6 @@ def places(scores: Floats) -> Ints:
     return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
 
 
-def recall(scores: Floats, wanted: Floats, k: int) -> Floats:
-    """Share of the k best by `wanted` among the k best by `scores`; k / n by chance."""
-    share: Floats = ((places(scores) < k) & (places(wanted) < k)).sum(-1) / k
-    return share
-
-
 def lost(scores: Floats, mass: Floats, removed: Ints) -> Floats:
     """Share of the mass that goes with the `removed` entries of the lowest scores.
 

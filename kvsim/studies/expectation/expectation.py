@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
+from kvsim.analysis.attention.agreement import lost, pearson, spearman
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
@@ -145,9 +145,6 @@ STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")
 #: Orders in which the loss curve prunes.
 ORDERS = (*STEPS, "key_norm", "random", "oracle")
 
-#: Shares of the keys whose best are compared.
-TOP = (0.1, 0.25, 0.5)
-
 #: Shares of the keys that the loss curve removes.
 REMOVED = tuple(i / 20 for i in range(21))
 
@@ -185,13 +182,6 @@ class Expectation:
     def log_pearson(self) -> Floats:
         """Correlation of the logarithms; [step, layer, qhead]."""
         return pearson(self.expected, self.observed)
-
-    def recall(self, share: float) -> Floats:
-        """Share of the top keys of observed attention among those of each step.
-
-        [step, layer, qhead]; the top is `share` of the keys, rounded up.
-        """
-        return recall(self.expected, self.observed, math.ceil(share * self.keys - 1e-9))
 
     def loss(self, removed: Sequence[float] = REMOVED) -> Floats:
         """Share of the observed mass that is lost with the keys removed; as `ORDERS` in order.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -11,7 +10,7 @@ from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
+from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, Expectation
 from kvsim.studies.expectation.normality import ks_by_chance
 from kvsim.studies.expectation.queries import queries
 
@@ -33,13 +32,6 @@ def _expected(values: Values) -> Callable[[Analysis], Iterator[Cells]]:
 def _steps(values: Floats) -> Iterator[tuple[str, Floats, None]]:
     """Values [step, layer, qhead] of each step."""
     return ((step, by_layer, None) for step, by_layer in zip(STEPS, values, strict=True))
-
-
-def _recall(expectation: Expectation) -> Iterator[tuple[str, Floats, float]]:
-    for share in TOP:
-        chance = math.ceil(share * expectation.keys - 1e-9) / expectation.keys
-        for step, by_layer in zip(STEPS, expectation.recall(share), strict=True):
-            yield f"{step},top={share:g}", by_layer, chance
 
 
 def _loss(expectation: Expectation) -> Iterator[tuple[str, Floats, None]]:
@@ -82,23 +74,11 @@ METRICS: Mapping[str, Metric] = {
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
         arrays=_ROWS, after="expectation"),
-    "expectation_logs": Metric(
-        "correlation of the logarithms of expected and observed attention, after each assumption",
-        "trace", "correlation", None, "as expectation_steps",
-        _expected(lambda expectation: _steps(expectation.log_pearson)), main=STEPS[-1],
-        default=False,
-        arrays=_ROWS, after="expectation_steps"),
-    "expectation_recall": Metric(
-        "share of the keys with the most observed attention that are first by expected attention "
-        "too, next to chance",
-        "trace", "share", None, "as expectation_steps", _expected(_recall),
-        main=f"{STEPS[-1]},top=0.1", default=False,
-        arrays=_ROWS, after="expectation_logs"),
     "attention_loss": Metric(
         "share of observed attention lost with keys removed in the order of a score",
         "trace", "share", None, "as expectation_steps", _expected(_loss),
         main=f"{STEPS[-1]},removed=0.5", default=False,
-        arrays=_ROWS, after="expectation_recall"),
+        arrays=_ROWS, after="expectation_steps"),
     "projection_gap": Metric(
         "a key's log mean exponential over queries less that of normal ones: median over heads and "
         "keys, and its distance from 0",

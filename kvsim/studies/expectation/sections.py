@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import polars as pl
 from markupsafe import Markup
 
 from kvsim import plots
-from kvsim.analysis.subject import Analysis
 from kvsim.report.html import image, lines, section
 from kvsim.report.section import Section
 from kvsim.report.study import Study
@@ -74,20 +72,7 @@ def _queries(study: Study) -> str:
     return section("How queries are distributed", note, body)
 
 
-def _left_out(analysis: Analysis, titles: Mapping[str, str]) -> dict[str, str]:
-    left_out = analysis.of(queries).left_out
-    return {title: left_out[name] for name, title in titles.items() if name in left_out}
-
-
-_attention = partial(_left_out, titles={"expectation": "expected and observed attention"})
-_normal = partial(
-    _left_out,
-    titles={
-        "normality": "how far queries are from normal",
-        "projections": "the gap of log mean exponentials",
-    },
-)
 SECTIONS = {
-    "expectation": Section(_expectation, after="traces", left_out=_attention),
-    "queries": Section(_queries, after="reconstruction", left_out=_normal),
+    "expectation": Section(_expectation, after="traces"),
+    "queries": Section(_queries, after="layers"),
 }

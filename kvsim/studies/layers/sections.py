@@ -71,9 +71,4 @@ def _selections(study: Study) -> str:
     return table_of(head, rows[True]) + variants
 
 
-def _left_out(analysis: Analysis) -> dict[str, str]:
-    why = analysis.of(ranks).left_out
-    return {"how layers rank the prompt": why} if why else {}
-
-
-LAYERS = Section(_layers, after="expectation", collect=_diagnoses, left_out=_left_out)
+LAYERS = Section(_layers, after="expectation", collect=_diagnoses)

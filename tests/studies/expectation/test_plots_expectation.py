@@ -80,7 +80,7 @@ def test_a_panel_has_the_attention_of_each_key(found):
 
 def test_agreement_is_that_of_each_head(found):
     """A line per trace and query head through the steps, and their mean."""
-    table = measured("expectation_steps", "expectation_recall")
+    table = measured("expectation_steps")
     figure = agreement_steps(table)
     one, two = figure.axes
     heads = [line for line in two.lines if line.get_color() == "#0072b2"]
