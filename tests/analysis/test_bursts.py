@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.retention import event_rows
@@ -18,36 +17,25 @@ def runs_of(flags):
     return [len(list(group)) for flag, group in itertools.groupby(flags) if flag]
 
 
-def expected_runs(last, row, kind):
-    """(entries looked at, runs of evicted ones) of one head after `row`, from the definition."""
-    if kind == "cumulative":
-        return row + 1, runs_of([last[p] <= row for p in range(row + 1)])
-    live = [p for p in range(row + 1) if last[p] >= row]
-    return len(live), runs_of([last[p] == row for p in live])
-
-
 TIED = np.array([[5, 3, 3, NEVER, 5, 5, NEVER, NEVER]] * 2, np.int32)
 
 
 @settings(deadline=None)
-@given(evictions(), st.sampled_from(["cumulative", "round"]))
-@example(TIED, "cumulative")
-@example(TIED, "round")
-def test_bursts_equal_a_loop_over_positions(last, kind):
-    """Every number of every head at every event, in the text and within a round."""
-    found = dropped_bursts(last, kind, lengths=(2, 5))
+@given(evictions())
+@example(TIED)
+def test_bursts_equal_a_loop_over_positions(last):
+    """Every number of every head at every event."""
+    found = dropped_bursts(last, lengths=(2, 5))
 
     assert found.rows.tolist() == event_rows(last).tolist()
     for j, row in enumerate(found.rows.tolist()):
         for head in range(len(last)):
-            total, runs = expected_runs(last[head], row, kind)
+            runs = runs_of([last[head, p] <= row for p in range(row + 1)])
             at = head, j
-            assert found.total[at] == total
+            assert found.total[at] == row + 1
             assert found.evicted[at] == sum(runs)
             assert found.runs[at] == len(runs)
             assert found.longest[at] == max(runs, default=0)
-            percentile = np.percentile(runs, 95, method="inverted_cdf") if runs else 0
-            assert found.p95[at] == percentile
             np.testing.assert_equal(found.mean[at], np.mean(runs) if runs else np.nan)
             for i, least in enumerate((2, 5)):
                 inside = sum(length for length in runs if length >= least)

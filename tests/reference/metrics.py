@@ -200,7 +200,6 @@ class Overlap:
     """Retained-set IoU between two events, and the mean of random choices of the same sizes."""
 
     iou: float
-    survival: float
     random_iou: float
 
 
@@ -221,7 +220,6 @@ def retained_iou(
         random_iou += float(likely) * both / (a + b - both)
     return Overlap(
         iou=len(kept & then) / len(kept | then),
-        survival=len(kept & then) / len(kept),
         random_iou=random_iou,
     )
 
@@ -232,7 +230,6 @@ class WindowOverlap:
 
     before: tuple[float, float, float]  # one window each, the oldest first
     union: float
-    union_size: float
     equal_budget: float
     chance: float
     chance_union: float
@@ -279,14 +276,11 @@ def window_overlap(
             [
                 *(len(sets[3] & sets[i]) / top for i in range(3)),
                 len(sets[3] & union) / top,
-                len(union) / domain,
                 len(sets[3] & _top(merged, top)) / top,
             ]
         )
-    a, b, c, union_share, union_size, equal = np.mean(shares, axis=0).tolist()
-    return WindowOverlap(
-        (a, b, c), union_share, union_size, equal, top / domain, 1 - (1 - top / domain) ** 3
-    )
+    a, b, c, union_share, equal = np.mean(shares, axis=0).tolist()
+    return WindowOverlap((a, b, c), union_share, equal, top / domain, 1 - (1 - top / domain) ** 3)
 
 
 def _top(score: Floats, count: int) -> set[int]:

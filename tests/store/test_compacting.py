@@ -28,7 +28,7 @@ REFUSED = {"infllm", "infllm@release", "compactor", "compactor@attention"}
 #: Metrics that read them.
 REFUSED_METRICS = {
     *("window_overlap", "expectation", "expectation_steps"),
-    *("attention_loss", "projection_gap", "normal_distance"),
+    *("projection_gap", "normal_distance"),
 }
 
 #: Compositions, whose outer part reads what the inner one scores by.

@@ -1,4 +1,4 @@
-"""Agreement of two scores of some entries: ranks, the best few, mass lost.
+"""Agreement of two scores of some entries: ranks and correlations.
 
 Scores are [..., n], one number per entry; of equal ones the lower position comes first, as where a
 policy chooses.
@@ -29,15 +29,3 @@ def spearman(a: Floats, b: Floats) -> Floats:
 def places(scores: Floats) -> Ints:
     """Place of each entry in the order of the scores, 0 for the highest; [..., n]."""
     return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
-
-
-def lost(scores: Floats, mass: Floats, removed: Ints) -> Floats:
-    """Share of the mass that goes with the `removed` entries of the lowest scores.
-
-    mass [..., n], removed [p], numbers of entries; [..., p].
-    """
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    ordered = np.take_along_axis(np.broadcast_to(mass, scores.shape), order, -1)[..., ::-1]
-    gone = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1))
-    ordered.cumsum(-1, out=gone[..., 1:])
-    return gone[..., removed] / gone[..., -1:]

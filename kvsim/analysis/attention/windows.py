@@ -167,15 +167,13 @@ class WindowOverlap:
     chance: top keys / keys, the expected overlap of two independent sets; a little above the share,
     because a set of keys has a whole size.
 
-    before: each earlier block, the oldest first. union: all three together, whose size is
-    `union_size` of the keys. equal_budget: as many keys as in one top set, by the largest of the
-    three blocks' scores. Means over heads.
+    before: each earlier block, the oldest first. union: all three together. equal_budget: as many
+    keys as in one top set, by the largest of the three blocks' scores. Means over heads.
     """
 
     shares: Floats
     before: Floats
     union: Floats
-    union_size: Floats
     equal_budget: Floats
     chance: Floats
 
@@ -224,7 +222,6 @@ def window_overlap(
         shares=each,
         before=(last & earlier).sum(2).mean(1) / top,
         union=(last & union).sum(1).mean(0) / top,
-        union_size=union.mean((0, 1)),
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,8 @@ class Bursts:
     """Runs of evicted entries of one layer at each event. rows [E]; int [H, E] unless said.
 
     total: the entries among which runs are looked for; evicted: how many of them are evicted; runs:
-    maximal runs of them. longest, p95: the longest run, and the least length that 95% of the runs
-    do not exceed, 0 without a run. inside [lengths, H, E]: evicted entries in runs of at least
-    `lengths`.
+    maximal runs of them. longest: the longest run, 0 without one. inside [lengths, H, E]: evicted
+    entries in runs of at least `lengths`.
     """
 
     rows: Ints
@@ -35,7 +33,6 @@ class Bursts:
     evicted: Ints
     runs: Ints
     longest: Ints
-    p95: Ints
     inside: Ints
 
     @property
@@ -72,45 +69,33 @@ class _Runs:
 
 def dropped_bursts(
     evicted_at: EvictedAt,
-    kind: Literal["cumulative", "round"] = "cumulative",
     lengths: Sequence[int] = LENGTHS,
 ) -> Bursts:
-    """Runs of evicted entries: number, lengths, and the share of evicted entries in long ones.
-
-    kind: "cumulative" takes all positions that are gone after an event, in the order of the text;
-    "round" what the event itself evicts, in the order of the entries live before it: entries that
-    left earlier lie between nothing.
-    """
+    """Runs of positions that are gone after an event: number, lengths, share in long ones."""
     rows = event_rows(evicted_at)
     shape = len(evicted_at), len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
-    now = histogram(died, shape)[:, :-1]
-    gone = now.cumsum(-1)
-    everything = np.broadcast_to(rows + 1, gone.shape)
-    if kind == "cumulative":
-        total, evicted = everything, gone
-    else:
-        total, evicted = everything - gone + now, now
-    runs = _maximal_runs(died, len(rows), by_round=kind == "round")
+    gone = histogram(died, shape)[:, :-1].cumsum(-1)
+    runs = _maximal_runs(died, len(rows))
     inside = [_alive(runs, shape, runs.length * (runs.length >= least)) for least in lengths]
-    count = _alive(runs, shape, np.ones_like(runs.length))
+    longest = np.zeros(shape, np.int64)
+    np.maximum.at(longest, (runs.head, runs.start), runs.length)
     return Bursts(
         rows,
         tuple(lengths),
-        total,
-        evicted,
-        count,
-        _ranked(runs, count),
-        _ranked(runs, -(-19 * count // 20)),
+        np.broadcast_to(rows + 1, gone.shape),
+        gone,
+        _alive(runs, shape, np.ones_like(runs.length)),
+        np.maximum.accumulate(longest[:, :-1], -1),  # what is evicted stays so
         np.stack(inside),
     )
 
 
-def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
+def _maximal_runs(died: Ints, n_events: int) -> _Runs:
     """Every run that is maximal at some event, from the events [H, T] at which entries leave.
 
     The run of the entry that leaves last in it reaches to the nearest entries that leave later, and
-    is maximal until one of these leaves. by_round: its length counts the entries that leave last.
+    is maximal until one of these leaves.
     """
     heads, width = len(died), died.shape[1] + 1
     # heads in one line, an entry that never leaves before, between and behind them
@@ -120,13 +105,10 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
     level = line[places]
     highest = tops(line, width)
     left, right = above(highest, places, level, -1) + 1, above(highest, places, level, 1) - 1
-    _, indices, members = np.unique(
-        left * (n_events + 1) + level, return_index=True, return_counts=True
-    )
+    _, indices = np.unique(left * (n_events + 1) + level, return_index=True)
     left, right, level = left[indices], right[indices], level[indices]
-    length = members if by_round else right - left + 1
-    stop = level + 1 if by_round else np.minimum(line[left - 1], line[right + 1])
-    return _Runs((left - 1) // width, length, level, stop)
+    stop = np.minimum(line[left - 1], line[right + 1])
+    return _Runs((left - 1) // width, right - left + 1, level, stop)
 
 
 def _alive(runs: _Runs, shape: tuple[int, int], weight: Ints) -> Ints:
@@ -136,30 +118,6 @@ def _alive(runs: _Runs, shape: tuple[int, int], weight: Ints) -> Ints:
     for event, sign in ((runs.start, 1), (runs.stop, -1)):
         changes += sign * np.bincount(runs.head * shape[1] + event, weight, size).astype(np.int64)
     return changes.reshape(shape).cumsum(-1)[:, :-1]
-
-
-def _ranked(runs: _Runs, rank: Ints) -> Ints:
-    """Length of the `rank`-th shortest run at each event, from 1, 0 for rank 0; [H, E].
-
-    From the highest bit of the length to the lowest, all heads and events at once: of the runs
-    whose higher bits are those found so far, count the ones whose next bit is 0.
-    """
-    heads, n_events = rank.shape
-    bits = int(runs.length.max(initial=0)).bit_length()
-    rest, value = rank.copy(), np.zeros_like(rank)
-    head, event = np.arange(heads)[:, None], np.arange(n_events)
-    for bit in reversed(range(bits)):
-        group = (runs.head << bits) + (runs.length >> bit)
-        wanted = ((head << bits) + (value >> bit)) * (n_events + 1)
-        seen = np.zeros_like(rank)
-        for edge, sign in ((runs.start, 1), (runs.stop, -1)):
-            keys = np.sort(group * (n_events + 1) + edge)
-            reached = np.searchsorted(keys, wanted + event, side="right")
-            seen += sign * (reached - np.searchsorted(keys, wanted))
-        more = rest > seen
-        rest -= np.where(more, seen, 0)
-        value += np.where(more, 1 << bit, 0)
-    return np.where(rank > 0, value, 0)
 
 
 # ------------------------------------------- the nearest place on a line with a value above a bound

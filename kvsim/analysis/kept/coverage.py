@@ -34,7 +34,7 @@ class Coverage:
     rows [E]: the rows of the events. positions int [bins, E] and kept int [H, bins, E] by bins of
     equal width in x; curve [H, bins, E]: the share of each bin that is kept, NaN for a bin without
     a position. The other shares are [H, E]: overall, of all positions, which uniform sets have
-    everywhere; middle; edges, before and behind the middle; ratio, middle / overall.
+    everywhere; middle.
     """
 
     rows: Ints
@@ -43,8 +43,6 @@ class Coverage:
     curve: Floats
     overall: Floats
     middle: Floats
-    edges: Floats
-    ratio: Floats
 
 
 def kept_coverage(
@@ -65,17 +63,13 @@ def kept_coverage(
     positions_in = np.diff(positions[:bins], axis=0, prepend=0)
     kept_in = np.diff(kept[:, :bins], axis=1, prepend=0)
     n_middle, kept_middle = positions[-1] - positions[-2], kept[:, -1] - kept[:, -2]
-    kept_all: Ints = kept_in.sum(1)
-    share_overall, share_middle = kept_all / (rows + 1), share(kept_middle, n_middle)
     return Coverage(
         rows=rows,
         positions=positions_in,
         kept=kept_in,
         curve=share(kept_in, positions_in),
-        overall=share_overall,
-        middle=share_middle,
-        edges=share(kept_all - kept_middle, rows + 1 - n_middle),
-        ratio=share(share_middle, share_overall),
+        overall=kept_in.sum(1) / (rows + 1),
+        middle=share(kept_middle, n_middle),
     )
 
 

@@ -38,9 +38,6 @@ def _iou(subject: Subject) -> Iterator[Cells]:
     for layers, evicted_at in subject.layer_groups:
         pairs = retained_iou(evicted_at)
         yield Cells(layers, pairs.iou, "head", "", pairs.chance, pairs.rows)
-        for universe, values in (("old", pairs.survival), ("middle", pairs.middle)):
-            variant = f"universe={universe}"
-            yield Cells(layers, values, "head", variant, pairs.survival_chance, pairs.rows)
 
 
 def _coverage(subject: Subject) -> Iterator[Cells]:
@@ -48,16 +45,13 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
         coverage = kept_coverage(evicted_at, bins=1)  # no curve
         flat, rows = coverage.overall, coverage.rows
         yield Cells(layers, coverage.middle, "head", "", flat, rows)
-        yield Cells(layers, coverage.edges, "head", "edges", flat, rows)
-        yield Cells(layers, coverage.ratio, "head", "ratio", np.ones_like(flat), rows, unit="ratio")
 
 
 def _burst_length(subject: Subject) -> Iterator[Cells]:
     for layers, bursts in subject.bursts:
         yield Cells(layers, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
-        for name in ("p95", "longest"):
-            values = getattr(bursts, name).astype(np.float64)
-            yield Cells(layers, values, "head", name, events=bursts.rows)
+        longest = bursts.longest.astype(np.float64)
+        yield Cells(layers, longest, "head", "longest", events=bursts.rows)
 
 
 def _burst_share(subject: Subject) -> Iterator[Cells]:

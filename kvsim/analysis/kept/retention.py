@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, present, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
@@ -214,45 +214,26 @@ class RetainedIoU:
     """Consecutive retained sets K, K' of one layer; rows [E - 1]: the first event of each pair.
 
     [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the mean IoU of K with a random choice of as
-    many entries as K' from K and the entries that came since. survival,
-    |K and K'| / |K|, is the IoU over the positions there at the first event; middle that over
-    positions [sink, N - recent), N those at the first event, NaN where nothing is kept there;
-    survival_chance that of random choice for both.
+    many entries as K' from K and the entries that came since.
     """
 
     rows: Ints
     iou: Floats
-    survival: Floats
-    middle: Floats
     chance: Floats
-    survival_chance: Floats
 
 
-def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) -> RetainedIoU:
+def retained_iou(evicted_at: EvictedAt) -> RetainedIoU:
     """Return how much of each retained set is still there after the next event that acts."""
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
-    n_events = len(rows)
-    shape = heads, n_events + 1
+    shape = heads, len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
     sizes = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
     lost = _left_of(died, np.searchsorted(rows, np.arange(total)), shape)
-    pos = np.arange(sink, max(sink, total - recent))
-    inside = died[:, sink : sink + len(pos)]
-    since = np.searchsorted(rows + 1 - recent, pos + 1)  # the middle holds the position from here
-    middle = present(np.broadcast_to(since, inside.shape), inside, shape)[:, : n_events - 1]
-    lost_middle = _left_of(inside, since, shape)
     first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
-    pool = first + np.diff(rows)
-    return RetainedIoU(
-        rows[:-1],
-        share(both, first + second - both),
-        share(both, first),
-        share(middle - lost_middle, middle),
-        chance.iou(first, second, pool),
-        share(second, pool),
-    )
+    iou, pool = share(both, first + second - both), first + np.diff(rows)
+    return RetainedIoU(rows[:-1], iou, chance.iou(first, second, pool))
 
 
 def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:

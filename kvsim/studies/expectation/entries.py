@@ -54,13 +54,4 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "agreement_steps": _figure(
         "Agreement of expected and observed attention after each step of the expectation.",
         ("traces",), ("layers",), metrics=("expectation_steps",), prepare=_trace_table),
-    "attention_loss": _figure(
-        "Observed attention lost as keys are removed in the order of each step.",
-        ("traces",), ("layers",), metrics=("attention_loss",), prepare=_trace_table),
-    "normal_distance": _figure(
-        "Distance of each head's queries from normal.",
-        ("trace",), prepare=_computed("state_normality")),
-    "projection_gap": _figure(
-        "Mean exponential of the projections of queries on keys, next to normal projections.",
-        ("trace",), prepare=_computed("key_projections")),
 }  # fmt: skip

@@ -14,14 +14,14 @@ beyond a variance of about 2 log n: by `normal_gap`. Every number is `exact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.agreement import lost, pearson, spearman
+from kvsim.analysis.attention.agreement import pearson, spearman
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
@@ -142,12 +142,6 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
 #: From observed to expected attention; the last is Expected Attention.
 STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")
 
-#: Orders in which the loss curve prunes.
-ORDERS = (*STEPS, "key_norm", "random", "oracle")
-
-#: Shares of the keys that the loss curve removes.
-REMOVED = tuple(i / 20 for i in range(21))
-
 # The paper takes the moments of the first 1,000 of 5,000 tokens.
 _PAST = 5
 
@@ -157,7 +151,7 @@ class Expectation:
     """Attention on the keys of positions sink..cut-1, in logarithms.
 
     observed [layer, qhead, key]: mean over the `rows` rows from `cut` on. expected [step, layer,
-    qhead, key]: sums to 1 over the keys. key_norm [layer, qhead, key]: the key's length, itself.
+    qhead, key]: sums to 1 over the keys.
     """
 
     trace: str
@@ -166,7 +160,6 @@ class Expectation:
     rows: int
     observed: Floats = field(repr=False)
     expected: Floats = field(repr=False)
-    key_norm: Floats = field(repr=False)
 
     @property
     def keys(self) -> int:
@@ -182,19 +175,6 @@ class Expectation:
     def log_pearson(self) -> Floats:
         """Correlation of the logarithms; [step, layer, qhead]."""
         return pearson(self.expected, self.observed)
-
-    def loss(self, removed: Sequence[float] = REMOVED) -> Floats:
-        """Share of the observed mass that is lost with the keys removed; as `ORDERS` in order.
-
-        [order, layer, qhead, removed], `removed` shares of the keys, rounded down. `random` is the
-        mean over all orders.
-        """
-        count = np.floor(np.asarray(removed) * self.keys + 1e-9).astype(np.int64)
-        mass = np.exp(self.observed)
-        scores = np.concatenate([self.expected, [-self.key_norm, mass]])
-        loss = lost(scores, mass, count)
-        chance = np.broadcast_to(count / self.keys, loss[:1].shape)
-        return np.concatenate([loss[:-1], chance, loss[-1:]])
 
 
 def expected_and_observed(
@@ -221,8 +201,8 @@ def expected_and_observed(
     return Expectation(trace.name, cut, sink, rows, *arrays)
 
 
-def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Observed [qhead, key], expected [step, qhead, key] and length of the keys of one layer."""
+def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor]:
+    """Observed [qhead, key] and expected [step, qhead, key] of one layer."""
     end, before, scale = source.n_rows, unrotated(source), source.formula.scale
     keys = source.keys[:, :, sink:cut]
     # the transpose of the mean rotation over the future, cut..end-1
@@ -237,9 +217,7 @@ def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor,
         _, mu, sigma = moments(rows)
         logits.append(expected_logits(at, mu, sigma, scale).double())
     expected = torch.stack(logits)[:, 0].log_softmax(-1)
-    length = torch.linalg.vector_norm(keys[0], dim=-1).double()
-    lengths = length.repeat_interleave(observed.shape[2], 0)
-    return observed[0].flatten(0, 1), expected.flatten(1, 2), lengths
+    return observed[0].flatten(0, 1), expected.flatten(1, 2)
 
 
 def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, Expectation
+from kvsim.studies.expectation.expectation import STEPS, Expectation
 from kvsim.studies.expectation.normality import ks_by_chance
 from kvsim.studies.expectation.queries import queries
 
@@ -32,13 +32,6 @@ def _expected(values: Values) -> Callable[[Analysis], Iterator[Cells]]:
 def _steps(values: Floats) -> Iterator[tuple[str, Floats, None]]:
     """Values [step, layer, qhead] of each step."""
     return ((step, by_layer, None) for step, by_layer in zip(STEPS, values, strict=True))
-
-
-def _loss(expectation: Expectation) -> Iterator[tuple[str, Floats, None]]:
-    loss = expectation.loss(REMOVED)  # [order, layer, qhead, removed]
-    for order, by_layer in zip(ORDERS, loss, strict=True):
-        for place, removed in enumerate(REMOVED):
-            yield f"{order},removed={removed:g}", by_layer[..., place], None
 
 
 def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
@@ -74,17 +67,12 @@ METRICS: Mapping[str, Metric] = {
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
         arrays=_ROWS, after="expectation"),
-    "attention_loss": Metric(
-        "share of observed attention lost with keys removed in the order of a score",
-        "trace", "share", None, "as expectation_steps", _expected(_loss),
-        main=f"{STEPS[-1]},removed=0.5", default=False,
-        arrays=_ROWS, after="expectation_steps"),
     "projection_gap": Metric(
         "a key's log mean exponential over queries less that of normal ones: median over heads and "
         "keys, and its distance from 0",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
         main=f"skip={SINK}", default=False,
-        arrays=_ROWS, after="attention_loss"),
+        arrays=_ROWS, after="expectation_steps"),
     "normal_distance": Metric(
         "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
         "next to that of normal samples",

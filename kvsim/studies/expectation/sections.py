@@ -32,11 +32,8 @@ def _expectation(study: Study) -> str:
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
     first = study.first.of(queries).expectation
     shown, fewer = (places(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
-    loss = partial(plots.attention_loss, study.table, layers=shown)
-    pictures = [
-        image("Agreement by step", partial(plots.agreement_steps, study.table, layers=shown)),
-        image("Attention lost with keys removed", loss),
-    ]
+    steps = partial(plots.agreement_steps, study.table, layers=shown)
+    pictures = [image("Agreement by step", steps)]
     if first is not None:
         alt = f"Expected against observed attention, {first.trace}"
         pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
@@ -60,16 +57,7 @@ def _queries(study: Study) -> str:
         ("gap", "projection_gap", "skip=4", False),
         ("gap, all queries", "projection_gap", "skip=0", False),
     ]
-    reading, trace, pictures = study.first.of(queries), study.first.trace, []
-    if reading.normality is not None:
-        normality = reading.normality
-        alt = f"Distance from normal by head, {trace.name}"
-        pictures.append(image(alt, lambda: plots.normal_distance(normality)))
-    if 4 in reading.projections:
-        alt = f"Gap of the mean exponential, {trace.name}"
-        pictures.append(image(alt, lambda: plots.projection_gap(reading.projections[4])))
-    body = lines([by_layer(study, head), *pictures])
-    return section("How queries are distributed", note, body)
+    return section("How queries are distributed", note, by_layer(study, head))
 
 
 SECTIONS = {

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.agreement import lost, pearson, places, spearman
+from kvsim.analysis.attention.agreement import pearson, places, spearman
 from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import (
-    ORDERS,
     STEPS,
     expected_and_observed,
 )
@@ -84,14 +83,12 @@ def test_every_step_equals_the_definition(case, data):
 
     np.testing.assert_allclose(np.exp(found.observed), observed, rtol=1e-7, atol=1e-280)
     np.testing.assert_allclose(np.exp(found.expected), expected, rtol=1e-7, atol=1e-280)
-    lengths = np.linalg.norm(case.k[:, :, sink:cut], axis=-1)
-    np.testing.assert_allclose(found.key_norm, lengths.repeat(case.shape[2], 1))
     assert (found.keys, found.rows) == (cut - sink, case.n - cut)
 
 
 @given(pairs=st.lists(st.tuples(*[st.integers(-3, 3).map(float)] * 2), min_size=2), data=st.data())
 def test_agreement_equals_loops(pairs, data):
-    """Ranks with ties, correlations and the mass that goes, entry by entry."""
+    """Ranks with ties, and correlations, entry by entry."""
     a, b = np.array(pairs).T
     n = len(a)
 
@@ -107,28 +104,19 @@ def test_agreement_equals_loops(pairs, data):
     top = set(sorted(range(n), key=lambda i: (-a[i], i))[:k])
     assert set(np.flatnonzero(places(a) < k)) == top
 
-    mass = np.arange(1.0, n + 1)
-    order = sorted(range(n), key=lambda i: (a[i], -i))
-    expected = [sum(mass[i] for i in order[:gone]) / mass.sum() for gone in range(n + 1)]
-    np.testing.assert_allclose(lost(a, mass, np.arange(n + 1)), expected)
-
 
 def test_tables_hold_what_the_arrays_do():
     """Each row is found again under its step, layer and query head."""
     found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
-    names = ["expectation_steps", "attention_loss"]
     sample = kvsim.open_trace(kvsim.sample_trace())
     analysis = Analysis(sample, given={queries: Queries(sample, cut=60)})
-    table = kvsim.measure(analysis, metrics=names)
+    table = kvsim.measure(analysis, metrics=["expectation_steps"])
 
-    counts = dict(table.group_by("metric").len().iter_rows())
-    assert counts == dict(zip(names, (96, len(ORDERS) * 21 * 24), strict=True))
+    assert table.height == 96
     step = STEPS.index("mean_rotation")
     row = table.row(by_predicate=at(variant="mean_rotation", layer=2, qhead=5), named=True)
     assert row["value"] == found.spearman[step, 2, 5]
     assert (row["trace"], row["policy"], row["fidelity"]) == ("sample", None, "exact")
-    row = table.row(by_predicate=at(variant="oracle,removed=0.3", layer=1, qhead=0), named=True)
-    assert row["value"] == found.loss((0.3,))[-1, 1, 0, 0]
 
 
 def at(**values):
