@@ -12,7 +12,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.errors import PolicyError
-from traces import changed, random_trace
+from traces import random_trace
 
 
 def outcome():
@@ -99,17 +99,6 @@ def test_what_is_not_known_has_no_row(changes, missing):
     found = values(measure_live([subject(other)]))
 
     assert values(measure_live([subject()])).keys() - found.keys() == missing
-
-
-def test_an_event_after_the_context_reaches_the_first_token_too():
-    """The last row of the prompt sees what such an event has left."""
-    given = subject()
-    trace = changed(given.trace, context_len=12)
-    for compress, expected in (("prompt", 0.25), ("context", 0.2), ("both", 0.2)):
-        record = replace(given.record, compress=compress)
-        table = measure_live([LiveSubject(trace, record, outcome())], ["response_kl"])
-
-        assert values(table) == {"response_kl": pytest.approx(expected)}
 
 
 def test_rows_have_the_errors_of_the_live_run():

@@ -138,23 +138,6 @@ def test_the_share_counts_what_a_policy_protects(trace):
     assert abs(mass[guarded] - mass[plain]) > 1e-3
 
 
-def test_heads_that_share_a_budget_are_compared_with_heads_that_do(trace, attention):
-    """The optimum of adakv gives heads different numbers of entries, and beats that of each."""
-    shared = kvsim.policy("adakv+tova", protect=Protection(sink=1))
-    alone = kvsim.policy("tova", protect=Protection(sink=1))
-    best = {}
-    for policy in (shared, alone):
-        record = kvsim.replay(trace, policy, 12, interval=5, prefill=True)
-        best[policy.name] = optimum(trace, policy, record)
-
-    together = best["adakv+tova"]
-    assert (together.retained(54).sum((1, 2)) == 24).all()
-    assert (together.retained(54).sum(2) != 12).any()
-    assert together.kept(69)[..., 0].all()
-    mass = [retained_by(attention, best[name], 1) for name in ("adakv+tova", "tova")]
-    assert (mass[0] > mass[1]).all()
-
-
 def test_a_record_without_a_certificate_is_no_optimum(trace):
     """`measure` takes records of `optimum` beside those that it measures, and no others."""
     record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=5)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.overview import fidelity_shares, summarise
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.summaries import (
     RESAMPLES,
     Interval,
@@ -96,19 +96,6 @@ def test_what_cannot_be_measured_is_counted_and_not_zero():
     assert found["output_error"]["low"] is None
 
 
-def test_budgets_are_told_apart_as_they_were_asked_for():
-    """25 % of two traces of different lengths is one budget, 64 entries another."""
-    values = table(
-        row("a", "tova", 0.2, budget=20, share="25%"),
-        row("b", "tova", 0.4, budget=30, share="25%"),
-        row("a", "tova", 0.6),
-    )
-
-    assert dict(averages(values).select("requested", "mean").rows()) == pytest.approx(
-        {"25%": 0.3, "64": 0.6}
-    )
-
-
 @pytest.mark.parametrize(
     ("n_layers", "expected"), [(28, (8, 12, 8)), (3, (1, 1, 1)), (12, (3, 6, 3)), (1, (0, 1, 0))]
 )
@@ -193,22 +180,6 @@ DRAWS = st.lists(
 
 
 @given(DRAWS)
-def test_the_strongest_level_speaks_for_a_place(draws):
-    """One value in each place that has one, and it is of the first level there is."""
-    values = levelled(draws)
-    found = strongest(values)
-    place = ["trace", "policy", "layer", "metric"]
-
-    assert not found.select(place).is_duplicated().any()
-    assert found.select(place).n_unique() == values.select(place).n_unique()
-    for one in found.to_dicts():
-        there = [
-            x["fidelity"] for x in values.to_dicts() if all(x[name] == one[name] for name in place)
-        ]
-        assert one["fidelity"] == min(there, key=LEVELS.index)
-
-
-@given(DRAWS)
 def test_means_are_never_over_two_levels_of_one_value(draws):
     """The strongest level of each value counts; none is over two of live, judged and replayed."""
     values = levelled(draws)
@@ -253,21 +224,3 @@ def test_several_models_have_no_common_mean(mean):
         averages(both, "model").filter(model="a").drop("model").equals(averages(table(*rows[:4])))
     )
     assert mean(both.drop("model")) is not None  # of an earlier version
-
-
-def test_shares_of_fidelity_leave_out_what_stands_for_no_policy():
-    """Values of traces, nulls, other variants and metrics do not count; layers count once."""
-    values = table(
-        row("a", "tova", 0.1, fidelity="exact"),
-        *(row("a", "tova", 0.1, layer=n, head=head) for n in (1, 2) for head in range(n)),
-        row("a", "tova", None, layer=3),
-        row("a", "tova", 0.1, layer=4, metric="burst_share"),  # no metric of a summary
-        row("a", "tova", 0.1, variant="absolute", fidelity="exact"),
-        row("a", None, 0.1, metric="sparsity", fidelity="exact"),
-        row("a", "full", 0.0, fidelity="exact"),
-    )
-    found = fidelity_shares(values).select("fidelity", "values", "of").rows()
-
-    assert found == [("exact", 2, 4), ("open", 2, 4)]
-    exact = summarise(values, ["output_error"]).select("policy", "exact").rows()
-    assert exact == [("tova", pytest.approx(1 / 3)), ("full", 1.0)]

@@ -154,36 +154,6 @@ def test_the_selection_layer_is_where_replay_selects(layers, others):
     assert (set(at.values()) == {None}) == (layers == 3)
 
 
-def test_variants_name_what_departs_from_the_rule():
-    """Thresholds at each k; at ASL's own a quarter, half, double the look-back, other layers."""
-    rules = ("look_back=2", "look_back=4", "look_back=10", "first_layer=4", "first_layer=14")
-    own = [f"tau={tau:g}" for tau in TAUS] + [f"tau=0.3,{rule}" for rule in rules]
-    variants = measured(settling_trace(28), ["selection_layer"], rule=ASL(window=8))["variant"]
-    assert variants.to_list() == [f"k={k},{name}" for k in ("10%", "25%", "50%") for name in own]
-    given = measured(
-        settling_trace(6), ["selection_layer"], ks=(3,), rule=ASL(tau=0.25, window=8, look_back=2)
-    )
-    assert given["variant"].to_list() == [
-        *(f"k=3,tau={tau:g}" for tau in (*TAUS, 0.25)),
-        *("k=3,tau=0.25,look_back=3", "k=3,tau=0.25,first_layer=1", "k=3,tau=0.25,first_layer=3"),
-    ]
-
-
-def test_chance_of_a_union_is_what_random_rankings_have():
-    """Of three layers with 5 of 20 tokens each, over 2,000 draws."""
-    rng = np.random.default_rng(0)
-    drawn = [
-        len(set().union(*(rng.choice(20, 5, replace=False).tolist() for _ in range(3)))) / 5
-        for _ in range(2_000)
-    ]
-    # 20 of 28 tokens lie before the window; layer 2 of 6 is the first, so three are compared
-    trace = settling_trace(6, n=32)
-    found = measured(trace, ["rank_union"], ks=(5,), rule=ASL(window=8))
-
-    assert found["chance"].to_list() == pytest.approx([np.mean(drawn)] * 4, abs=0.02)
-    assert found.filter(pl.col("metric") != "rank_union").is_empty()
-
-
 def test_normal_samples_are_no_farther_from_normal_than_chance():
     """Chance falls with the root of their number, and queries that are normal have it."""
     assert ks_by_chance(400) == pytest.approx(ks_by_chance(100) / 2, rel=0.1)
@@ -216,20 +186,6 @@ def test_a_trace_alone_has_all_of_its_metrics():
     assert asked.filter(metric="layer_entropy").equals(table.filter(metric="layer_entropy"))
     with pytest.raises(PolicyError, match=r"output_error is about a record, and only a trace"):
         kvsim.measure(sample, metrics=["layer_entropy", "output_error"])
-
-
-def test_overlap_of_layers_is_that_of_their_first_tokens():
-    """Jaccard index with the layer before, from the second layer on; chance is below it."""
-    trace = settling_trace(6)
-    places = Ranks(trace, rule=ASL(window=8)).ranking.ranks
-    table = measured(trace, ("rank_overlap",), ks=(20,), rule=ASL(window=8))
-    tops = [set(of_layer.argsort()[:20].tolist()) for of_layer in places]
-
-    expected = [len(a & b) / len(a | b) for a, b in itertools.pairwise(tops)]
-    assert table["layer"].to_list() == [1, 2, 3, 4, 5]
-    assert table["value"].to_list() == pytest.approx(expected)
-    shared = 20 * 20 / len(places[0])
-    assert table["chance"].to_list() == pytest.approx([shared / (40 - shared)] * 5)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 import kvsim
 from apps.dashboard import line_charts, runs
 from kvsim.analysis.folder import read_run
-from kvsim.analysis.fronts import front
-from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import averages, stages
@@ -89,19 +87,6 @@ def test_means_are_those_of_the_table(opened, ran):
     assert app.text[0].value == "\n".join(verdict)
 
 
-@pytest.mark.parametrize(
-    "variant", ["length=32,threshold=0", "length=16,threshold=0", "length=32,threshold=0.1"]
-)
-def test_every_variant_can_be_shown(opened, ran, variant):
-    """The main one at first; chance stands beside it where it is known."""
-    app = opened(ran, "compare", run="several", metric="wipeout", variant=variant)
-    expected = averages(table_of(ran, metric="wipeout", variant=variant))
-    main = METRICS["wipeout"].main
-
-    assert app.selectbox(key="variant").options[0] == main
-    assert numbers(app.dataframe[0].value) == numbers(expected.filter(pl.col("mean").is_not_null()))
-
-
 @pytest.mark.parametrize("by", ["stage", "domain"])
 def test_a_split_has_a_panel_for_each_part(opened, ran, by):
     """Stages of the model from each trace's layers, labels where prompts differ."""
@@ -115,19 +100,6 @@ def test_a_split_has_a_panel_for_each_part(opened, ran, by):
     assert numbers(app.dataframe[0].value) == numbers(expected)
     assert titles == [f"{by} {one}" for one in expected[by].unique().sort()]
     assert app.selectbox(key="by").options == ["nothing", "stage", "domain"]
-
-
-def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
-    """Entries seen beside error and wipe-out, the best filled."""
-    app = opened(ran, "compare", run="several")
-    shown = app.dataframe[1].value
-    for name in ("output_error", "wipeout"):
-        own = shown[shown["metric"] == name]
-        wanted = averages(table_of(ran, metric=name, variant=METRICS[name].main))
-        seen = averages(table_of(ran, metric="entries_seen"))
-        assert list(own["mean"]) == wanted["mean"].to_list()
-        assert list(own["seen"]) == seen["mean"].to_list()
-        assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
 
 
 def test_a_damaged_run_is_a_message(opened, ran):

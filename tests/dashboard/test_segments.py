@@ -1,7 +1,6 @@
 """The page of segments: its numbers are those of kvsim, every control works, tokens are text."""
 
 import base64
-import io
 import json
 
 import numpy as np
@@ -118,21 +117,6 @@ def test_the_figure_draws_the_event(page, trace):
     assert figure["protected"][0].tolist() == must
     both = sorted([*figure["stays"][0].tolist(), *must])
     assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()
-
-
-def test_downloads_are_the_tables_and_the_figure(page, trace):
-    """A row for each segment of each event; the figure is a PNG."""
-    app = page(layer="0")
-    record, _ = replayed(trace, 0)
-    table, figure = app.get("download_button")
-    assert table.proto.label == "Segments of all events as CSV"
-    assert figure.proto.label == "Figure as PNG"
-
-    stored = pl.DataFrame(app.dataframe[1].value)
-    last = segmented(record, 0, 0)[-1].table()
-    assert stored["quota"].to_list() == last["quota"].to_list()
-    read = pl.read_csv(io.StringIO(last.write_csv()))
-    assert read["kept"].sum() == 128
 
 
 @pytest.mark.parametrize(

@@ -39,25 +39,3 @@ def test_a_broken_or_unfinished_trace_is_a_message(opened, folder, page, name, s
     assert not app.exception
     assert app.error[0].value == "This trace cannot be read."
     assert says in app.text[0].value
-
-
-def test_what_was_computed_is_not_computed_again(opened, folder, monkeypatch):
-    """A second look at a head asks kvsim for nothing."""
-    from apps.dashboard import cache
-
-    asked = []
-    for name in ("attention_tile", "head_table"):
-        known = getattr(cache, name)
-        counted = lambda *a, known=known, name=name: (asked.append(name), known(*a))[1]  # noqa: E731
-        monkeypatch.setattr(cache, name, counted)
-    cache.attention.clear()
-    cache.heads.clear()
-    app = opened(folder, "trace", trace="more/plain.zarr", layer="1")
-    assert sorted(asked) == ["attention_tile", "head_table"]
-
-    app.selectbox(key="head").set_value(1)
-    app.run()
-    assert asked[2:] == ["attention_tile"]
-    app.selectbox(key="head").set_value(0)
-    app.run()
-    assert len(asked) == 3

@@ -71,19 +71,6 @@ def test_the_retention_map_shows_what_is_held_and_not_read(trace):
     assert labels[:3] == ["seen", "held, not read", "evicted"]
 
 
-def test_the_retention_map_marks_the_needle():
-    """A bar over the positions of the needle in each panel, which the legend names."""
-    sample = kvsim.open_trace(kvsim.sample_trace("smollm2"))
-    policies = [kvsim.policy("streaming_llm"), kvsim.policy("random")]
-    figure = plots.retention_map(
-        sample, [kvsim.replay(sample, policy, budget=64, interval=64) for policy in policies]
-    )
-
-    bars = [axis.patches for axis in figure.axes if axis.images]
-    assert [[(bar.get_x(), bar.get_width()) for bar in drawn] for drawn in bars] == [[(52, 15)]] * 2
-    assert figure.legends[0].get_texts()[-1].get_text() == "needle"
-
-
 def deep(seed=0, layers=12, n=90, name="deep"):
     """A trace whose layers look at the same tokens from the middle on."""
     torch.manual_seed(seed)

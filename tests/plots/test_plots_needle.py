@@ -75,21 +75,6 @@ def test_each_cell_is_the_mean_of_its_prompts():
     assert "open)" in figure.get_suptitle()
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        made().drop("length"),
-        made().filter(pl.lit(value=False)),
-        made().with_columns(metric=pl.lit("wipeout")),
-        made().with_columns(depth=None),
-    ],
-)
-def test_a_table_without_needles_is_refused(table):
-    """One line, with the command that writes such prompts."""
-    with pytest.raises(PolicyError, match=r"no needle_recall by length and depth; .*kvsim prompts"):
-        plots.needle(table)
-
-
 def test_answers_of_a_live_run_are_drawn_too():
     """The same grid of another metric; any other is refused."""
     table = made().with_columns(metric=pl.lit("answer_right"))

@@ -7,8 +7,6 @@ import pytest
 import kvsim
 from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
-from kvsim.analysis.summaries import stages
-from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.summary import iou_by, middle_coverage, position_density
 from traces import random_trace
 
@@ -58,14 +56,6 @@ def test_coverage_is_the_share_kept_by_position(traces, records):
     assert list(lines(large)) == ["tova", "snapkv@original"]
 
 
-def test_what_cannot_be_shown_is_an_error(traces, records):
-    """A record of another trace, and records in which nothing leaves."""
-    with pytest.raises(TraceError, match="a record of 'b', but the traces are a"):
-        middle_coverage(traces[:1], records)
-    with pytest.raises(PolicyError, match="nothing left the cache"):
-        middle_coverage(traces, [kvsim.replay(traces[0], kvsim.policy("tova"), budget=90)])
-
-
 @pytest.fixture(scope="module")
 def table(traces, records):
     """IoU of the records; the traces are of two domains."""
@@ -81,23 +71,6 @@ def overlaps(table, **place):
     """IoU of consecutive kept sets, mean over layers and heads, then over prompts."""
     chosen = table.filter(variant="", **place)
     return chosen.group_by("trace").agg(pl.col("value").mean())["value"].mean()
-
-
-def test_bars_are_the_iou_by_stage(table):
-    """Of a model of two layers the first is early, the last late."""
-    figure = iou_by(stages(table, 2), "stage")
-
-    small = figure.axes[0]
-    assert [tick.get_text() for tick in small.get_xticklabels()] == ["early", "late"]
-    tova, snapkv = small.containers[0], small.containers[2]  # each followed by its whiskers
-    assert [one.get_label() for one in (tova, snapkv)] == ["tova", "snapkv@original"]
-    for policy, bars in (("tova", tova), ("snapkv@original", snapkv)):
-        for layer, bar in enumerate(bars):
-            expected = overlaps(table, policy=policy, budget=12, layer=layer)
-            assert bar.get_height() == pytest.approx(expected)
-    assert small.get_ylabel() == "IoU of consecutive kept sets"
-    assert "mean over 2 prompts" in figure.get_suptitle()
-    assert "(fidelity: exact, open)" in figure.get_suptitle()
 
 
 def test_bars_by_label_stand_beside_chance(table):

@@ -9,7 +9,6 @@ from matplotlib.colors import to_hex
 import kvsim
 from kvsim.analysis.kept.states import STRIP_STATES as STATES
 from kvsim.analysis.kept.states import strip, strips_after
-from kvsim.plots import events as module
 from kvsim.plots.events import bursts
 from kvsim.schema import NEVER
 from traces import random_trace
@@ -124,30 +123,3 @@ def test_brackets_are_the_bursts(trace, records):
         f"30 kept, {sum(found[0].lengths >= 8)} burst\nlongest run evicted: "
         f"{found[0].lengths.max()}"
     )
-
-
-@pytest.mark.parametrize("length", [5, 40, 64, 65, 200])
-def test_the_closer_look_is_at_the_longest_run(length):
-    """All of a short run and what is around it; of a long one where the others keep most."""
-    gone = np.full(300, NEVER, np.int32)
-    gone[20 : 20 + length] = 299
-    other = np.full(300, 299, np.int32)
-    other[::9] = NEVER
-    kept = range(20 + length - 30, 20 + length - 10)
-    other[kept[0] : kept[-1] + 1] = NEVER
-
-    found = [strip("a", gone, 299), strip("b", other, 299)]
-    if length < 9:
-        other[::4] = NEVER
-        found[1] = strip("b", other, 299)
-    first, last = module._stretch(found)
-
-    if length <= 64:
-        assert first <= 20 < 20 + length - 1 <= last
-        assert last - first < 80
-    else:
-        assert first >= 20
-        assert last <= 20 + length - 1
-        assert last - first == 63
-        counts = [(other[p : p + 64] == NEVER).sum() for p in range(20, 20 + length - 63)]
-        assert first == 20 + int(np.argmax(counts))

@@ -1,6 +1,5 @@
 """The text of a trace as a figure and as HTML, hostile tokens included, and bars of lift."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,7 +14,6 @@ from kvsim.analysis.kept.states import spaced, token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.live.table import kl_by_token, measure_judged
 from kvsim.core.outcome import Forced, Outcome
-from kvsim.errors import NeedsError, PolicyError, TraceError
 from kvsim.plots.records import lift_bars
 from kvsim.plots.text import kl_html, kl_text, token_html, token_text
 from traces import random_trace
@@ -110,24 +108,6 @@ def test_states_are_those_of_the_head_after_the_event(trace, record):
     assert [STATES[code] for code in found.codes] == states(record, 1, 0, last)
     assert [STATES[code] for code in early.codes] == states(record, 0, 1, 60)
     assert len({*found.codes}) == 3
-
-
-def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
-    """Needed after the row of their eviction, and not at or before it; each has its colour."""
-    gone, row = record.evicted_at[1, 0].astype(int), max(record.events)
-    later = np.where(np.arange(90) % 2, gone + 1, gone)
-    expected = [
-        "missed" if state == "evicted" and p % 2 else state
-        for p, state in enumerate(states(record, 1, 0, row))
-    ]
-
-    found = token_states(trace, record, needed=later)
-    read = Read()
-    read.feed(token_html(trace, record, needed=later))
-
-    assert [STATES[code] for code in found.codes] == expected
-    assert {title for title, _ in read.runs} == {*STATES[:4]}
-    assert found.counts()["missed"] == expected.count("missed") > 5
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6))
@@ -242,24 +222,3 @@ def test_bars_are_lifts_with_wilsons_interval():
     assert axis.get_ylabel() == "token (positions)"
     assert "layer 1, all heads, with 95 % interval (fidelity: open)" in figure.get_suptitle()
     lift_bars(trace, record).draw_without_rendering()  # no token is taken for mathematics
-
-
-def test_what_cannot_be_shown_is_an_error(trace, record):
-    """No text, a row outside, a record of another trace, no frequent token."""
-    with pytest.raises(NeedsError, match="no text of its tokens"):
-        token_text(made(None), record)
-    with pytest.raises(IndexError, match="row is 90"):
-        token_html(trace, record, row=90)
-    with pytest.raises(TraceError):
-        token_html(trace, replace(record, prompt_len=31))
-    with pytest.raises(PolicyError, match="no token of small is on 50 positions"):
-        lift_bars(made(["a", "b"]), record, least=50)
-    table, *_ = judged(trace, "tova", "knorm", "random", "h2o", "full")
-    with pytest.raises(PolicyError, match="5 results of small do not fit a figure"):
-        kl_text(trace, table)
-    table = table.filter(policy="tova")
-    with pytest.raises(NeedsError, match="no text of its tokens"):
-        kl_text(made(None), table)
-    for other in (made(["a"], n=60), made(["a"], name="other")):
-        with pytest.raises(PolicyError, match="the table has no response_kl_tokens of the tokens"):
-            kl_text(other, table)

@@ -120,18 +120,6 @@ def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
         write_report([alone], tmp_path / "x.html", metrics=["wiped"])
 
 
-def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
-    """Every claim is on the page, with the command that gives what it lacks."""
-    out = write_report([saved(tmp_path / "r", {"h2o": [0.1, 0.2]})], tmp_path / "r.html")
-    page = read(out)
-
-    for paper, number in (("Q", 13), ("G", 14), ("E", 7), ("S", 6)):
-        for i in range(1, number + 1):
-            assert f"<td>{paper}{i}</td>" in out.read_text("utf-8")
-    assert "kvsim replay --policy tova,ams --interval N --no-prefill --out RUN" in page.text
-    assert "kvsim report RUN TRACE..." in page.text
-
-
 def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     """With what was expected; nothing is written."""
     empty = tmp_path / "empty"

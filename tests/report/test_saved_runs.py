@@ -14,7 +14,6 @@ from kvsim.analysis.folder import bind, read_run
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
 from kvsim.store import inputs
-from kvsim.store.inputs import digests
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace
@@ -178,37 +177,6 @@ def test_what_is_no_file_of_a_run_is_refused_at_once(run, tmp_path, name, kind):
 
     with pytest.raises(OutputError, match=r"damaged|missing"):
         contents(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("shape", [1, 1, 1 << 40]),
-        ("shape", [1 << 40, 1, 40]),
-        ("shape", [1, 1]),
-        ("shape", "x"),
-        ("data_type", "float32"),
-        ("codecs", []),
-    ],
-)
-def test_metadata_of_records_bound_what_is_decoded(run, tmp_path, name, value):
-    """Shapes, types and codecs that `write_records` does not write."""
-    folder = run.save(tmp_path / "run")
-    path = folder / "records.zarr" / "0" / "evicted_at" / "zarr.json"
-    document = json.loads(path.read_text()) | {name: value}
-    if name == "shape" and value[2:] and value != "x":
-        document["chunk_grid"]["configuration"]["chunk_shape"] = [1, *value[1:]]
-    path.write_text(json.dumps(document))
-    root = folder / "records.zarr" / "zarr.json"
-    document = json.loads(root.read_text())
-    files = document["attributes"]["files"]
-    files |= digests(folder / "records.zarr", *files)
-    root.write_text(json.dumps(document))
-    bind(folder, json.loads((folder / "run.json").read_text()))
-
-    with pytest.raises(OutputError, match="damaged") as error:
-        read_records(folder / "records.zarr")
-    assert "SHA-256" not in str(error.value)
 
 
 def test_records_of_another_run_are_refused(run, tmp_path):

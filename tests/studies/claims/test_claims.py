@@ -375,24 +375,6 @@ def test_a_claim_holds_or_not_by_what_is_planted(number, words, make):
     assert right.n == PROMPTS
 
 
-def test_a_claim_about_two_policies_is_about_their_paired_difference():
-    """At each budget, on the prompts that both have."""
-    base = np.arange(1.0, 10.0)
-    found = table(
-        rows("tova", base + np.resize([0.2, 0.3], 9), few=True),
-        rows("ams", base[:2], few=True),
-        rows("tova", base, budget=32, few=True),
-        rows("ams", base + 0.1, budget=32, few=True),
-    )
-    one = answer(found, "Q8", "every scorer")
-
-    assert list(one.means) == ["budget 32"]
-    assert one.omitted == "1 cell left out: too few prompts"
-    assert one.verdict == NOT
-    assert one.means["budget 32"] == pytest.approx(-0.1 / (base.mean() + 0.05))
-    assert one.tested == "output_error: tova minus ams"
-
-
 def test_schedules_are_not_mixed():
     """Another schedule is another case, and none in common is no evidence."""
     more, less = [2.0, 2.1], [1.0, 1.1]
@@ -411,47 +393,6 @@ def test_schedules_are_not_mixed():
         "budget 64, after: every 16 rows",
         "budget 64, after: every 32 rows",
     ]
-
-
-def test_ablations_are_pairs_that_differ_in_one_parameter():
-    """Whatever else the pair shares; a pair that differs in more is none."""
-    small = {"window": 32, "credit_decay": 0.5}
-    found = table(
-        rows("ams", [1.0, 1.1]),
-        rows("ams", [1.5, 1.6], params={"credit": False, "window": 32}),
-        rows("ams", [2.0, 2.1], params={"weights": "length"} | small),
-        rows("ams", [1.0, 1.1], params=small),
-    )
-    by_length = answer(found, "Q6", "by length")
-
-    assert by_length.verdict == HOLDS
-    assert list(by_length.means) == ["budget 64, ams (weights=length)"]
-    credit = answer(found, "Q5", "raises the IoU")
-    assert credit.verdict == OPEN
-    assert "with one schedule and all else equal" in credit.why
-
-
-def test_the_wipe_out_claim_is_over_the_whole_grid():
-    """Every length and threshold is a cell, one against it is enough, and the last event counts."""
-    grid = [
-        row
-        for variant, less in (("length=16,threshold=0", 0.1), ("length=32,threshold=0", 0.9))
-        for name, value in (("tova", 0.5), ("ams", less))
-        for event, share in ((100, 1.0 - value), (200, value))
-        for row in rows(name, [share, share + 0.01], "wipeout", variant, event=event)
-    ]
-    nothing = [
-        row
-        for name in ("tova", "ams")
-        for row in rows(name, [0.0, 0.0], "wipeout", "length=64,threshold=0", event=200)
-    ]
-    one = answer(table(grid, nothing), "Q1")
-
-    assert one.means == {
-        "budget 64, length=16,threshold=0": pytest.approx(0.4 / 0.305),
-        "budget 64, length=32,threshold=0": pytest.approx(-0.4 / 0.705),
-    }
-    assert one.verdict == NOT
 
 
 @given(
@@ -493,22 +434,3 @@ def test_a_policy_is_not_tested_at_a_budget_that_is_mostly_its_window():
     alone = answer(table(*parts[::2]), "Q8", "every scorer")
     assert alone.verdict == OPEN
     assert alone.why == "1 cell left out: a window of more than half of the budget"
-
-
-@pytest.mark.parametrize(
-    ("judged", "tested", "verdict"),
-    [
-        (("tova", "ams"), "response_kl: tova minus ams", NOT),
-        (("tova",), "layer_error: tova minus ams", HOLDS),
-        ((), "layer_error: tova minus ams", HOLDS),
-    ],
-)
-def test_what_is_better_is_said_by_the_best_evidence_of_both(judged, tested, verdict):
-    """By KL where the model judged both settings, else by their errors, which may differ."""
-    errors = pair(("tova", {}), ("ams", {}), "layer_error")(+1)
-    by_kl = pair(("tova", {}), ("ams", {}), "response_kl", fidelity="judged", layer=None)(-1)
-    known = [row for row in by_kl if row["policy"] in judged]
-
-    one = answer(table(errors, known), "Q8", "every scorer")
-
-    assert (one.tested, one.verdict) == (tested, verdict)

@@ -18,9 +18,7 @@ from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking
 from kvsim.studies.layers.tables import (
     Diagnosis,
     diagnose,
-    distribution,
     layer_table,
-    selection_table,
 )
 from kvsim.testing.strategies import cases
 from reference import propagation
@@ -244,22 +242,6 @@ def test_the_layer_table_has_every_layer(several):
         assert rows["relative_variance"].null_count() == one.curve.first_layer
         assert rows["variance"].null_count() == one.curve.look_back - 1
         assert rows["union"].null_count() == one.curve.look_back - 1
-
-
-def test_the_distribution_counts_traces(several):
-    """Per task and budget; the mean is over those that select, and never is a row of its own."""
-    table = distribution(selection_table(several))
-
-    assert table["budget"].unique(maintain_order=True).to_list() == ["50%", "100"]
-    for task, budget in itertools.product(("get", "walk"), ("50%", "100")):
-        rows = table.filter((pl.col("task") == task) & (pl.col("budget") == budget))
-        layers = [one.layer for one in several if one.task == task and one.requested == budget]
-        known = [at for at in layers if at is not None]
-        counts = {row["layer"]: row["traces"] for row in rows.to_dicts()}
-        assert counts == {at: layers.count(at) for at in layers}
-        assert set(rows["of"]) == {2}
-        assert set(rows["mean_layer"]) == {sum(known) / len(known) if known else None}
-    assert None in table["layer"].to_list()
 
 
 @pytest.fixture(scope="module")

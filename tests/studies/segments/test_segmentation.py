@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.errors import PolicyError
 from kvsim.studies.segments.segmentation import cut_table, segmented
-from kvsim.studies.segments.segments import ams_segments
 from traces import random_trace
 
 EPSILON = 1e-12
@@ -94,34 +93,6 @@ def test_numbers_of_segments_are_those_of_their_entries(mode):
         assert one.spread(np.arange(120)).sum() == one.row + 1
         if mode == "strict":
             assert one.counts(one.kept).tolist() == one.quota.tolist()
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    interval=st.integers(4, 30),
-    share=st.sampled_from([0.05, 0.1, 0.3, 2.0]),
-    longest=st.integers(8, 120),
-)
-def test_moves_are_those_of_the_metric(seed, interval, share, longest):
-    """Each boundary beside the nearest one before, by a loop; the mean is `boundary_shift`."""
-    record = replayed(seed, interval=interval, segment_mass=share, max_segment=longest)
-    shift = ams_segments(record, 1).shift[1]
-    found = segmented(record, 1, 1)
-    for before, after, mean in zip(found, found[1:], shift, strict=False):
-        moves = after.moves(before).tolist()
-        new = [p for p in after.starts.tolist()[1:] if p <= before.row]
-        old = before.starts.tolist()[1:]
-        if not old:
-            assert moves == []
-            continue
-        assert [b for _, b in moves] == new
-        for a, b in moves:
-            assert a == min(old, key=lambda one: (abs(one - b), one))
-        if new:
-            assert np.mean([abs(a - b) for a, b in moves]) == pytest.approx(mean)
-        else:
-            assert np.isnan(mean)
 
 
 def test_a_record_without_segments_is_refused():

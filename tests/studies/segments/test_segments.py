@@ -131,22 +131,6 @@ def test_segments_equal_a_loop_over_the_groups_of_entries(seed, name, mode, kind
         assert_equal(ams_segments(record, layer), head, events)
 
 
-@pytest.mark.parametrize("name", ["fastkv+ams", "asl+ams"])
-def test_boundaries_are_positions_where_rows_were_dropped(name):
-    """A layer that has some rows of the prompt alone counts positions of the text."""
-    trace = small_trace(n=120, prompt_len=60, layers=4)
-    params = {**SMALL, "segment_mass": 0.2, "suffix_fill": "zero"}
-    params |= {"rows": 40, "layer": 1} if name.startswith("fastkv") else {"tau": 1.01}
-    policy = kvsim.policy(name, **params)
-    record = kvsim.replay(trace, policy, 24, interval=12, internals=True)
-    assert record.selection.layer is not None
-
-    for layer, head in itertools.product(range(4), range(2)):
-        acted = [one for one in record.internals if layer in one.layers]
-        events = [(one.row, *decided_starts(one, layer, head)) for one in acted]
-        assert_equal(ams_segments(record, layer), head, events)
-
-
 @pytest.mark.parametrize(("total", "kept"), [(8, 1), (8, 3), (8, 7), (1, 0)])
 def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     """Number of runs and their mean length, over every choice of what is kept."""
@@ -219,25 +203,6 @@ def test_without_internals_there_is_the_proxy_alone():
     assert set(variants(full)) == set(DECIDED)
     kept = full.filter(pl.col("variant").str.starts_with("proxy_run"))
     assert kept.equals(less)
-
-
-def test_what_cannot_be_measured_is_null():
-    """Without an event there is no segment; with one event nothing has moved."""
-    trace = small_trace()
-    none, once = (
-        kvsim.replay(trace, kvsim.policy("ams", **SMALL), budget, interval=interval, internals=True)
-        for budget, interval in ((96, 12), (24, 60))
-    )
-    assert (len(none.events), len(once.events)) == (0, 1)
-
-    empty, single = (kvsim.measure(trace, one, DECIDED) for one in (none, once))
-
-    assert variants(empty)["segment_count"] == {"proxy_run"}
-    assert empty["value"].unique().to_list() == [None]
-    moved = single.filter(pl.col("metric").str.starts_with("boundary"))
-    assert moved["value"].unique().to_list() == [None]
-    assert variants(moved)["boundary_shift"] == {"ams"}
-    assert single.filter(metric="segment_count")["value"].null_count() == 0
 
 
 def test_events_are_listed_on_request():
