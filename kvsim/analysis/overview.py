@@ -59,34 +59,28 @@ def summarise(
     by those of its proxy. Metrics that this version does not know have no column.
     """
     metrics = [name for name in metrics if name in METRICS]
-    main = pl.col("metric").replace_strict(
-        {name: METRICS[name].main for name in metrics}, default=None, return_dtype=pl.String
-    )
     model = of_model(table)
     keys = ["policy", "params", "requested", "interval", "prefill", *model]
-    chosen = over_events(
-        of_policies(table, *FACTS)
-        .with_columns(requested=REQUESTED, main=pl.col("variant") == main)
-        .filter(pl.col("metric").is_in(metrics))
-    )
-    whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
-    within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(
-        pl.col("value", "chance").filter(pl.col("main")).mean()
-    )
-    means = within.group_by(*keys, "metric", maintain_order=True).agg(
-        pl.col("value").mean(), pl.col("chance").mean()
-    )
-    wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
-    chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
+    chosen = of_policies(table, *FACTS).filter(pl.col("metric").is_in(metrics))
+    chosen = over_events(chosen.with_columns(requested=REQUESTED))
+    by_trace = [*keys, "trace", "metric"]
+    values = over_layers(main_variants(chosen, metrics), by_trace)
+    value = pl.col("value", "chance").mean()
+    within = values.group_by(by_trace, maintain_order=True).agg(value)
+    means = within.group_by(*keys, "metric", maintain_order=True).agg(value)
+    of_metric = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
+    chance = means.filter(metric="retained_iou").select(*keys, iou_chance="chance")
     levels = fidelity_shares(table.with_columns(requested=REQUESTED), keys)
     exact = levels.group_by(keys).agg(
         exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
     )
-    of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share", *FACTS).first())
-    sizes = of_trace.group_by(keys).agg(
+    of_trace = chosen.group_by(*keys, "trace", maintain_order=True).agg(
+        pl.col("budget", "share", *FACTS).first()
+    )
+    wide = of_trace.group_by(keys, maintain_order=True).agg(
         pl.col("budget").mean().round().cast(pl.Int64), pl.col("share", *FACTS).first()
     )
-    for more in (chance, exact, sizes):
+    for more in (of_metric, chance, exact):
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
     measured = [name for name in metrics if name in wide.columns]
     if "retained_iou" in measured:
