@@ -8,20 +8,15 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.states import TOKEN_STATES, text_of, token_states
-from kvsim.analysis.live.metrics import KL_TOKENS
-from kvsim.analysis.live.table import kl_by_token
+from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
-from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
     KEPT,
@@ -64,8 +59,6 @@ KL_LEGEND = "KL in nats: " + " &ensp; ".join(
         ("the first", "outline:2px solid"),
     )
 )
-#: Results that a figure has room for.
-MOST = 4
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
 #: Characters of a token up to which a page shows it whole.
@@ -117,60 +110,6 @@ def token_text(
     return figure
 
 
-def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
-    """The response, each token on a background by its KL; up to 4 results one below the other.
-
-    A frame marks the first token whose most likely one is not that of the full cache, a line below
-    the later ones. Grey tokens have no value, because no event before them can reach them. Text is
-    as in `token_text`; results share 60 lines.
-
-    table: with `response_kl_tokens` of the trace, such as that of `kvsim.judge(..., tokens=True)`.
-    Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
-    such values, or of more results.
-    """
-    trace = as_trace(trace).evicting
-    results, start = kl_by_token(table, trace), trace.prompt_len
-    if len(results) > MOST:
-        raise PolicyError(
-            f"{len(results)} results of {trace.name} do not fit a figure; expected at most {MOST}: "
-            "choose policies and budgets (--policy, --budget)"
-        )
-    placed = _placed(text_of(trace)[start:], LINES // len(results))
-    high, response = _height(placed), trace.n_pos - start
-    part = "" if len(placed) == response else f"\nthe first {len(placed)} of {response} tokens"
-    subject = f"{trace.name}: KL(full || evicted) of each token of the response{part}"
-    levels = set(table.filter(metric=KL_TOKENS, trace=trace.name)["fidelity"])
-    figure, axis = _page(len(results) * (high + 2), subject, levels)
-    for number, ((policy, budget), tokens) in enumerate(results.items()):
-        top = number * (high + 2) + 1.3
-        changed = tokens.filter(pl.col("changed") > 0)["position"].to_list()
-        where = f", first at position {changed[0]}" if changed else ""
-        mean = float(tokens["kl"].to_numpy().mean())
-        heading = (
-            f"{policy}, budget {budget}: {mean:.3g} nats a token, {len(changed)} of "
-            f"{tokens.height} changed{where}"
-        )
-        _write(axis, top - 1, 0, short_text(heading, COLUMNS), {"fontweight": "bold"})
-        codes = dict(zip(tokens["position"], kl_classes(tokens["kl"].to_numpy()), strict=True))
-        for position, (line, column, shown) in enumerate(placed, start=start):
-            style = {} if position in codes else _STYLE[0]
-            box = (column, top + line), len(shown), 0.92
-            if position in codes:
-                axis.add_patch(Rectangle(*box, color=_KL[codes[position]], lw=0))
-            if position in changed[:1]:
-                axis.add_patch(Rectangle(*box, fill=False, lw=1.4, zorder=3))
-            elif position in changed:
-                ends = [column, column + len(shown)]
-                axis.plot(ends, [top + line + 0.9] * 2, color="black", lw=0.7)
-            _write(axis, top + line, column, shown, style)
-    pairs = list(zip(_KL_NAMES, _KL, strict=True))
-    handles: dict[str, Artist] = {name: Patch(color=colour, lw=0) for name, colour in pairs[1:]}
-    handles["most likely token changed"] = Line2D([], [], color="black", lw=0.7)
-    handles["the first"] = Patch(fill=False, lw=1.4)
-    legend_of(figure, handles, columns=len(handles))
-    return figure
-
-
 def kl_classes(kl: Floats) -> Ints:
     """Return the class of each KL in nats, by its place in the colours of a text."""
     return np.searchsorted(_ENDS, kl)
@@ -201,7 +140,7 @@ def token_html(
 
 
 def kl_html(text: Sequence[str], tokens: pl.DataFrame) -> str:
-    """Tokens in the colours of `kl_text` as an HTML fragment, escaped as in `token_html`.
+    """Tokens in colours by their KL as an HTML fragment, escaped as in `token_html`.
 
     text: of all tokens. tokens: those to show, of `kl_by_token`.
     """
