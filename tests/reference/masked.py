@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.errors import PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.head import check_logits
@@ -31,11 +30,6 @@ def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Reco
     layers, with one prompt.
 
     Returns [B, N - prompt_len + 1, V]; row i predicts token prompt_len + i.
-
-    Raises:
-        PolicyError: a record of another length, prompt or model; one whose prompt rows do not see
-            the whole prompt before them; one with keys rotated to their slot in the cache.
-        CaptureError: a model that cannot be recorded, or logits that are not finite.
     """
     prompt_len, n, added = records[0].prompt_len, len(tokens), kernel_name(model) == "eager"
     evicted_at = torch.stack([_by_query_head(model, n, prompt_len, record) for record in records])
@@ -56,31 +50,16 @@ def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Reco
 
 
 def _by_query_head(model: PreTrainedModel, n: int, prompt_len: int, record: Record) -> Tensor:
-    """Return `evicted_at` by query head, int32 [L, qhead, N]; PolicyError for another model."""
+    """Return `evicted_at` by query head, int32 [L, qhead, N]."""
     config = model.config
     layers, qheads = config.num_hidden_layers, config.num_attention_heads
     evicted_at = record.evicted_at
-    if record.positions != "absolute":
-        raise PolicyError(
-            f"{record.policy}: positions are {record.positions!r}; expected keys that stay at "
-            "their position in the sequence"
-        )
-    if record.reads is not None or record.codec is not None:
-        raise PolicyError(
-            f"{record.policy}: rows read a part of the cache, or rounded entries; expected a "
-            "record of evictions alone, which a mask can show"
-        )
     shape = (layers, qheads if record.per_query_head else config.num_key_value_heads, n)
-    if evicted_at.shape != shape or record.layers != tuple(range(layers)):
-        raise PolicyError(
-            f"{record.policy}: the record is {list(evicted_at.shape)} (layer, head, pos) of layers "
-            f"{list(record.layers)}; expected {list(shape)} of all {layers} layers of the model"
-        )
-    if record.prompt_len != prompt_len or (evicted_at < prompt_len - 1).any():
-        raise PolicyError(
-            f"{record.policy}: rows of the prompt miss earlier rows; expected each row up to "
-            f"{prompt_len - 1} to see all rows before it"
-        )
+    assert record.positions == "absolute"
+    assert record.reads is record.codec is None
+    assert (evicted_at.shape, record.layers) == (shape, tuple(range(layers)))
+    assert record.prompt_len == prompt_len
+    assert (evicted_at >= prompt_len - 1).all()
     return torch.from_numpy(evicted_at).repeat_interleave(qheads // shape[1], dim=1)
 
 

@@ -324,12 +324,14 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         assert (apart <= (1 + expected.distance) * min(tolerance, 2e-5))[known].all()
 
 
-@settings(QUIET, max_examples=examples(30))
-@given(measured(dtypes=(np.float64, np.float32)))
-def test_output_error_equals_the_naive_one(drawn):
-    """Rows of small traces, whose events are close together."""
+@settings(QUIET, max_examples=examples(40))
+@given(measured(dtypes=(np.float64, np.float32), min_n=12), st.sampled_from((1, 2, 5, 1024)))
+def test_output_error_equals_the_naive_one(drawn, rows):
+    """Also in blocks of a few rows, so that the path without a mask and the merge are taken."""
     case, _, record = drawn
-    check_outputs(case, record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics_output, "ROWS", rows)
+        check_outputs(case, record)
 
 
 @settings(QUIET, max_examples=examples(40))

@@ -205,7 +205,7 @@ def check(layer: reading.Layer, rule: reading.Rule, trace: Trace, record: Record
 @pytest.mark.parametrize("name", READERS)
 def test_reading_equals_the_naive_loop(name, front):
     """Pages that are read, outputs, masses and bytes: alone and behind evictions."""
-    for seed in range(examples(16 if front == "any" else 6)):
+    for seed in range(examples(34 if front == "any" else 10)):
         check(*generated(name, front, seed))
 
 
