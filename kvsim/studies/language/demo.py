@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,35 +93,55 @@ def _check_target(out: Path) -> None:
         raise OutputError(f"{out} {problem}; {advice}")
 
 
-@dataclass
 class _Demo:
-    """One demo in a folder; `seconds` has the time of each step."""
+    """One demo in a folder."""
 
-    folder: Path
-    quiet: bool
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(self, folder: Path, *, quiet: bool) -> None:
+        self.folder, self.quiet = folder, quiet
 
     def run(self) -> dict[str, Any]:
         """Do all steps, print on the way, and return what `--json` prints."""
-        with self._step("load"):
-            from kvsim.recorder import load_model
-            from kvsim.store import open_trace
+        from kvsim.store import open_trace
 
-            quiet_transformers()
-            model, tokenizer = load_model("tiny")
-        trace, facts = self._record(model, tokenizer)
-        self._verify()
-        tiny = self._compare(trace, "", TINY_HEAD, self._read_tiny)
+        trace, facts = self._record()
+        tiny = self._compare(trace, "", TINY_HEAD, _read_tiny, judge=True)
         trace = open_trace(sample_trace("smollm2"))
-        self._introduce(trace)
-        smollm2 = self._compare(trace, SMOLLM2, SMOLLM2_HEAD, _read_smollm2)
-        steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
-        self._echo(f"\nSeconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
-        return {
-            "trace": facts,
-            **tiny,
-            "smollm2": smollm2,
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        layers = ", ".join(map(str, trace.layer_ids))
+        self._echo(
+            f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
+            f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
+            "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
+            "end of the text asks for it, after the policies have evicted. KL and what stands with "
+            "it were judged by the whole model, in which all 30 layers evict."
+        )
+        smollm2 = self._compare(trace, SMOLLM2, SMOLLM2_HEAD, _read_smollm2, judge=False)
+        return {"trace": facts, **tiny, "smollm2": smollm2}
+
+    def _echo(self, text: str) -> None:
+        if not self.quiet:
+            echo_text(text)
+
+    def _record(self) -> tuple[Trace, dict[str, Any]]:
+        from kvsim.recorder import capture, load_model
+        from kvsim.studies.language.tasks import prompts
+
+        quiet_transformers()
+        model, tokenizer = load_model("tiny")
+        sample = prompts(1, task="walk")[0]
+        options: dict[str, Any] = {"name": "demo", "o_proj": False, "progress": True}
+        trace = capture(model, tokenizer, sample.prompt, out=self.folder / "trace.zarr", **options)
+        check, wrote = trace.meta["answer_check"], trace.n_pos - trace.prompt_len
+        self._echo(
+            f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
+            f"prompt of {trace.prompt_len} tokens and wrote {wrote}; its answer {check['answer']} "
+            f"is {'right' if check['right'] else f'wrong, expected {sample.answer}'}."
+        )
+        names = ("name", "digest", "prompt_len")
+        return trace, {
+            **{name: getattr(trace, name) for name in names},
+            "tokens": trace.n_pos,
+            "answer": check["answer"],
+            "answer_right": check["right"],
         }
 
     def _compare(
@@ -135,117 +150,35 @@ class _Demo:
         prefix: str,
         head: tuple[int, int],
         read: Callable[[Sequence[Mapping[str, Any]], str], str],
+        *,
+        judge: bool,
     ) -> dict[str, Any]:
         """Replay, draw, save and print, and return what `--json` prints of it.
 
         prefix: of the names of the files. head: layer and KV head of the retention map. read:
-        returns sentences about the cells of the table, given the metric that ranks them.
+        returns sentences about the cells of the table, given the metric that ranks them. judge: by
+        `tiny`, or else by what is stored.
         """
         from kvsim.analysis.evidence import ranking
         from kvsim.analysis.overview import SUMMARY, summarise
         from kvsim.analysis.table import available
         from kvsim.cli.replaying import fidelity_line, means
 
-        first, shown = not prefix, available(SUMMARY, [trace])
-        run, seconds = self._replay(trace, judge=first)
-        with self._step("figures"):
-            self._draw(trace, run, prefix, head)
-            run.save(self.folder / f"{prefix}run")
+        run, shown = _replayed(trace, judge=judge), available(SUMMARY, [trace])
+        self._draw(trace, run, prefix, head)
+        run.save(self.folder / f"{prefix}run")
         summary = summarise(run.table)
-        rows = cells(summary)
-        for row in rows:
-            row["replay_seconds"] = seconds[row["policy"], row["budget"]]
-        best = verdict(run.table, shown)
+        rows, best = cells(summary), verdict(run.table, shown)
         if not self.quiet:
             number = f"{len(POLICIES)} policies at {len(BUDGETS)} budgets"
             echo_text(f"Replayed {number}, at one interval.\n")
             echo_verdict(best)
-            echo_results(summary, partial(self._times, seconds, recorded=first))
-            echo_text(f"\n{means(run.table, shown)}" if first else "")
+            echo_results(summary)
+            echo_text(f"\n{means(run.table, shown)}" if judge else "")
             by = next(name for name in ranking(run.table, shown) if name in rows[0])
             echo_text(f"{fidelity_line(run.table)}\n{read(rows, by)}")
-        return {
-            **run.describe(),
-            **best,
-            "cells": rows,
-            "fidelity": fidelity_shares(run.table),
-        }
-
-    @contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - start
-
-    def _echo(self, text: str = "") -> None:
-        if not self.quiet:
-            echo_text(text)
-
-    def _record(self, model: Any, tokenizer: Any) -> tuple[Trace, dict[str, Any]]:
-        from kvsim.recorder import capture
-        from kvsim.studies.language.tasks import prompts
-
-        sample = prompts(1, task="walk")[0]
-        with self._step("capture"):
-            out = self.folder / "trace.zarr"
-            trace = capture(
-                model, tokenizer, sample.prompt, out=out, name="demo", o_proj=False, progress=True
-            )
-        answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
-        self._echo(
-            f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
-            f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
-            f"its answer {answer} is {'right' if right else f'wrong, expected {sample.answer}'}."
-        )
-        return trace, {
-            "name": trace.name,
-            "digest": trace.digest,
-            "tokens": trace.n_pos,
-            "prompt_len": trace.prompt_len,
-            "answer": answer,
-            "answer_right": right,
-        }
-
-    def _verify(self) -> None:
-        from kvsim.store import verify
-
-        with self._step("verify"):
-            report = verify(self.folder / "trace.zarr", deep=True)
-        if not report.ok:
-            raise TraceError(f"the trace just recorded is damaged: {report.problems[0]}")
-        self._echo(
-            "Attention recomputed from the recorded queries, keys and values differs from the "
-            f"model's own by at most {max(report.output_error):.0e} (relative)."
-        )
-
-    def _replay(self, trace: Trace, *, judge: bool) -> tuple[Run, dict[tuple[str, int], float]]:
-        """Return the sweep and the seconds of cells; judge: by `tiny`, else by what is stored."""
-        import polars as pl
-
-        from kvsim.analysis.table import in_order
-        from kvsim.policies import policy
-        from kvsim.sweeps.driver import replay_all
-
-        policies, starts = [policy(name) for name in POLICIES], list[float]()
-        with bar("cells") as report:
-
-            def note(done: int, total: int, label: str) -> None:
-                if label.startswith(f"{trace.name}: "):  # a replay begins, or the measurement
-                    starts.append(time.perf_counter())
-                report(done, total, label)
-
-            run = replay_all(
-                [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=note
-            ).whole()
-        end = time.perf_counter()
-        if run.failures:
-            raise TraceError(f"a replay failed: {run.failures[0].error}")
-        if not judge:
-            run = replace(run, table=in_order([run.table, pl.read_parquet(sample_judged())]))
-        self.seconds["replay"] += starts[-1] - starts[0]
-        self.seconds["measure"] += end - starts[-1]
-        durations = (after - before for before, after in itertools.pairwise(starts))
-        return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
+        shares = fidelity_shares(run.table)
+        return {**run.describe(), **best, "cells": rows, "fidelity": shares}
 
     def _draw(self, trace: Trace, run: Run, prefix: str, head: tuple[int, int]) -> None:
         from kvsim.plots import over_budgets, retention_map
@@ -259,40 +192,35 @@ class _Demo:
         for name, figure in figures.items():
             (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))
 
-    def _introduce(self, trace: Trace) -> None:
-        layers = ", ".join(map(str, trace.layer_ids))
-        self._echo(
-            f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
-            f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
-            "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
-            "end of the text asks for it, after the policies have evicted. KL and what stands with "
-            "it were judged by the whole model, in which all 30 layers evict."
-        )
 
-    def _times(
-        self, seconds: Mapping[tuple[str, int], float], row: Mapping[str, Any], *, recorded: bool
-    ) -> dict[str, str]:
-        """Return the columns of times; a trace that was not recorded now has one less."""
-        replay = seconds[row["policy"], row["budget"]]
-        ratio = f"{self.seconds['capture'] / replay:.0f}x"
-        times = {"replay\nms": f"{1000 * replay:.0f}"}
-        return times | ({"capture\n/ replay": ratio} if recorded else {})
+def _replayed(trace: Trace, *, judge: bool) -> Run:
+    """Return the sweep; judge: by `tiny`, else by what is stored."""
+    import polars as pl
 
-    def _read_tiny(self, rows: Sequence[Mapping[str, Any]], by: str) -> str:
-        small = _ranked(rows, by, min(BUDGETS))
-        best = small[0]
-        streaming = next(row for row in small if row["policy"] == "streaming_llm")
-        n_cells = len(POLICIES) * len(BUDGETS)
-        return (
-            f"At budget {min(BUDGETS)}, streaming_llm, which reads no attention, wipes out "
-            f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
-            f"{best['wipeout']:.0%}.\n"
-            f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
-            "column divides this by the time of one replay. Measuring all "
-            f"{n_cells} cells, {len(BUDGETS)} of them in the line of full, took another "
-            f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
-            "model; a large model has another ratio."
-        )
+    from kvsim.analysis.table import in_order
+    from kvsim.policies import policy
+    from kvsim.sweeps.driver import replay_all
+
+    policies = [policy(name) for name in POLICIES]
+    with bar("cells") as report:
+        run = replay_all(
+            [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=report
+        ).whole()
+    if run.failures:
+        raise TraceError(f"a replay failed: {run.failures[0].error}")
+    if judge:
+        return run
+    return replace(run, table=in_order([run.table, pl.read_parquet(sample_judged())]))
+
+
+def _read_tiny(rows: Sequence[Mapping[str, Any]], by: str) -> str:
+    small = _ranked(rows, by, min(BUDGETS))
+    streaming = next(row for row in small if row["policy"] == "streaming_llm")
+    return (
+        f"At budget {min(BUDGETS)}, streaming_llm, which reads no attention, wipes out "
+        f"{streaming['wipeout']:.0%} of the regions of the sequence, {small[0]['policy']} "
+        f"{small[0]['wipeout']:.0%}."
+    )
 
 
 def _ranked(rows: Sequence[Mapping[str, Any]], by: str, budget: int) -> list[Mapping[str, Any]]:
