@@ -12,21 +12,15 @@ from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core import storing
 from kvsim.core.merging import Merger, Shares
-from kvsim.core.reading import Reader, Reads, visible
+from kvsim.core.reading import Reader
 from kvsim.core.record import record_document
 from kvsim.core.storing import Clock, Codec, Spec
-from kvsim.engine import reading
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
-from kvsim.studies.cost.accounting import estimate
-from kvsim.studies.cost.model import Model
-from kvsim.sweeps import cells
-from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.planning import _joined
 from kvsim.sweeps.shards import decode_records, encode_records
 from kvsim.testing import InvariantError, check_policy, strategies
-from kvsim.testing.invariants import access
 
 CASE = strategies.make_case("sharp", layers=2, heads=2, group=2, n=24, dim=8, prompt_len=10)
 
@@ -219,89 +213,16 @@ def test_a_piece_without_a_bug_passes(piece):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name",
     [
-        ("snapkv+quest+d2o", "is EVICTION[+]READER[+]MERGER; expected EVICTION[+]READER"),
-        ("magicpig+d2o", "is READER[+]MERGER; .* or EVICTION[+]MERGER, such as snapkv[+]lookm"),
-        ("fastkv+d2o", "rows of the prompt are dropped.*such as snapkv[+]lookm"),
-        ("oracle+lookm", "it is a bound for entries as recorded"),
-        ("streaming_llm@original+lookm", "expected no policy with positions=slot"),
-        ("lookm+snapkv", "is MERGER[+]EVICTION; expected"),
+        *("snapkv+quest+d2o", "magicpig+d2o", "fastkv+d2o", "oracle+lookm", "lookm+snapkv"),
+        "streaming_llm@original+lookm",
     ],
 )
-def test_what_has_no_rule_for_merging_is_refused(name, reason):
-    """Readers, codecs, dropped rows, bounds and keys in slots, in one line each."""
-    with pytest.raises(PolicyError, match=reason) as caught:
+def test_what_has_no_rule_for_merging_is_refused(name):
+    """Readers, codecs, dropped rows, bounds and keys in slots."""
+    with pytest.raises(PolicyError):
         kvsim.policy(name)
-    assert "\n" not in str(caught.value)
-
-
-def _late_own_page(patch):
-    """A row's own page is scored with entries of later rows."""
-    right = reading._partial
-    patch.setattr(
-        reading,
-        "_partial",
-        lambda pages, own, last: right(pages, own, torch.full_like(last, pages.live.shape[-1])),
-    )
-
-
-def _pages_by_position(patch):
-    """Pages are runs of positions and not of resident entries."""
-
-    def wrong(self, at, rows, gone):
-        seen = visible(gone, rows)
-        page = torch.arange(rows.stop).expand_as(seen) // self.page
-        span = slice(rows.start - self.first, rows.stop - self.first)
-        packed_bits = torch.from_numpy(self.bits[at, :, span])
-        heads = max(len(packed_bits), len(seen))
-        seen, page, bits = (
-            x.repeat_interleave(heads // len(x), 0) for x in (seen, page, packed_bits)
-        )
-        own = torch.arange(rows.stop) == torch.arange(rows.start, rows.stop).unsqueeze(-1)
-        return seen & own | seen & (bits.gather(-1, page // 8) >> (7 - page % 8) & 1).bool()
-
-    patch.setattr(Reads, "entries", wrong)
-
-
-def _rank_over_heads(patch):
-    """Entries of all heads leave the window by the oldest head's clock."""
-    right = storing.stored_after
-
-    def wrong(evicted_at, clock, first):
-        return right(evicted_at, clock, first).amin(1, keepdim=True).expand_as(evicted_at).clone()
-
-    patch.setattr(access, "stored_after", wrong)
-
-
-def _dead_are_stored(patch):
-    """Entries that have left are rounded, too."""
-    right = storing.stored_after
-    never = storing.NEVER
-    patch.setattr(
-        access,
-        "stored_after",
-        lambda evicted_at, clock, first: right(torch.full_like(evicted_at, never), clock, first),
-    )
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("bug", "piece", "invariant"),
-    [
-        (_late_own_page, Nearest(page=4), "reading_is_causal"),
-        (_pages_by_position, Nearest(), "account_is_attention"),
-        (_rank_over_heads, Integers(), "storing_is_causal"),
-        (_dead_are_stored, Integers(), "storing_is_causal"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_bug_in_reading_or_storing_is_caught(monkeypatch, bug, piece, invariant):
-    """Each seeded bug breaks the invariant that is about it."""
-    bug(monkeypatch)
-    policy = _mine(piece)
-    with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
-        check_policy(policy, max_examples=300, only=[invariant], shrink=False, max_n=16)
 
 
 def test_sixteen_bits_of_sixteen_bits_change_nothing():
@@ -386,13 +307,6 @@ def test_entries_leave_the_window_by_its_clock():
     assert after[:12].tolist() == [6] * 4 + [10] * 4 + [14] * 4
 
 
-@pytest.mark.parametrize("name", ["quest", "tova+kivi"])
-def test_what_has_no_rule_for_reading_and_storing_refuses(name):
-    """The cost model says so in one line."""
-    with pytest.raises(PolicyError, match="bytes_held,bytes_read"):
-        estimate(Model("m", 2, 4, 2, 8, 24, 50, 9999, 9000), kvsim.policy(name), 8, 24)
-
-
 def test_values_behind_a_reader_or_a_codec_are_open_loop():
     """Deeper layers would see other inputs, though nothing leaves; what is kept is exact."""
     trace = CASE.trace()
@@ -401,29 +315,3 @@ def test_values_behind_a_reader_or_a_codec_are_open_loop():
         levels = [fidelity(trace, plain, "rows", layer) for layer in range(2)]
         assert levels == ["exact", level]
         assert fidelity(trace, plain, "sets", 1) == "exact"
-
-
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_sweep_of_readers_and_codecs_is_resumed(tmp_path, monkeypatch, at):
-    """Stopped at any replay and resumed, it ends as an undisturbed one, bit for bit."""
-    policies = [kvsim.policy("quest+int4", page=2, dense_layers=1), _mine(Halves())]
-    sweep = {"metrics": ["output_error", "bytes_read"], "interval": 4}
-    whole = replay_all([CASE.trace()], policies, [8, 12], **sweep)
-    calls, right = [], cells.replay
-
-    def stopped(*args, **options):
-        calls.append(args)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return right(*args, **options)
-
-    monkeypatch.setattr(cells, "replay", stopped)
-    assert replay_all([CASE.trace()], policies, [8, 12], out=tmp_path / "x", **sweep).interrupted
-    done = replay_all([CASE.trace()], policies, [8, 12], out=tmp_path / "x", resume=True, **sweep)
-    assert done.table.equals(whole.table)
-    for record, expected in zip(done.records, whole.records, strict=True):
-        assert Spec.of(record.codec) == Spec.of(expected.codec)
-        np.testing.assert_array_equal(record.evicted_at, expected.evicted_at)
-        assert (record.reads is None) == (expected.reads is None)
-        if record.reads is not None:
-            np.testing.assert_array_equal(record.reads.bits, expected.reads.bits)

@@ -183,20 +183,3 @@ def test_a_rule_may_protect_and_share_the_budget_over_layers():
         kept_at_the_end(deeper, budget=[4, 5])
     with pytest.raises(BudgetError, match="protects 5 entries, budget is 4"):
         kept_at_the_end(Rule(newest, protect=lambda event: loops.first(event, 5)))
-
-
-def test_a_rule_may_select_rows_of_the_prompt():
-    """A layer that a row does not reach neither sees it nor holds it."""
-
-    def last_three(q, k, prompt_len, budget, scale):
-        return loops.Propagated((tuple(range(prompt_len)), (3, 4, 5)))
-
-    out = loops.replay(
-        CASE.q, CASE.k, CASE.v, Rule(newest, None, propagate=last_three), prompt_len=6, budget=2
-    )
-
-    assert out.selection.counts == (6, 3)
-    assert out.evicted_at[:, 0, :6].tolist() == [
-        [5, 5, 5, 5, loops.NEVER, loops.NEVER],
-        [-1, 0, 1, 5, loops.NEVER, loops.NEVER],
-    ]

@@ -22,14 +22,6 @@ def masks(
             "NAME[,NAME...]", "The policies whose masks are written; default: all of the run."
         ),
     ] = None,
-    defect: Annotated[
-        list[str] | None,
-        shared.several(
-            "lag|last-layer[,...]",
-            "Reproduce a defect of the G-KV release: each event takes effect an event late; "
-            "all layers have the mask of the last.",
-        ),
-    ] = None,
     overwrite: shared.Overwrite = False,
     as_json: shared.Json = False,
 ) -> None:
@@ -56,7 +48,7 @@ def masks(
     every, refused = [], dict[str, PolicyError]()
     for record in chosen:
         try:
-            every.append(Masks.of(record, defect or ()))
+            every.append(Masks.of(record))
         except PolicyError as error:
             refused.setdefault(record.policy, error)
     if refused:

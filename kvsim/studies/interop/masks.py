@@ -15,14 +15,12 @@ all of it, where a dense mask has a row of bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,10 +32,6 @@ from kvsim.schema import NEVER
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
-
-#: Defects of the G-KV release: masks show what an event evicted up to the next event, because sets
-#: are stored before it; and all layers take the mask of the last.
-DEFECTS = ("lag", "last-layer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +47,13 @@ class Masks:
     labels: dict[str, Any]
 
     @classmethod
-    def of(cls, record: Record, defects: Collection[str] = ()) -> Masks:
-        """Return the masks of a record; with the named defects, those of the G-KV release.
+    def of(cls, record: Record) -> Masks:
+        """Return the masks of a record.
 
-        Raises PolicyError for an unknown defect, and for a record of which a mask cannot say all:
-        keys rotated to their slots or rounded, rows of the prompt dropped between layers, rows that
-        read a part of what is resident.
+        Raises PolicyError for a record of which a mask cannot say all: keys rotated to their slots
+        or rounded, rows of the prompt dropped between layers, rows that read a part of what is
+        resident.
         """
-        unknown = [name for name in defects if name not in DEFECTS]
-        if unknown:
-            raise PolicyError(f"defect is {unknown[0]!r}; expected {' or '.join(DEFECTS)}")
         apart = (record.selection, record.reads, record.codec)
         if record.positions != "absolute" or any(each is not None for each in apart):
             raise PolicyError(
@@ -70,15 +61,10 @@ class Masks:
                 "prompt are dropped between layers, or rows read a part of what is resident; "
                 "expected a policy that leaves these as they are, as a mask does"
             )
-        last_row = record.evicted_at
-        if "lag" in defects:
-            last_row = _lagging(last_row, record.events)
-        if "last-layer" in defects:
-            last_row = np.broadcast_to(last_row[-1:], last_row.shape)
         names = ("trace", "digest", "policy", "budget", "interval", "prefill", "prompt_len")
         labels = {name: getattr(record, name) for name in names}
-        labels |= {"params": dict(record.params), "defects": sorted(defects)}
-        return cls(torch.from_numpy(last_row.copy()), record.layer_ids, labels)
+        labels["params"] = dict(record.params)
+        return cls(torch.from_numpy(record.evicted_at.copy()), record.layer_ids, labels)
 
     @property
     def n_pos(self) -> int:
@@ -146,14 +132,6 @@ def _visible(last_row: Tensor, rows: slice = slice(None)) -> Tensor:
     pos = torch.arange(last_row.shape[-1], device=last_row.device)
     row = pos[rows, None]
     return (pos <= row) & (row <= last_row.unsqueeze(-2))
-
-
-def _lagging(last_row: Any, events: Sequence[int]) -> Any:
-    """The last rows where each event takes effect after the next one."""
-    out = last_row.copy()
-    for event, following in pairwise([*events, NEVER]):
-        out[last_row == event] = following
-    return out
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,13 @@ from torch.nn.attention import flex_attention as flex
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.errors import OutputError, PolicyError
-from kvsim.studies.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
+from kvsim.studies.interop.masks import Masks, masking, read_masks, write_masks
 from kvsim.sweeps.driver import replay_all
 from small_model import small
 from tests.reference.masked import masked_logits
 from traces import changed
 
 PROMPT, N, BUDGET, INTERVAL = 30, 90, 20, 15
-EVENTS = list(range(PROMPT - 1, N, INTERVAL))
 
 
 @pytest.fixture(scope="module")
@@ -146,33 +145,6 @@ def test_masks_are_of_the_layers_of_the_model(trace, record):
         masking(model, replace(second, layers=(2,))).__enter__()
 
 
-def test_the_lag_of_the_release(record):
-    """Sets stored before each event show what it evicts up to the next one."""
-    lagging = Masks.of(record, ["lag"])
-    assert record.events == EVENTS
-    for head in (0, 1):
-        dense = lagging.dense(1)[head].numpy()
-        for row in range(N):
-            past = [event for event in EVENTS if event < row]
-            before = past[-2] if len(past) > 1 else None  # the last but one has taken effect
-            kept = np.arange(N) <= row
-            if before is not None:
-                kept &= record.retained(before)[1, head] | (np.arange(N) > before)
-            assert (dense[row] == kept).all()
-
-
-def test_the_last_layer_of_the_release(record):
-    """All layers have the mask of the last, and the defects go together and by their names."""
-    last = Masks.of(record, ["last-layer"])
-    assert (last.dense(0) == Masks.of(record).dense(1)).all()
-    assert not (last.dense(0) == Masks.of(record).dense(0)).all()
-    both = Masks.of(record, DEFECTS)
-    assert (both.dense(0) == Masks.of(record, ["lag"]).dense(1)).all()
-    assert both.labels["defects"] == ["lag", "last-layer"]
-    with pytest.raises(PolicyError, match="defect is 'leg'; expected lag or last-layer"):
-        Masks.of(record, ["leg"])
-
-
 @pytest.mark.parametrize("name", ["streaming_llm@original", "fastkv", "tova+quest", "tova+kivi"])
 def test_records_that_no_mask_can_say_are_refused(trace, name):
     """Keys at slots or rounded, rows that deeper layers lack, and readers are refused."""
@@ -183,13 +155,12 @@ def test_records_that_no_mask_can_say_are_refused(trace, name):
 
 def test_files_hold_the_masks(record, tmp_path):
     """What is written returns, and what is no such file is one error."""
-    written = [Masks.of(record), Masks.of(record, ["lag"])]
+    written = [Masks.of(record) for _ in range(2)]
     back = read_masks(write_masks(tmp_path / "m.safetensors", written))
     for each, other in zip(written, back, strict=True):
         assert (each.last_row == other.last_row).all()
         assert (each.layers, each.labels["policy"]) == (other.layers, other.labels["policy"])
-    many = [Masks.of(record, defects) for defects in ([], ["lag"]) for _ in range(4)]
-    paths = [write_masks(tmp_path / f"{i}.safetensors", many) for i in range(3)]
+    paths = [write_masks(tmp_path / f"{i}.safetensors", written) for i in range(3)]
     assert len({path.read_bytes() for path in paths}) == 1
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
     for name in ("x.safetensors", "none.safetensors"):
@@ -211,12 +182,9 @@ def test_the_command_writes_the_masks_of_a_run(trace, tmp_path, run):
     (masks,) = read_masks(path)
     (expected,) = (x for x in results.records if x.policy == "knorm")
     assert (masks.last_row.numpy() == expected.evicted_at).all()
-    status, out, _ = run(
-        "masks", tmp_path / "r", "--out", path, "--overwrite", "--defect", "lag", "--json"
-    )
-    assert [x["defects"] for x in json.loads(out)["masks"]] == [["lag"], ["lag"]]
+    status, out, _ = run("masks", tmp_path / "r", "--out", path, "--overwrite", "--json")
+    assert [x["policy"] for x in json.loads(out)["masks"]] == ["tova", "knorm"]
     new = ["masks", tmp_path / "r", "--out", tmp_path / "n.safetensors"]
-    for wrong, message in (("--policy", "is not in"), ("--defect", "expected lag or last-layer")):
-        status, _, err = run(*new, wrong, "tov")
-        assert status == 2
-        assert message in err
+    status, _, err = run(*new, "--policy", "tov")
+    assert status == 2
+    assert "is not in" in err
