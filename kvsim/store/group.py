@@ -38,9 +38,6 @@ zarr.config.set({"threading.max_workers": min(4, os.cpu_count() or 1)})
 
 ROOT = "zarr.json"
 
-#: How the name of a trace in one file ends.
-SUFFIX = ".zip"
-
 #: Most bytes that LZ4 decodes a byte to, and more for a header.
 RATIO, HEADER = 256, 1 << 16
 
@@ -84,7 +81,10 @@ class CheckedStore(WrapperStore[Store]):
         attributes = object_at(root, "attributes")
         if attributes.get("seal") != seal(root):
             raise damaged(f"{self.where}: its seal does not fit its attributes and arrays")
-        self.files = {key: (size, crc) for key, (size, crc) in attributes["files"].items()}
+        try:
+            self.files = {key: (int(size), crc) for key, (size, crc) in attributes["files"].items()}
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise damaged(f"{self.where}: its attribute files is no list of files") from error
         for key, size in self._sizes():
             if size != self.files[key][0]:
                 expected = f"{self.files[key][0]} bytes"
@@ -118,10 +118,11 @@ class CheckedStore(WrapperStore[Store]):
             return prototype.buffer.from_bytes(self._root)
         if key not in self.files:
             return None
-        if byte_range is not None and key in self._checked:
-            return await self._store.get(key, prototype, byte_range)
         with reading(self.where):
-            data = await self._store.get(key, prototype)
+            if byte_range is not None and key in self._checked:
+                return await self._store.get(key, prototype, byte_range)
+            whole = RangeByteRequest(0, self.files[key][0] + 1)
+            data = await self._store.get(key, prototype, whole)
         self._check(key, data)
         self._checked.add(key)
         return data if data is None else data[_part(byte_range)]
@@ -169,6 +170,8 @@ def open_store(path: str | Path) -> CheckedStore:
         return CheckedStore(open_url(path), path)
     path = Path(path)
     if path.is_dir():
+        if (path / ROOT).exists() and not (path / ROOT).is_file():
+            raise damaged(f"{path / ROOT} is a pipe or a device, expected a regular file")
         return CheckedStore(LocalStore(path, read_only=True), str(path))
     if not path.is_file():
         raise TraceNotFoundError(f"{path} is neither a folder nor a file, expected a trace")

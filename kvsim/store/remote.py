@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ def _download(url: str, part: str | None, most: int) -> bytes | None:
         if error.code in (404, 410):
             return None
         raise
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
     start, _, end = part.partition("-")  # the server sends whole files
     return data[int(start) : int(end) + 1 if end else None] if start else data[-int(end) :]
 

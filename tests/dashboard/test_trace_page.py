@@ -29,7 +29,7 @@ def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("broken.zarr", "zarr.json"), ("more/unfinished.zarr", "complete")]
+    ("name", "says"), [("broken.zarr", "zarr.json"), ("more/unfinished.zarr", "its seal")]
 )
 @pytest.mark.parametrize("page", ["trace", "retention", "segments", "layers"])
 def test_a_broken_or_unfinished_trace_is_a_message(opened, folder, page, name, says):

@@ -31,6 +31,9 @@ REFUSED_METRICS = {
     *("projection_gap", "normal_distance"),
 }
 
+#: One policy for each way to read the prompt; all others are deep.
+FEW = ("h2o", "snapkv", "expected_attention", "kvzip", "infllm", "quest", "ams+expected_attention")
+
 #: Compositions, whose outer part reads what the inner one scores by.
 COMPOSED = ("adakv+h2o", "criticalkv+h2o", "ams+expected_attention", "h2o+kivi", "fastkv+snapkv")
 
@@ -93,7 +96,13 @@ def alike(name, *traces, **terms):
     return np.array_equal(first.evicted_at, second.evicted_at)
 
 
-@pytest.mark.parametrize("name", [*names(), *access_names(), *COMPOSED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.deep)
+        for name in (*names(), *access_names(), *COMPOSED)
+    ],
+)
 def test_every_policy_keeps_the_same_or_names_what_is_left_out(name):
     """Kept sets and reads are those of the trace with all rows, bit for bit."""
     if name in REFUSED:

@@ -14,6 +14,7 @@ from zarr.codecs import BloscCodec, BytesCodec, GzipCodec
 from damage import assign, change_byte, edit, edit_header, flip, reseal
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.store import layout, open_trace, verify
+from kvsim.store.group import seal
 from saved_traces import make, projected, same
 
 CHUNK = "k/c/1/0/0/0"
@@ -87,7 +88,18 @@ def pipe(path):
     os.mkfifo(path / CHUNK)
 
 
+def no_root(path):
+    """Put a pipe in place of the document of the group."""
+    (path / "zarr.json").unlink()
+    os.mkfifo(path / "zarr.json")
+
+
 UNUSABLE = {
+    "is a pipe or a device": no_root,
+    "attribute files is no list": lambda path: (
+        edit_header(path, lambda found: found.update(files={"q/c/0/0/0/0": 7})),
+        edit(path / "zarr.json", lambda root: root["attributes"].update(seal=seal(root))),
+    ),
     "trace format 5, which kvsim 0.1.0 reads": header(kvsim_format=5),
     "trace format 7, expected 6": header(kvsim_format=7),
     "its attributes are not readable": header(ropes=[{"inv_freq": [1.0]}]),
