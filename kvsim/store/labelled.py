@@ -14,15 +14,13 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
-from kvsim.core.lazy import torch
 from kvsim.core.left_out import held_parts
 from kvsim.core.trace import Trace
 from kvsim.schema import AXES, OF_ROWS, axes_of
+from kvsim.store.group import reading
 from kvsim.store.metadata import attributes_of
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.store.reader import StoredTrace
-
-_ALL = slice(None)
+from kvsim.store.reader import StoredTrace, as_numbers
 
 
 def to_xarray(trace: TraceLike) -> Dataset:
@@ -67,34 +65,15 @@ class _LazyArray(BackendArray):
     """One array of a stored trace, as xarray's indexing accesses it."""
 
     def __init__(self, stored: StoredTrace, name: str) -> None:
-        self.stored, self.name = stored, name
-        self.shape = stored.shapes[name]
-        self.dtype = np.dtype(np.float32)
-        if name in stored.arrays:
-            self.shape, number = stored.arrays[name].shape, stored.numbers[name]
-            self.dtype = self.dtype if number == "bfloat16" else np.dtype(number)
+        self.array, self.number, self.where = *stored.array(name), stored.where
+        self.shape = self.array.shape
+        self.dtype = np.dtype(np.float32 if self.number == "bfloat16" else self.number)
 
     def __getitem__(self, key: ExplicitIndexer) -> Any:
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)
 
-    def _part(self, key: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
-        """Read the part at integers and slices; only its layers and positions are decoded."""
-        blocked = "row" if "row" in AXES[self.name] else "pos"
-        limits = {"layer": _ALL, blocked: _ALL}
-        rest: list[int | slice] = []
-        for axis, n, part in zip(AXES[self.name], self.shape, key, strict=True):
-            if axis not in limits:
-                rest.append(part)
-                continue
-            places = range(n)[part] if isinstance(part, slice) else range(part, part + 1)
-            low = min(places, default=0)
-            limits[axis] = slice(low, max(places, default=-1) + 1)
-            if isinstance(part, slice):
-                stop = places.stop - low
-                rest.append(slice(places.start - low, None if stop < 0 else stop, places.step))
-            else:
-                rest.append(0)
-        read = self.stored.read_stored if self.name in OF_ROWS else self.stored.read
-        values = read(self.name, limits["layer"], limits[blocked])
-        values = values.float() if values.dtype == torch.bfloat16 else values
-        return values.numpy()[tuple(rest)]
+    def _part(self, key: tuple[int | slice, ...]) -> Any:
+        """Read the part at integers and slices; only the chunks that it touches are decoded."""
+        with reading(self.where):
+            values = as_numbers(self.array[key], self.number)
+        return (values.float() if self.number == "bfloat16" else values).numpy()

@@ -92,14 +92,14 @@ class StoredProjections:
         self.store.check_root(root)
         if root["attributes"].get(KEY) != asdict(facts):
             raise self._changed("its attributes differ from those in the trace")
-        self._array = read_arrays(self.store, root)[ARRAY]
-        if (self._array.shape, self._array.dtype.name) != (tuple(facts.shape), facts.dtype):
-            raise self._changed(f"they are {self._array.dtype} {self._array.shape}")
+        self.array = read_arrays(self.store, root)[ARRAY]
+        if (self.array.shape, self.array.dtype.name) != (tuple(facts.shape), facts.dtype):
+            raise self._changed(f"they are {self.array.dtype} {self.array.shape}")
 
     def read(self, layers: slice) -> Tensor:
         """Return some layers [layer, qhead, dim, hidden] as stored."""
         with reading(self.where):
-            out = torch.from_numpy(np.asarray(self._array[layers]))
+            out = torch.from_numpy(np.asarray(self.array[layers]))
         check_finite(ARRAY, out, self.where, layer=range(self.facts.shape[0])[layers].start)
         return out
 

@@ -10,6 +10,7 @@ from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
+import zarr
 
 from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts, first_row
 from kvsim.core.digest import fingerprint
@@ -138,6 +139,12 @@ class StoredTrace:
             first_pos += first_row(self.shapes[name])
         check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
+
+    def array(self, name: str) -> tuple[zarr.Array[Any], str]:
+        """Return an array that `read` reads, and the dtype of its numbers."""
+        if name == "o_proj" and self.projections is not None:
+            return self.projections.array, self.projections.facts.dtype
+        return self.arrays[name], self.numbers[name]
 
     def _number(self, name: str) -> str:
         array, source = self.arrays[name], self.arrays[name].attrs.get("source_dtype")
