@@ -19,7 +19,6 @@ import pytest
 import kvsim
 from kvsim.cli import main
 from kvsim.errors import EXTRAS
-from kvsim.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -51,21 +50,6 @@ def test_all_is_what_is_exported():
     for name in kvsim.__all__:
         value = getattr(kvsim, name)
         assert value is kvsim.__version__ or value.__name__ in (name, f"kvsim.{name}")
-
-
-def test_type_checkers_see_the_same_names():
-    """What is imported for type checkers is what `__getattr__` gives at run time."""
-    tree = ast.parse(Path(kvsim.__file__).read_text("utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {
-        alias.name: node.module.removeprefix("kvsim.")
-        for node in block.body
-        for alias in node.names
-    }
-
-    assert typed.pop("plots") == "kvsim"  # the one module among them
-    assert typed == kvsim._HOME
-    assert {*typed, "plots", "__version__"} == set(kvsim.__all__)
 
 
 def test_functions_survive_the_import_of_every_submodule():
@@ -226,15 +210,3 @@ def test_constraints_cover_the_declared_dependencies():
 
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     assert requirements(wanted) - {"kvsim"} <= requirements(lines)
-
-
-def test_sample_traces_are_found():
-    """The sample traces are there in a checkout, and go into a wheel under the name looked for."""
-    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for name, model in SAMPLES.items():
-        path = kvsim.sample_trace(model)
-        assert path.name == f"{name}.zarr"
-        assert (path / "zarr.json").is_file()
-        assert f"traces/{name}.zarr" in wheel["only-include"]
-        assert wheel["sources"][f"traces/{name}.zarr"] == f"kvsim/_{name}.zarr"
-    assert kvsim.sample_trace() == kvsim.sample_trace("tiny")

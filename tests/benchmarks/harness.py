@@ -38,18 +38,9 @@ def matrix_rate(size: int, clock: Callable[[], float] = time.perf_counter) -> fl
 
 def random_model(**sizes: Any) -> Any:
     """A random model, as tests build it."""
-    return _of_tests("small_model").small(**sizes)
-
-
-def random_trace(**options: Any) -> Any:
-    """A random trace, as tests build it, of normal numbers."""
-    return _of_tests("traces").random_trace(**{"size": 1.0} | options)
-
-
-def _of_tests(name: str) -> Any:
     if (tests := str(Path(__file__).parents[1])) not in sys.path:
         sys.path.append(tests)
-    return importlib.import_module(name)
+    return importlib.import_module("small_model").small(**sizes)
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:

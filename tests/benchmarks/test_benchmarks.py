@@ -24,12 +24,7 @@ def load(name):
 FIGURES = {
     "policies": (lambda script: (script.SMALLEST,), {"ams", "gkv", "adakv+tova"}),
     "against": (lambda script: (script.SMALLEST, script.HERE), {"tova after every row"}),
-    "sweep": (
-        lambda script: (script.SMALLEST, False),
-        {"smallest: cell after cell", "smallest: one process, one thread"},
-    ),
     "capture": (lambda script: (script.SMALLEST,), {"generation", "memory in blocks", "bytes"}),
-    "judge": (lambda script: (script.SHAPES["smallest"],), {"judged", "live"}),
     "verdict_rates": (lambda script: (2, script.PROMPTS[:1]), {"as measured, results 32, size, 6"}),
 }
 
@@ -49,7 +44,6 @@ def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
         print("", *lines, sep="\n")
     assert expected <= set(figures)
     assert all(value >= 0 for value in figures.values())
-    assert name != "sweep" or "values equal" in lines[1]
 
 
 @pytest.mark.peers

@@ -175,11 +175,10 @@ def test_a_command_that_is_gone_says_what_to_do(run, name):
     assert one_line(err) == f"error: kvsim {name} was removed: {GONE[name]}"
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "latin-1"])
-def test_a_terminal_of_eight_bits_shows_escapes(encoding, tmp_path, trace):
+def test_a_terminal_of_eight_bits_shows_escapes(tmp_path, trace):
     """Names, texts and authors are printed as far as the encoding has their characters."""
     random_trace(name="漢字 → é").save(tmp_path / "é漢.zarr")
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
     for command in (
         ["info", str(tmp_path / "é漢.zarr")],
         ["policies", "dms"],
@@ -193,7 +192,7 @@ def test_a_terminal_of_eight_bits_shows_escapes(encoding, tmp_path, trace):
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"\\u" in done.stdout
-        assert done.stdout.decode(encoding)
+        assert done.stdout.decode("cp1252")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
 from results_page.traces import ANSWER, ANSWERS, SHEET, record, samples
 
+pytestmark = pytest.mark.deep
+
 
 def smallest(model, folder):
     """Write the smallest page of a model into a folder."""
@@ -352,7 +354,6 @@ def test_recorded_answers_are_right_and_of_their_model(name):
         assert (row["task"] == SHEET) == plan.sheets
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
     "model", [name for name, of in PLANS.items() if not of.beside and results.PAGES[name].exists()]
 )
@@ -376,7 +377,6 @@ def test_values_of_another_plan_make_no_page(page):
         read_values(page.with_suffix(".parquet"), FULL)
 
 
-@pytest.mark.deep
 def test_the_committed_claims_follow_from_the_values_of_both_models():
     """Each claim has its verdict on either model."""
     text = results.CLAIMS_PAGE.read_text("utf-8")
@@ -422,7 +422,6 @@ def test_no_regret_is_below_zero(model):
 
 
 @pytest.mark.real
-@pytest.mark.deep
 def test_kept_answers_of_judged_rows_are_those_of_a_live_run(tmp_path):
     """With one event, after the prompt, greedy decoding writes what the judged rows predict."""
     only = ("snapkv", "tova", "expected_attention", "knorm")

@@ -169,6 +169,7 @@ _WIDE |= {"num_attention_heads": 128, "num_key_value_heads": 4, "head_dim": 128}
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("sizes", "prompt", "response", "options"),
     [

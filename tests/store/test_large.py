@@ -3,6 +3,8 @@
 import json
 import subprocess
 
+import pytest
+
 #: Tokens of the trace, and how many of them are the prompt.
 TOKENS, PROMPT = 16_384, 16_000
 LAYERS, QHEADS, HEADS, DIM = 16, 2, 1, 32
@@ -90,6 +92,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.deep
 def test_a_long_trace_takes_the_memory_of_its_layers(tmp_path, warm_python):
     """No step holds more than three layers beside its logits, whatever the trace has."""
     facts = json.dumps([TOKENS, PROMPT, LAYERS, QHEADS, HEADS, DIM, str(tmp_path / "long.zarr")])
