@@ -166,7 +166,6 @@ REFUSED = {
     "prompts --level 1,2 --facts 9": "level 1 sets all sizes itself, but facts is given",
     "prompts --level 6": "level is 6, expected 1 to 5",
     "prompts --level 2 --facts 9": "level 2 sets all sizes itself, but facts is given too",
-    "prompts --level 2 --filler 0 --report 1": "but filler, report are given too",
     "prompts --facts 500": "facts is 500, expected 2 to 160",
     "prompts --n 0": "see kvsim prompts --help",
     "prompts --overwrite": "give --out FILE.jsonl too",

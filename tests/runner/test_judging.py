@@ -15,7 +15,6 @@ from kvsim.analysis.evidence import ranking
 from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.table import JUDGED
-from kvsim.core.sources import dtype_of
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
@@ -383,21 +382,6 @@ def test_records_of_other_sequences_are_refused():
     for said, one in unfit.items():
         with pytest.raises(PolicyError, match=said):
             judge.outcomes([record, one])
-
-
-def test_a_trace_in_half_precision_that_is_loaded_is_judged(tmp_path):
-    """It is compared within what it rounded, and its rounded keys are not those of the cache."""
-    model, tokenizer = load_model("tiny")
-    options = {"store_dtype": "float16", "max_new_tokens": 8, "o_proj": False}
-    text = (kvsim.open_trace(kvsim.sample_trace()).meta["text"])["prompt"]
-    trace = kvsim.capture(model, tokenizer, text, out=tmp_path / "a.zarr", **options).loaded()
-    running = RunningModel(model)
-
-    (outcome,) = Judge(running, trace).outcomes([kvsim.replay(trace, "tova", 64)])
-
-    assert np.isfinite(outcome.forced.kl).all()
-    assert dtype_of(trace.source) == torch.float16
-    assert not holds_cache(trace, running.described, running.model.dtype)
 
 
 def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypatch):

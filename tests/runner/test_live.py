@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import kvsim
 from families import FAMILIES
-from kvsim.errors import CaptureError, NeedsError, PolicyError, ScoreError
+from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
@@ -465,26 +465,6 @@ def test_an_error_leaves_the_model_as_it_was():
     assert state(run.model) == before
     assert not torch.is_inference_mode_enabled()
     run.model.eval()
-
-
-def test_a_policy_that_fails_ends_the_run():
-    """A score that is no number is an error that names the row, as in a replay."""
-    run = running("llama")
-    embedding = run.model.get_input_embeddings()
-    options = {"prompt_len": PROMPT, "n_pos": LENGTH, "interval": INTERVAL}
-    weight = embedding.weight.detach().clone()
-    with torch.no_grad():
-        embedding.weight[TOKENS[PROMPT + 3]] = torch.nan
-    try:
-        with Decoding(run, POLICIES["knorm"], BUDGET, **options) as live:
-            live.feed(TOKENS[:PROMPT])
-            with pytest.raises(ScoreError, match="row 87"):
-                live.feed(TOKENS[PROMPT:])
-            with pytest.raises(ValueError, match="after an error"):
-                live.feed(TOKENS[PROMPT:])
-    finally:
-        with torch.no_grad():
-            embedding.weight.copy_(weight)
 
 
 def test_what_cannot_run_is_refused():

@@ -8,7 +8,6 @@ import torch
 from sized_models import MODELS, SIZES, sized
 
 import kvsim
-from kvsim.errors import CaptureError
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
 
@@ -70,9 +69,3 @@ def test_the_judge_gives_the_logits_of_a_live_run(name):
 
     torch.testing.assert_close(of_live, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(of_full, own, atol=1e-4, rtol=1e-4)
-
-
-def test_a_context_is_not_repeated_for_layers_of_several_sizes():
-    """One line, as of a capture with a probe."""
-    with pytest.raises(CaptureError, match="are those of layers of one size"):
-        live("llama", "kvzip")

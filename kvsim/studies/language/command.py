@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,14 +42,6 @@ class Sizes:
     facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None
     lines: Annotated[
         int | None, typer.Option(help="Lines of the response; get and join: at most one per fact.")
-    ] = None
-    filler: Annotated[
-        float | None, typer.Option(help="Sentences of filler before a fact, on average.")
-    ] = None
-    kinds: Annotated[int | None, typer.Option(help="Kinds in the key.")] = None
-    report: Annotated[int | None, typer.Option(help="Sums that the report repeats.")] = None
-    cycle: Annotated[
-        int | None, typer.Option(help="Lines after which a walk returns to a fact.")
     ] = None
 
 
@@ -206,7 +198,6 @@ def _on_text(
             samples.append(ruler_sample(seed, index, count, task=name, length=length))
         else:
             samples.append(sample(seed, index, count, task=task, length=length, depth=at))
-    _note_turns(n, {"tasks": chosen, "lengths": sizes, "depths": places})
     return samples
 
 
@@ -246,23 +237,7 @@ def _samples(
         # at least one, so that a bad value is an error even if its turn does not come
         count = max(1, shares[turn])
         drawn[turn] = iter(draw(count, turn_seed, task=task, level=level, domain=domain, **sizes))
-    _note_turns(n, {"tasks": tasks or TASKS, "levels": levels or [], "domains": domains or DOMAINS})
     return [next(drawn[turns[i % len(turns)]]) for i in range(n)]
-
-
-def _note_turns(n: int, choices: Mapping[str, Collection[Any]]) -> None:
-    """Say if there are fewer prompts than combinations, which makes differences ambiguous."""
-    several = {name: len(values) for name, values in choices.items() if len(values) > 1}
-    size = math.prod(several.values())
-    if len(several) > 1 and 1 < n < size:
-        from kvsim.cli.show import echo_error
-
-        product = " x ".join(f"{count} {name}" for name, count in several.items())
-        echo_error(
-            f"{plural(n, 'prompt')} for {size} combinations ({product}): a difference between "
-            f"{next(iter(several))} may come from the others; expected --n as a multiple of "
-            f"{size}, or fewer values"
-        )
 
 
 def _turns(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:

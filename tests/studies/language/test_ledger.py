@@ -138,42 +138,6 @@ def test_solve_agrees_with_the_definitions(sample: Sample) -> None:
     assert sample.response == solve(sample.prompt).response == expected(sample.prompt)
 
 
-@st.composite
-def mutations(draw: st.DrawFn) -> str:
-    """A prompt in which some words were replaced, dropped, doubled or moved."""
-    task, seed = draw(st.sampled_from(TASKS)), draw(st.integers(0, 99))
-    sample = make(seeded(seed), task=task, facts=6, lines=9, kinds=4, filler=0.2)
-    words = sample.prompt.split()
-    like_there = st.sampled_from(words)
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, max(0, len(words) - 1)))
-        kind = draw(st.sampled_from(["replace", "drop", "double", "move", "insert", "cut", "cut"]))
-        if kind == "replace":
-            words[at : at + 1] = [draw(like_there | st.sampled_from(VOCAB) | st.text(max_size=4))]
-        elif kind == "insert":
-            words.insert(at, draw(like_there | st.sampled_from(VOCAB)))
-        elif kind == "drop":
-            del words[at : at + 1]
-        elif kind == "double":
-            words[at:at] = words[at : at + draw(st.integers(1, 4))]
-        elif kind == "move":
-            words.insert(draw(st.integers(0, len(words))), words.pop(at) if words else "")
-        else:
-            del words[at : at + draw(st.integers(1, 4))]
-    return " ".join(words)
-
-
-@given(mutations())
-def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
-    """Whatever happens to a prompt, it is outside the language or its answer is right."""
-    try:
-        found = solve(prompt)
-    except LedgerError:
-        return
-
-    assert found.response == expected(" ".join(prompt.split()))
-
-
 @given(samples())
 def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
     """In the order of the response, each at most once per word, from what was read by then."""
@@ -233,33 +197,19 @@ WALK = "walk #3 kuga ."
     [
         ("facts :", "<bos> facts :", "word 1 of the prompt is '<bos>', expected 'facts'"),
         ("kuga rapi teal .", "kuga rapi .", "word 5 .* is '.', expected a kind"),
-        ("kuga rapi teal .", "kuga rapi green .", "is 'green', expected a kind"),
-        ("wind sings .", "wind kuga .", "is 'kuga', expected '.'"),
         ("wind sings .", "Paris sings .", "is 'Paris', expected a node name"),
         ("rapi dodi plum .", "kuga dodi plum .", "two facts about 'kuga'"),
         ("rapi dodi plum .", "", "no fact about 'rapi', which line 2 needs"),
         ("plum 3 ,", "", "no digit for 'plum', which line 2 needs"),
         ("plum 3 ,", "teal 3 ,", "two digits for 'teal'"),
-        ("plum 3 ,", "plum 10 ,", "is '10', expected a digit"),
-        (WALK, "walk #128 kuga .", "is '#128', expected a counter"),
-        (WALK, "walk #3 .", "is '.', expected a node name"),
         (WALK, "run #3 kuga .", "expected one of walk, get, join, check, wait, fork"),
         (WALK, "get #2 kuga , rapi , .", "get #2 lists 2 nodes, expected 3"),
-        (WALK, "join #0 kuga , rapi , .", "join #0 lists 2 nodes, expected 1"),
-        (WALK, "get #0 kuga .", "expected ','"),
-        (WALK, "join #3 pefo , pefo , pefo , pefo , .", "no fact about 'pefo', which line 1"),
         (WALK, "check #3 kuga .", "is 'report', expected 'agenda'"),
-        (WALK, f"{WALK} agenda #1 #2 , .", "is 'agenda', expected 'report'"),
         (WALK, "check #3 kuga . agenda #1 #2 , #1 #3 , .", "the agenda has #1 twice"),
-        (WALK, "check #3 kuga . agenda #4 #4 , .", "#4 twice or too early, expected each of #3 to"),
         (WALK, "check #3 kuga . agenda #1 #4 , .", "at #1 .* #4, expected #3 to #1"),
-        (WALK, "check #3 kuga . agenda #1 #0 , .", "at #1 .* #0, expected #3 to #1"),
         (WALK, "wait #3 kuga . agenda #1 #2 , .", "is '#2', expected a kind"),
-        (WALK, "wait #3 kuga . agenda #1 teal , .", "is ',', expected a digit"),
         ("report #2 #0", "report #4 #0", "asks for #4, expected at most #3, the first line"),
-        ("report #2 #0", "report", "expected a counter"),
         ("think :", "", "is 'the end', expected 'think'"),
-        ("think :", "think : kuga", "continues with 'kuga'"),
         (PROMPT, "", "is 'the end', expected 'facts'"),
     ],
 )

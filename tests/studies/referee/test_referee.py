@@ -329,13 +329,6 @@ def test_files_that_are_no_dumps_are_refused(trace, tmp_path):
         dump_of(trace).save(tmp_path / "d.csv")
 
 
-@pytest.mark.parametrize("tolerance", [float("nan"), -0.1, float("inf"), "much"])
-def test_a_tolerance_is_a_share(trace, tolerance):
-    """A tolerance that is no number of 0 or more is refused."""
-    with pytest.raises(PolicyError, match="expected a share, 0 or more"):
-        kvsim.conform(dump_of(trace), POLICY, BUDGET, tolerance=tolerance)
-
-
 def test_the_command_says_it_and_exits_by_it(trace, tmp_path, run, printed):
     """Exit status 0 for equal sets, 1 for others; --json has the ruling and every difference."""
     rule = ["--policy", "snapkv@kvpress", "--set", f"window={WINDOW}", "--set", "pool_kernel=1"]
