@@ -62,10 +62,6 @@ class ConfigError(KvsimError, ValueError):
     """A configuration of a sweep with an unknown key, or a value of another kind."""
 
 
-class ClusterError(KvsimError, ConnectionError):
-    """A cluster cannot be reached, or its versions are other ones."""
-
-
 class MemoryLimitError(KvsimError, MemoryError):
     """The memory budget is too small for a single layer."""
 
@@ -88,8 +84,6 @@ EXTRAS = {
     "gguf": ("gguf",),
     "dashboard": ("plotly", "streamlit"),
     "remote": ("fsspec",),
-    "dask": ("dask", "distributed"),
-    "slurm": ("submitit",),
     "xarray": ("xarray",),
     "hub": ("datasets",),
     "kvpress": ("kvpress",),

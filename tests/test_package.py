@@ -108,8 +108,7 @@ def test_imports_are_declared():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
-    names = ("capture", "dask", "gguf", "hub", "kvpress", "lm-eval", "remote", "slurm")
-    names = (*names, "xarray")
+    names = ("capture", "gguf", "hub", "kvpress", "lm-eval", "remote", "xarray")
     optional = [line for name in names for line in extras[name]]
     declared = core | requirements(optional)
     imported = set()

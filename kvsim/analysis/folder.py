@@ -32,8 +32,8 @@ from kvsim.store.inputs import damaged, digests, read_document, read_file, seale
 from kvsim.store.records import write_records
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
-#: The configuration of a run, which is there from its beginning.
-CONFIG = "config.resolved.yaml"
+#: The description of a run, which is there from its beginning.
+CONFIG = "grid.json"
 
 #: Largest difference of two judged values of a cell, relative to the larger one, or to `_LEAST`:
 #: logits of float32 are rounded by 1e-6, which moves a KL of 1e-3 nats by some 1e-8.

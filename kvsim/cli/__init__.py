@@ -6,7 +6,7 @@
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an
 unexpected error, some cells of a sweep failed, or sets that `conform` compares differ, 2 bad input,
-3 a cluster that cannot be reached, 130 interrupted.
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
-    sweeping,
     tabulating,
 )
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, one_line
-from kvsim.errors import ClusterError, KvsimError, PackageError, missing_extra
+from kvsim.errors import KvsimError, PackageError, missing_extra
 from kvsim.registry import Registry
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -55,7 +54,6 @@ _COMMANDS: dict[str, Command] = {
     "verify": inspecting.verify,
     "traces": inspecting.traces,
     "replay": replaying.replay,
-    "sweep": sweeping.sweep,
     "live": living.live,
     "compare": comparing.compare,
     "table": tabulating.table,
@@ -75,6 +73,7 @@ GONE = {
     "learn": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",
+    "sweep": "`kvsim replay` takes the file of a grid, and all options",
 }
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
@@ -206,7 +205,7 @@ def _status(argv: list[str]) -> int:
         return _end(str(stop), stop.status)
     except (KvsimError, _UsageError) as error:
         message = str(error) if isinstance(error, KvsimError) else _usage(error)
-        return _end(f"error: {one_line(message)}", 3 if isinstance(error, ClusterError) else 2)
+        return _end(f"error: {one_line(message)}", 2)
     except (KeyboardInterrupt, typer.Abort):
         done = 130
     except OSError as error:

@@ -13,23 +13,24 @@ from kvsim.schema import plural
 
 if TYPE_CHECKING:
     from kvsim.store.forecast import Forecast
-    from kvsim.sweeps.planning import Plan
+    from kvsim.sweeps.driver import Plan
 
 
-def echo_plan(plan: Plan, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
+def echo_plan(
+    plan: Plan, out: Path | None, jobs: int | None, *, overwrite: bool, as_json: bool
+) -> None:
     """Print what is left of a plan of replays or live runs; out: the run folder or None."""
     from kvsim.analysis.sentences import FEW
     from kvsim.analysis.significance import FEWEST
+    from kvsim.sweeps.folder import Parts
     from kvsim.sweeps.forecast import forecast
-    from kvsim.sweeps.shards import kept_in
-    from kvsim.sweeps.workers import processes
+    from kvsim.sweeps.pool import processes
 
-    kept = kept_in(out)
-    kept.scan()
-    left = len(plan.left(kept))
+    rest = plan.tasks if overwrite else Parts(out, plan.description).left(plan.tasks)
+    left = len(rest)
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
-    echo_forecast(forecast(plan, kept), out, counts, as_json=as_json)
+    echo_forecast(forecast(plan, rest, written=out is not None), out, counts, as_json=as_json)
     if len(plan.traces) < FEWEST and not as_json:
         show.echo_notes([FEW])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,7 +95,8 @@ def live(
         options |= {"tokenizer": tokenizer, "events": folder.events}
         planned, _ = plan_live(decoder, recorded, policies, budget, **options)
         there = {**planned.parameters, "device": loading.device}
-        echo_plan(planned._replace(parameters=there), out, 1, as_json=printed.as_json)
+        planned = replace(planned, parameters=there)
+        echo_plan(planned, out, 1, overwrite=folder.overwrite, as_json=printed.as_json)
         return
     try:
         with ExitStack() as stack, show.bar("cells") as report:

@@ -77,7 +77,7 @@ def plot(
         typer.Argument(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
-            "results, such as pareto, also folders that `kvsim replay`, `sweep` or `live` wrote.",
+            "results, such as pareto, also folders that `kvsim replay` or `live` wrote.",
             callback=shared.sources,
         ),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
-from kvsim.cli.shared import Stop
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.experiment import Protected
 from kvsim.schema import plural
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
     from kvsim.sweeps import Run
+
+#: Most traces and lines of a table that are printed; the others are in the results.
+_TRACES, _LINES = 8, 200
 
 _OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
@@ -42,23 +48,46 @@ _MEANING = {
 }
 
 
+@dataclass(frozen=True)
+class Cells(Chosen):
+    """Policies and budgets, which a configuration has instead."""
+
+    policy: Annotated[list[str] | None, shared.option("policies")] = None  # type: ignore[assignment]
+    budget: Annotated[list[str] | None, shared.option("budgets")] = None
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What is printed, or planned alone."""
+
+    plan: shared.Plan = False
+    as_json: shared.Json = False
+
+
 @grouped
 def replay(
-    traces: shared.TracePaths,
-    chosen: Chosen,
-    budget: shared.Budgets,
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="GRID.yaml | TRACE...",
+            help="Recorded traces, as `kvsim traces` lists them, or a grid in a file, which has "
+            "all but --jobs and where results go.",
+            callback=shared.sources,
+        ),
+    ],
+    *,
+    cells: Cells,
     options: Annotated[
         dict[str, Any],
         offered(
-            *(*SCHEDULE, "metrics", "regret", "memory", "device", "jobs"),
+            *(*SCHEDULE, "layers", "metrics", "regret", "memory", "device", "jobs"),
             metrics="everything with --out, without it what the table shows",
         ),
     ],
     protected: Annotated[dict[str, Any], offered(of=Protected)],
     judging: Judging,
     folder: Folder,
-    plan: shared.Plan = False,
-    as_json: shared.Json = False,
+    printed: Printed,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
 
@@ -67,42 +96,59 @@ def replay(
     continues.
     """
     folder.check()
-    out, metric, regret = folder.out, options["metrics"], options["regret"]
-
-    from kvsim.analysis.table import BESIDE, REGRET, available, choose
-    from kvsim.core.policy import Protection
-    from kvsim.sweeps import SUMMARY, replay_all
-    from kvsim.sweeps.driver import plan_replays
-
-    if regret and metric is not None:
-        metric = list(dict.fromkeys([*metric, *REGRET]))
-    choose(metric, beside=BESIDE if regret else (), judged=bool(judging.by))
-    protect = Protection(**protected)
-    policies = chosen.built(protect)
-    opened = shared.open_traces(traces)
-    usual = available(SUMMARY, opened)
-    options |= {"metrics": metric if metric or out is not None else usual}
+    out, jobs, metrics = folder.out, options.pop("jobs"), options["metrics"]
     options |= {"judge": judging.by, "events": folder.events}
-    if plan:
-        planned = plan_replays(opened, policies, budget, **options, accounts=out is not None)
-        echo_plan(planned, out, options["jobs"], as_json=as_json)
+
+    from kvsim.analysis.table import available
+    from kvsim.core.policy import Protection
+    from kvsim.sweeps import SUMMARY
+    from kvsim.sweeps.driver import Plan, plan_replays
+    from kvsim.sweeps.grid import read_grid
+
+    if len(source) == 1 and source[0].endswith((".yaml", ".yml")):
+        _check_alone({**vars(cells), **options, **protected})
+        grid = read_grid(source[0])
+        planned, protect, metrics = Plan.of(grid), grid.options["protect"], grid.options["metrics"]
+    else:
+        for name in ("policy", "budget"):
+            if not getattr(cells, name):
+                raise OptionError(f"--{name} is missing; give one, or several between commas")
+        protect = Protection(**protected)
+        policies = cells.built(protect)
+        traces = shared.open_traces(source)
+        options["metrics"] = metrics if metrics or out else available(SUMMARY, traces)
+        planned = plan_replays(
+            traces, policies, cells.budget or (), **options, accounts=out is not None
+        )
+    if printed.plan:
+        echo_plan(planned, out, jobs, overwrite=folder.overwrite, as_json=printed.as_json)
         return
     try:
         with folder.replacing(), show.bar("cells") as report:
-            run = replay_all(
-                opened,
-                policies,
-                budget,
-                **options,
-                out=out,
-                resume=folder.resume,
-                accounts=out is not None,
-                progress=report,
-            )
-        shown = metric or usual
-        show_run(run, opened, protect, shown, out, as_json=as_json, required=metric or ())
+            parts = planned.begin(out, resume=folder.resume)
+            run = planned.finish(parts, jobs=jobs, progress=report)
+        shown = metrics or available(SUMMARY, planned.traces)
+        show_run(
+            run,
+            planned.traces,
+            protect,
+            shown,
+            out,
+            as_json=printed.as_json,
+            required=metrics or (),
+        )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
+
+
+def _check_alone(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for options that a configuration has itself."""
+    given = [name for name, value in options.items() if value and value != "cpu"]
+    if given or options["prefill"] is False:
+        raise OptionError(
+            f"a configuration has its own {', '.join(given) or 'prefill'}; change the file, or "
+            "give traces"
+        )
 
 
 def folder_state(out: Path | None) -> str:
@@ -135,9 +181,9 @@ def show_run(
     from kvsim.analysis.overview import PREDICTIONS
     from kvsim.analysis.table import REGRET
 
-    if not run.records and run.interrupted:
+    if not run.parameters["done"] and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
-    if not run.records:
+    if not run.parameters["done"]:
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
@@ -194,11 +240,13 @@ def _print(
 ) -> None:
     from kvsim.analysis.overview import summarise
 
-    for trace in traces:
+    for trace in traces[:_TRACES]:
         show.echo_text(
             f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
             f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
         )
+    if len(traces) > _TRACES:
+        show.echo_text(f"... and {plural(len(traces) - _TRACES, 'trace')}")
     protected = {
         f"the first {protect.sink} positions": protect.sink,
         "the prompt": protect.prompt,
@@ -211,8 +259,9 @@ def _print(
     show.echo_verdict(show.verdict(run.table, shown))
     summary = summarise(run.table, shown)
     if summary.height:
-        show.echo_results(summary)
-        show.echo_text()
+        show.echo_results(summary.head(_LINES))
+        hidden = summary.height - _LINES
+        show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
         rows = ([*row[:3], *(show.number(x, ".3f") for x in row[3:])] for row in of_trace.rows())
@@ -228,7 +277,8 @@ def _print(
         show.echo_text(line)
     show.echo_notes(run.remarks)
     if out is not None:
-        show.echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
+        records = ", records.zarr" * bool(run.records)
+        show.echo_text(f"Written to {out}: run.json{records}, results.parquet.")
 
 
 def _selection_line(record: Record, *, many: bool) -> str:
@@ -283,7 +333,7 @@ def finish(run: Run, out: Path | None) -> None:
     kept = "shown above" if out is None else f"kept in {out}"
     again = "" if out is None else "; continue with the same command and --resume"
     if run.interrupted:
-        done = f"{len(run.records)} of {total} cells are done and {kept}"
+        done = f"{run.parameters['done']} of {total} cells are done and {kept}"
         raise Stop(f"interrupted, {done}{again}", 130)
     if run.failures:
         failed = len({failure.cell for failure in run.failures})

@@ -17,7 +17,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN|TRACE",
-            help="Folders that `kvsim replay`, `sweep` or `live` wrote, and recorded traces to "
+            help="Folders that `kvsim replay` or `live` wrote, and recorded traces to "
             "analyse, or the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
             callback=sources,
         ),

@@ -245,8 +245,7 @@ Runs = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN",
-        help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, or Tables in .parquet "
-        "files.",
+        help="Folders that `kvsim replay` or `live` wrote to --out, or Tables in .parquet files.",
         callback=sources,
     ),
 ]

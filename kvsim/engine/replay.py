@@ -101,6 +101,7 @@ class ReplayOptions:
     """How a replay runs: the keywords of `replay`, and what tests change about it.
 
     Attributes:
+        checked: `check_cell` has passed already.
         by_row: replay an interval of 1 in blocks of rows where that is possible.
         poison: overwrite keys and values with NaN as soon as their entry has left.
         guard: treat a policy of kvsim as one of the user's own, which gets copies; slower.
@@ -111,6 +112,7 @@ class ReplayOptions:
     memory: int | None = None
     internals: bool | frozenset[str] = False
     progress: Callable[[int, int], None] | None = None
+    checked: bool = False
     by_row: bool = True
     poison: bool = False
     guard: bool = False
@@ -123,7 +125,8 @@ def run(
     policy, guarded = policy.at(budget), policy.foreign or options.guard
     trace = (isolated(trace) if guarded else trace).evicting
     source = trace.per_query_head() if policy.per_query_head else trace
-    check_cell(trace, policy, budget, options.memory, schedule)
+    if not options.checked:
+        check_cell(trace, policy, budget, options.memory, schedule)
     chosen = replayed(trace, options.layers)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
     options = replace(options, by_row=by_row)

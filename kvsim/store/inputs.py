@@ -44,7 +44,7 @@ def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None)
 
 
 def damaged(
-    path: Path, reason: str, expected: str = "what `kvsim replay`, `sweep` or `live` wrote"
+    path: Path, reason: str, expected: str = "what `kvsim replay` or `live` wrote"
 ) -> OutputError:
     """Return the error of a file that is not as it was written; reason: one clause."""
     line = " ".join(reason.split())[:200]

@@ -1,4 +1,4 @@
-"""The cells of a sweep, and what computes those of one trace."""
+"""The cells of a sweep, and what replays and measures those of one trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,19 +15,17 @@ import polars as pl
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
+from kvsim.analysis.table import COLUMNS, OF_RECORD, available, columns_of, in_order, measure
 from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine import replay
-from kvsim.errors import KvsimError, TraceError, error_line
-from kvsim.store import open_trace
+from kvsim.engine.replay import ReplayOptions, run
+from kvsim.errors import KvsimError, error_line
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.terms import Terms
-from kvsim.sweeps.workers import Lost
 
 if TYPE_CHECKING:
     from kvsim.runner.judging import Judge
@@ -76,34 +74,20 @@ def cells_of(
     return cells
 
 
-def flops_of(trace: Trace, layers: int) -> float:
-    """Floating-point operations of the attention outputs of a cell in some layers, about."""
-    trace = trace.evicting
-    return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
+@dataclass
+class Outcome:
+    """Outcome of a task: the rows of its cells, and their records in the order of `done`.
 
+    done: for each measured cell by number the columns of a Table that say which rows are its; -1
+    stands for a task that measures the trace alone. remarks: on the results, each once.
+    """
 
-def named(judge: bool | str) -> str:
-    """The name of the model that judges; empty for the one that a trace names."""
-    return "" if judge is True else str(judge)
-
-
-def reopened(path: str, fingerprint: str) -> Trace:
-    """Return the trace of a fingerprint, opened once for the tasks that follow; or TraceError."""
-    status = next((x.stat() for x in (Path(path, "zarr.json"), Path(path)) if x.is_file()), None)
-    written = None if status is None else (status.st_ino, status.st_mtime_ns)
-    trace = open_trace(path) if written is None else _opened(path, written)
-    if trace.fingerprint != fingerprint:
-        raise TraceError(
-            f"{path} is another trace than when the sweep began: {trace.fingerprint}, expected "
-            f"{fingerprint}; start again"
-        )
-    return trace
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(path: str, _: tuple[int, int]) -> Trace:
-    """Return a trace; opening lists its folder, which may have many files."""
-    return open_trace(path)
+    table: pl.DataFrame = field(default_factory=pl.DataFrame)
+    records: list[Record] = field(default_factory=list)
+    done: dict[int, dict[str, Any]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    interrupted: bool = False
 
 
 class Executor(Protocol):
@@ -121,39 +105,35 @@ class Executor(Protocol):
         """What is kept of a record that is measured."""
 
 
-class Computed(NamedTuple):
-    """Cells that were measured: their records by number, the rows of all, and what failed."""
-
-    records: Mapping[int, Record]
-    table: pl.DataFrame
-    failures: Sequence[Failure]
-    interrupted: bool = False
-
-
-def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Computed:
+def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outcome:
     """Compute cells; failures leave the rest, Ctrl-C what is done; report: (done, cells, label)."""
-    records: dict[int, Record] = {}
+    outcome = Outcome()
     tables: list[pl.DataFrame] = []
-    failures: list[Failure] = []
     pending: list[tuple[Cell, Record]] = []
     together = executor.together or len(cells)
 
-    def measure(group: Sequence[tuple[Cell, Record]]) -> None:
-        if not group:
-            return
-        of_group, made = zip(*group, strict=True)
+    def measured(group: Sequence[tuple[Cell, Record]]) -> None:
         try:
-            tables.append(executor.table(of_group, made))
+            tables.append(executor.table(*zip(*group, strict=True)))
         except KvsimError as error:
             if len(group) > 1:
                 for pair in group:  # whichever can be measured
-                    measure([pair])
-                return
-            failures.append(failure(of_group[0], Lost(f"measuring: {error}", unexpected=False)))
+                    measured([pair])
+            else:
+                outcome.failures.append(failure(group[0][0], f"measuring: {error}"))
         else:
-            records.update((cell.number, executor.kept(record)) for cell, record in group)
+            for cell, record in group:
+                outcome.records.append(executor.kept(record))
+                outcome.done[cell.number] = columns_of(record)
 
-    done, interrupted = 0, False
+    def measure_pending(done: int) -> None:
+        group = pending[:]
+        pending.clear()
+        if group:
+            report(done, len(cells), f"{group[0][0].trace.name}: measuring")
+            measured(group)
+
+    done = 0
     try:
         for done, cell in enumerate(cells, 1):
             label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
@@ -161,22 +141,21 @@ def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Comp
             try:
                 pending.append((cell, replace(executor.record(cell), share=cell.share)))
             except KvsimError as error:
-                failures.append(failure(cell, Lost(str(error), unexpected=False)))
+                outcome.failures.append(failure(cell, str(error)))
             except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
-                failures.append(failure(cell, Lost(_unexpected(error))))
+                outcome.failures.append(failure(cell, _unexpected(error), unexpected=True))
             if len(pending) == together:
-                report(done, len(cells), f"{cell.trace.name}: measuring")
-                group, pending = pending, []
-                measure(group)
+                measure_pending(done)
     except KeyboardInterrupt:
-        interrupted = True
-    if pending:
-        report(done, len(cells), f"{pending[0][0].trace.name}: measuring")
+        outcome.interrupted = True
     try:
-        measure(pending)
+        measure_pending(done)
     except KeyboardInterrupt:
-        interrupted = True
-    return Computed(records, in_order(tables), failures, interrupted)
+        outcome.interrupted = True
+    outcome.table = in_order(tables)
+    lines = (record.remark for record in outcome.records if record.remark)
+    outcome.remarks = list(dict.fromkeys(lines))
+    return outcome
 
 
 class Replays:
@@ -200,15 +179,9 @@ class Replays:
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
         policy = cell.policy
-        record = replay(
-            cell.trace,
-            policy,
-            cell.budget,
-            layers=cell.layers,
-            internals=self._notes & policy.allocator.notes,
-            **vars(cell.schedule),
-            **self._limits,
-        )
+        notes = self._notes & policy.allocator.notes
+        options = ReplayOptions(cell.layers, internals=notes, checked=True, **self._limits)
+        record = run(cell.trace, policy, cell.budget, cell.schedule, options)
         self._compared[cell.number] = {}
         try:
             self._compare(cell, record)
@@ -307,10 +280,10 @@ def in_cell_order(
     )
 
 
-def failure(cell: Cell, lost: Lost, trace: str = "") -> Failure:
+def failure(cell: Cell, reason: str, *, unexpected: bool = False, trace: str = "") -> Failure:
     """Return the failure of a cell; trace: the name of its trace where it has none."""
     where = trace or cell.trace.name, cell.policy.name, cell.budget
-    return Failure(*where, lost.reason, unexpected=lost.unexpected, cell=cell.number)
+    return Failure(*where, reason, unexpected=unexpected, cell=cell.number)
 
 
 def _unexpected(error: BaseException) -> str:

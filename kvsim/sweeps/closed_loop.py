@@ -19,7 +19,7 @@ from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.options import given_options, takes_options
-from kvsim.core.outcome import Outcome
+from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -40,13 +40,10 @@ from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
-from kvsim.sweeps import tasks
-from kvsim.sweeps.cells import Cell, Progress, cells_of
-from kvsim.sweeps.driver import begin, finish
+from kvsim.sweeps.cells import Cell, Outcome, Progress, cells_of, compute
+from kvsim.sweeps.driver import Plan, describe
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.planning import Plan
-from kvsim.sweeps.shards import kept_in
-from kvsim.sweeps.tasks import Task, outcome_of, tasks_of
+from kvsim.sweeps.tasks import Task, tasks_of
 from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
 
 
@@ -92,13 +89,11 @@ def live(
     show = check_progress(progress)
     given = given_options(LiveOptions, options, "live", PolicyError)
     plan, loops = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
-    kept, size = kept_in(given["out"]), given["batch"]
-    begin(plan, kept, resume=given["resume"])
-    kept.scan()
-    left = {cell.number for task in plan.left(kept) for cell in task.cells}
+    parts, size = plan.begin(given["out"], resume=given["resume"]), given["batch"]
+    left = {cell.number for task in parts.left(plan.tasks) for cell in task.cells}
     rest = [cell for cell in loops.joined if cell.number in left]
     loops.batches = [rest[at : at + size] for at in range(0, len(rest), size)]
-    run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
+    run = plan.finish(parts, progress=show)
     return replace(run, notes=(*run.notes, *([] if loops.paging is None else loops.paging.notes)))
 
 
@@ -171,8 +166,6 @@ def plan_live(
             paging.release()  # the prefixes of another prompt
         return ClosedLoop(running, trace, tokenizer, writing, paging)
 
-    of_task = ("policies", "budgets", "metrics", "schedules")
-    of_tasks = {name: x for name, x in parameters.items() if name not in of_task}
     executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
     executor.sampling = {"stop": stop, "choice": choice}
     executor.joined, executor.paging = joined, paging
@@ -181,15 +174,11 @@ def plan_live(
         traces=traces,
         policies=policies,
         cells=cells,
-        tasks=tasks_of(cells, list(chosen), of_tasks | {"records": True}, together=1),
+        tasks=tasks_of(cells, list(chosen), {"records": True}, together=1),
         metrics=list(chosen),
         parameters={**parameters, "batch": given["batch"]},
         notes=(*filter(None, [shared]), *alone, *(choice.notes if new_tokens else ())),
-        document={
-            **parameters,
-            "command": "live",
-            "traces": {trace.name: trace.fingerprint for trace in traces},
-        },
+        description=describe(traces, policies, list(chosen), parameters),
         model_bytes=sum(each.nbytes for each in running.model.parameters()),
         compute=executor.compute,
         check=executor.check,
@@ -238,7 +227,7 @@ class Loops:
         self._layers, self._events = layers, events
         self._traces = {trace.name: trace for trace in traces}
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Lived] = {}
         self.paging: Paging | None = None
         #: cells that can share a batch, those whose responses are written at once, and how
         self.joined: list[Cell] = []
@@ -254,13 +243,13 @@ class Loops:
             with threads_for(self._loop.running.model):
                 self._loop.check(self.schedules)
 
-    def compute(self, task: Task, report: Progress = lambda *_: None) -> tasks.Outcome:
+    def compute(self, task: Task, report: Progress = lambda *_: None) -> Outcome:
         """Run the cell of a task."""
         trace = self._traces[task.name]
         if self._loop is None or self._loop.trace is not trace:
             self._loop = self._loop_of(trace)
         with threads_for(self._loop.running.model):
-            return outcome_of(task, trace, self, report)
+            return compute(self, [cell._replace(trace=trace) for cell in task.cells], report)
 
     def record(self, cell: Cell) -> Record:
         """Run a cell."""

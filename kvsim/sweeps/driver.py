@@ -1,107 +1,92 @@
-"""`kvsim.sweep`: a grid computed by any number of processes into one Table."""
+"""`kvsim.sweep`: a grid of replays, computed on any executor into one Table."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
 
-from kvsim.analysis.folder import replace_run
+import numpy as np
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import by_model, models_of
 from kvsim.analysis.table import BESIDE, choose
 from kvsim.core.arguments import listed
-from kvsim.core.checks import check_progress
+from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.lazy import torch
 from kvsim.core.options import given_options, takes_options
-from kvsim.core.policy import PolicyLike
+from kvsim.core.policy import Policy, PolicyLike
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import ConfigError, PolicyError
+from kvsim.errors import ConfigError, KvsimError, PolicyError
 from kvsim.experiment import Options, ReplayOptions, Spread, SweepOptions
-from kvsim.files import lock
-from kvsim.policies import as_policies
 from kvsim.progress import with_bar
-from kvsim.schema import plural
-from kvsim.store.opening import Traces, as_traces
-from kvsim.sweeps.cells import Progress
-from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.grid import Grid
-from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.shards import Kept, Shards, kept_in
-from kvsim.sweeps.tasks import Outcome, Task
-from kvsim.sweeps.terms import measurable, shared_terms
-from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
-
-#: Seconds between looks at what other processes have finished.
-_LOOK = 1.0
+from kvsim.schema import PREFILL
+from kvsim.store.opening import Traces
+from kvsim.sweeps.cells import Cell, Outcome, Progress, failure, in_cell_order
+from kvsim.sweeps.code import code_of, of_kvsim
+from kvsim.sweeps.folder import Parts
+from kvsim.sweeps.grid import Grid, grid_of, read_grid
+from kvsim.sweeps.outcome import Failure, Run, provenance
+from kvsim.sweeps.pool import IN_MEMORY, in_processes, in_this_process, on_executor, processes
+from kvsim.sweeps.remarks import cell_remarks
+from kvsim.sweeps.tasks import Compute, Task, flops_of, replayed, tasks_of
+from kvsim.sweeps.terms import described, params_of, shared_terms
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How far a sweep is: what is done of how many, and bytes read by now.
-
-    steps: cells of tasks, those of the shard if it is one; a cell whose layers are in several tasks
-    has as many. cells, traces: of the whole; those of which all is done.
-    """
-
-    steps: tuple[int, int]
-    cells: tuple[int, int]
-    traces: tuple[int, int]
-    read: int
-    label: str
-
-
-Shown = Callable[[Standing], None]
-
-
-@with_bar("cells", lambda standing: (*standing.steps, standing.label))
+@with_bar("cells")
 @takes_options(SweepOptions)
 def sweep(
-    config: str | Path | Mapping[str, Any] | Grid | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
     /,
     *,
-    shard: tuple[int, int] | None = None,
-    scheduler: str | None = None,
-    progress: Shown | bool | None = None,
+    executor: Any = None,
+    progress: Progress | bool | None = None,
     **options: Unpack[SweepOptions],
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
 
     The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
-    the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
-
-    Any number of processes may compute the folder `out` at the same time, each of them what no
-    other one has done; the same call goes on with what is there. With several `jobs`, a script
-    needs `if __name__ == "__main__":`, as for any use of multiprocessing.
+    the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept, and
+    the same call goes on with what is in the folder `out`. With several `jobs`, a script needs
+    `if __name__ == "__main__":`, as for any use of multiprocessing.
 
     Args:
         config: a YAML file (docs/sweeps.md), or the keys of one as a mapping or as keywords. Each
             of traces, policies, budgets and intervals is one value or several; a policy with
             settings is `{name: {parameter: values}}`.
-        shard: (i, n), every n-th task, from the i-th on.
-        scheduler: computes on the workers of a dask cluster, by its address or the file that it
-            writes.
-        progress: called with a Standing; True shows a bar.
+        executor: computes the tasks: any `concurrent.futures.Executor`, such as
+            `dask.distributed`'s `Client(...).get_executor()`, or one of submitit. Its workers read
+            the traces by the same paths.
+        progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.SweepOptions`.
 
     Raises:
         ConfigError: what is no grid.
         PolicyError: an unknown policy, parameter or metric.
         TraceError: a trace that cannot be opened.
-        OutputError: a folder that cannot be written.
-        ClusterError: a cluster that cannot be reached.
+        OutputError: a folder that cannot be written, or has the run of another grid.
     """
-    progress = check_progress(progress)
-    of_sweep, of_grid = get_type_hints(Spread), dict[str, Any](options)
-    spread = {name: of_grid.pop(name) for name in of_sweep if name in of_grid}
-    own = given_options(Spread, spread, "sweep")
-    plan = Plan.of(grid_from(config, **of_grid))
-    kept = kept_in(own["out"])
-    begin(plan, kept)
-    return finish(plan, kept, jobs=own["jobs"], shard=shard, scheduler=scheduler, progress=progress)
+    show = check_progress(progress)
+    of_grid = dict[str, Any](options)
+    own = {name: of_grid.pop(name) for name in get_type_hints(Spread) if name in of_grid}
+    own = given_options(Spread, own, "sweep")
+    if config is not None and of_grid:
+        raise ConfigError(
+            f"the grid is {type(config).__name__} and keywords ({', '.join(of_grid)}); expected a "
+            "file, a mapping, or keywords alone"
+        )
+    if isinstance(config, str | Path):
+        grid = read_grid(config)
+    else:
+        grid = grid_of(of_grid if config is None else config)
+    plan = Plan.of(grid)
+    parts = plan.begin(own["out"])
+    return plan.finish(parts, jobs=own["jobs"], executor=executor, progress=show)
 
 
 @with_bar("cells")
@@ -147,14 +132,8 @@ def replay_all(
     show = check_progress(progress)
     accounts = accounts or given["out"] is not None
     plan = plan_replays(traces, policies, budgets, accounts=accounts, **options)
-    kept = kept_in(given["out"])
-    begin(plan, kept, resume=given["resume"])
-    return finish(
-        plan,
-        kept,
-        jobs=given["jobs"],
-        progress=show and (lambda now: show(*now.steps, now.label)),
-    )
+    parts = plan.begin(given["out"], resume=given["resume"])
+    return plan.finish(parts, jobs=given["jobs"], progress=show)
 
 
 def plan_replays(
@@ -167,179 +146,260 @@ def plan_replays(
 ) -> Plan:
     """Return the plan of `replay_all`, which computes it; raises as that does."""
     given = given_options(ReplayOptions, options, "replay_all")
-    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    if not (traces and policies and budgets):
-        raise PolicyError(
-            f"{plural(len(traces), 'trace')}, {len(policies)} policies and {len(budgets)} budgets; "
-            "expected at least one of each"
-        )
-    interval, own_schedule = given["interval"], given["own_schedule"]
-    terms = interval, given["prefill"], given["compress"], given["prefill_chunk"]
-    shared_terms(policies, terms, own_schedule=own_schedule)
-    metrics, regret, judged = given["metrics"], given["regret"], bool(given["judge"])
-    if metrics is None:
-        chosen = choose(None, beside=BESIDE if regret else (), judged=judged)
-    else:
-        chosen = measurable(metrics, traces, regret=regret, judged=judged)
-    grid = Grid.of(
+    shared_terms((), (given["interval"], None, None, None), own_schedule=given["own_schedule"])
+    several: dict[str, list[Any]] = {
+        name: listed(values)
+        for name, values in (("traces", traces), ("policies", policies), ("budgets", budgets))
+    }
+    if not all(several.values()):
+        counts = ", ".join(f"{len(x)} {name}" for name, x in several.items())
+        raise PolicyError(f"{counts}; expected at least one of each")
+    grid = grid_of(
         {name: given[name] for name in get_type_hints(Options)}
-        | {"traces": traces, "policies": policies, "budgets": budgets}
-        | {"intervals": [None] if own_schedule else interval}
-        | {"metrics": [*chosen], "records": True}
+        | several
+        | {"intervals": ["own"] if given["own_schedule"] else given["interval"], "records": True}
     )
-    plan = Plan.of(grid, list(chosen), accounts=accounts)
-    plan = plan._replace(document={**plan.document, "command": "replay"})
-    if metrics is None:
-        plan = plan._replace(parameters={**plan.parameters, "metrics": None})
-    for cell in plan.cells:
-        check_cell(cell.trace, cell.policy, cell.budget, grid.options["memory"], cell.schedule)
+    metrics = None
+    if given["metrics"] is None:
+        beside = BESIDE if given["regret"] else ()
+        metrics = [*choose(None, beside=beside, judged=bool(given["judge"]))]
+    plan = Plan.of(grid, metrics, accounts=accounts)
+    for error in plan.refused:
+        raise error
     return plan
 
 
-def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
-    """Check that the plan can be computed, then make its folder or go on with one."""
-    plan.check()
-    plan.check_kind(kept)
-    if isinstance(kept, Shards):
-        kept.begin(plan.document, resume=resume)
+@dataclass(frozen=True)
+class Plan:
+    """Cells cut into tasks, and what computes them.
 
+    policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
+    description: all that results depend on, ready for JSON. notes: remarks on all results. refused,
+    failures: what cells cannot be replayed for; they are in no task. records: whether they are
+    kept. model_bytes: weights of the model that runs. compute: of one task, in this process or
+    another one. check: raises where no task can be computed, before the first of them.
+    """
 
-def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
-    """Compute what is not finished yet; publish it unless it is a shard. options: as `work`."""
-    interrupted = not work(plan, kept, shard=shard, **options)
-    run = plan.run(kept, interrupted=interrupted)
-    if isinstance(kept, Shards) and shard is None:
-        if run.parameters["done"]:
-            publish(run, kept)
+    traces: Sequence[Trace]
+    policies: Sequence[Policy]
+    cells: Sequence[Cell]
+    tasks: Sequence[Task]
+    metrics: Sequence[str]
+    parameters: Mapping[str, Any]
+    description: Mapping[str, Any]
+    compute: Compute = replayed
+    notes: Sequence[str] = ()
+    refused: Sequence[KvsimError] = ()
+    failures: Sequence[Failure] = ()
+    records: bool = True
+    model_bytes: int = 0
+    check: Callable[[], None] = lambda: None
+
+    @staticmethod
+    def of(grid: Grid, metrics: Sequence[str] | None = None, *, accounts: bool = True) -> Plan:
+        """Open the traces of a grid, check its cells, and cut it.
+
+        metrics: by default those of the grid, checked. accounts: keep what readers read.
+        """
+        traces, given = grid.opened(), grid.options
+        schedules = grid.schedules()
+        cells = grid.cells(traces, [terms for terms, _ in schedules])
+        names = grid.chosen(traces) if metrics is None else metrics
+        judge = "" if given["judge"] is True else given["judge"]
+        options = {x: given[x] for x in ("regret", "events", "memory", "device")}
+        options |= {"records": grid.records} | ({} if judge is False else {"judge": judge})
+        options |= {} if accounts else {"accounts": False}
+        refused: dict[int, KvsimError] = {}
+        for cell in cells:
+            try:
+                check_cell(cell.trace, cell.policy, cell.budget, given["memory"], cell.schedule)
+            except KvsimError as error:
+                refused[cell.number] = error
+        parameters = {
+            "policies": params_of(grid.policies),
+            "schedules": [described(terms) for terms, _ in schedules],
+            "budgets": list(grid.budgets),
+            **{name: x for name, x in given.items() if name not in _ELSEWHERE},
+        }
+        return Plan(
+            traces=traces,
+            policies=grid.policies,
+            cells=cells,
+            tasks=tasks_of([x for x in cells if x.number not in refused], names, options),
+            metrics=names,
+            parameters=parameters,
+            description=describe(
+                traces, grid.policies, names, {**parameters, "records": grid.records}
+            ),
+            notes=[*filter(None, (remark for _, remark in schedules))],
+            refused=[*refused.values()],
+            failures=[failure(x, str(refused[x.number])) for x in cells if x.number in refused],
+            records=grid.records,
+            check=partial(check_run, judge, traces, given["device"]),
+        )
+
+    @property
+    def flops(self) -> float:
+        """Estimated floating-point operations of the attention outputs of all cells."""
+        of_each = ((flops_of(self.trace_of(x), len(x.layers)), len(x.cells)) for x in self.tasks)
+        return sum(flops * max(1, count) for flops, count in of_each)
+
+    def trace_of(self, task: Task) -> Trace:
+        """The trace of a task."""
+        return next(each for each in self.traces if each.name == task.name)
+
+    def bytes_of(self, task: Task) -> int:
+        """Bytes of queries, keys, values and outputs that a task reads, as they are stored."""
+        trace = self.trace_of(task)
+        return len(task.layers) * sum(
+            int(np.prod(trace.source.shapes[name][1:]))
+            * int(getattr(torch, trace.source_dtypes[name]).itemsize)
+            for name in ("q", "k", "v", "attn_out", "lse")
+            if name in trace.source.shapes
+        )
+
+    def begin(self, out: str | Path | None, *, resume: bool | None = None) -> Parts:
+        """Check that the plan can be computed, and return what of it is done in a folder."""
+        parts = Parts(out, self.description, resume=resume)
+        self.check()
+        return parts
+
+    def finish(
+        self,
+        parts: Parts,
+        *,
+        jobs: int | None = 1,
+        executor: Any = None,
+        progress: Progress | None = None,
+    ) -> Run:
+        """Compute what is not finished yet, and put the whole into the folder."""
+        todo = parts.left(self.tasks)
+        count = processes(jobs, self.flops, len(todo), self.traces)
+        if executor is not None and any(trace.path is None for trace in self.traces):
+            raise ConfigError(IN_MEMORY)
+        total = sum(len(task.cells) for task in self.tasks)
+        done = total - sum(len(task.cells) for task in todo)
+        show = progress or (lambda *_: None)
+        failures, interrupted = [*self.failures], False
+
+        def compute(task: Task) -> Outcome:
+            return self.compute(task, lambda now, _, label: show(done + now, total, label))
+
+        results: Generator[tuple[Task, Any], None, Any]
+        if executor is not None:
+            results = _until_broken(self.compute, todo, executor)
+        elif count > 1:
+            results = in_processes(self.compute, todo, count)
         else:
-            kept.withdraw()
-    return run
+            results = in_this_process(compute, todo)
+        try:
+            try:
+                show(done, total, "")
+                with contextlib.closing(results):
+                    for task, result in results:
+                        outcome = task.lost(result) if isinstance(result, Exception) else result
+                        parts.add(task, outcome)
+                        failures += outcome.failures
+                        done += len(task.cells)
+                        show(done, total, task.name)
+                        interrupted = outcome.interrupted
+                        if interrupted:
+                            break
+            except KeyboardInterrupt:
+                interrupted = True
+            run = self.run(parts, failures, interrupted=interrupted)
+            if run.parameters["done"]:
+                parts.publish(run.write, [vars(each) for each in run.failures])
+            return run
+        finally:
+            parts.close()
 
-
-def work(
-    plan: Plan,
-    kept: Kept,
-    *,
-    jobs: int | None = 1,
-    shard: tuple[int, int] | None = None,
-    scheduler: str | None = None,
-    progress: Shown | None = None,
-) -> bool:
-    """Compute what is not finished yet; False if Ctrl-C ended it."""
-    mine = plan.share(shard)
-    count = processes(jobs, plan.flops, len(mine), plan.traces)
-    if scheduler is not None and any(trace.path is None for trace in plan.traces):
-        raise ConfigError(IN_MEMORY)
-    kept.scan()
-    todo = _Todo(mine, kept)
-    show = _Shown(mine, plan, kept, progress)
-    try:
-        while True:
-            if scheduler is not None:
-                results = on_a_cluster(plan.compute, todo, scheduler)
-            elif count > 1:
-                results = in_processes(plan.compute, todo, count)
-            else:
-                results = in_this_process(lambda task: plan.compute(task, show.within), todo)
-            with contextlib.closing(results):
-                for task, result in results:
-                    outcome = Outcome.lost(task, result) if isinstance(result, Lost) else result
-                    kept.add(task, outcome)
-                    show(task)
-                    if outcome.interrupted:
-                        return False
-            if shard is not None or not todo.elsewhere():
-                return True
-            time.sleep(_LOOK)
-            kept.scan()
-    except KeyboardInterrupt:
-        return False
-    finally:
-        kept.close()
-
-
-class _Todo:
-    """Tasks that are neither finished nor claimed; iterating claims them."""
-
-    def __init__(self, tasks: Sequence[Task], kept: Kept) -> None:
-        self._tasks, self._kept = tasks, kept
-        self._tried: set[str] = set()
-        self._before = set(kept.parts)  # what failed then is tried again
-
-    def __iter__(self) -> Iterator[Task]:
-        for task in self._remaining():
-            if self._kept.claim(task):
-                if self._seen(task):  # finished before it was claimed
-                    self._kept.release(task.key)
-                    continue
-                self._tried.add(task.key)
-                yield task
-
-    def elsewhere(self) -> bool:
-        """Whether tasks are left, which other processes compute."""
-        return any(True for _ in self._remaining())
-
-    def _remaining(self) -> Iterator[Task]:
-        parts = (part for name, part in self._kept.parts.items() if name not in self._before)
-        done = self._kept.done.union(*(part.failed for part in parts))
-        for task in self._tasks:
-            rest = task.without(done)
-            if rest is not None and rest.key not in self._tried and not self._seen(rest):
-                yield rest
-
-    def _seen(self, task: Task) -> bool:
-        return task.key not in self._before and self._kept.look(task.key)
-
-
-class _Shown:
-    """Calls `progress` with what is done."""
-
-    def __init__(
-        self, mine: Sequence[Task], plan: Plan, kept: Kept, progress: Shown | None
-    ) -> None:
-        self._plan, self._progress = plan, progress
-        done = kept.done
-        finished = sum(len({*task.keys} & done) for task in mine if task.cells)
-        self._steps = finished, sum(len(task.cells) for task in mine)
-        self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
-        self._trace_of = {cell.number: cell.trace.name for cell in plan.cells}
-        #: cells that are left of each trace
-        self._open = Counter(name for at, name in self._trace_of.items() if self._left[at])
-        self._read = 0
-        self._show("")
-
-    def __call__(self, task: Task) -> None:
-        self._steps = self._steps[0] + len(task.cells), self._steps[1]
-        self._read += self._plan.bytes_of(task)
-        for cell in task.cells:
-            self._left[cell.number] -= 1
-            self._open[task.name] -= not self._left[cell.number]
-        self._show(task.name if task.cells else "")
-
-    def within(self, done: int, _: int, label: str) -> None:
-        """Show that so many cells of the task at hand are done."""
-        self._show(label, done)
-
-    def _show(self, label: str, more: int = 0) -> None:
-        if self._progress is None:
-            return
-        cells, traces = len(self._plan.cells), len(self._plan.traces)
-        done_cells = cells - self._open.total()
-        steps = self._steps[0] + more, self._steps[1]
-        done_traces = traces - sum(count > 0 for count in self._open.values())
-        self._progress(
-            Standing(steps, (done_cells, cells), (done_traces, traces), self._read, label)
+    def run(self, parts: Parts, failures: Sequence[Failure], *, interrupted: bool = False) -> Run:
+        """The Run of what is finished."""
+        outcomes = [part for task in self.tasks for part in parts.outcomes.get(task.number, ())]
+        left = {number for task in parts.left(self.tasks) for number in task.numbers}
+        columns: dict[int, Any] = {}
+        records: dict[int, list[Record]] = {}
+        for part in outcomes:
+            columns = {**part.done, **columns}
+            for number, record in zip(part.done, part.records, strict=False):
+                records.setdefault(number, []).append(record)
+        failed = {each.cell for each in failures}
+        done = [x for x in self.cells if x.number not in left | failed]
+        models = models_of(self.traces)
+        rows = [(cell.trace.name, columns[cell.number]) for cell in done]
+        table = in_cell_order([part.table for part in outcomes], rows, self.metrics)
+        counts = {"cells": len(self.cells), "done": len(done)}
+        counts["missing"] = len({*range(len(self.cells))} & left - failed)
+        notes = (*self.notes, *cell_remarks(done), *(x for part in outcomes for x in part.remarks))
+        return Run(
+            tuple(_joined(records[cell.number]) for cell in done if self.records),
+            by_model(table, models),
+            # a cell whose layers are in several tasks fails in each of them
+            tuple({(x.trace, x.cell, x.error): x for x in failures}.values()),
+            {**self.parameters, **counts, "models": models},
+            interrupted,
+            digests={trace.name: trace.fingerprint for trace in self.traces},
+            notes=tuple(dict.fromkeys(notes)),
         )
 
 
-def publish(run: Run, shards: Shards) -> None:
-    """Write the whole next to the parts: run.json, results.parquet, failures.json, and records."""
-    failures = [vars(failure) for failure in run.failures]
+#: Options that `run.json` has among schedules and parameters of policies.
+_ELSEWHERE = ("prefill", *PREFILL, "fit", "protect")
 
-    def write(draft: Path) -> None:
-        run.write(draft)
-        (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
 
-    with shards.writing(), (shards.folder / "lock").open("ab") as locked:
-        lock(locked, wait=True)
-        replace_run(shards.folder, write)
+def describe(
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    metrics: Sequence[str],
+    parameters: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return all that results depend on, ready for JSON: what a folder is compared by."""
+    roots = [*policies, *(METRICS[name].cells for name in metrics)]
+    own = [[x.name, x.params, vars(x.schedule)] for x in policies]
+    return {
+        **{name: x for name, x in parameters.items() if name not in ("memory", "batch")},
+        "policies": own,
+        "metrics": list(metrics),
+        "traces": {trace.name: trace.fingerprint for trace in traces},
+        "versions": {x: y for x, y in provenance()["versions"].items() if x in ("kvsim", "torch")},
+        "code": [of_kvsim(), code_of(roots)],
+    }
+
+
+def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
+    """Raise PolicyError for a device that is not here, and as `judge_of` for a model."""
+    resolve_device(device)
+    if judge is not False:
+        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+
+        for trace in traces:
+            judge_of(trace, str(judge), device, None)
+
+
+def _until_broken(
+    function: Compute, tasks: Sequence[Task], executor: Any
+) -> Generator[tuple[Task, Any], None, None]:
+    """Yield results from an executor of the user; those that it does not give are errors."""
+    there = set[int]()
+    for task, result in on_executor(function, tasks, executor):
+        there.add(task.number)
+        yield task, result
+    for task in tasks:
+        if task.number not in there:
+            yield task, KvsimError("the executor broke; were its workers killed for memory?")
+
+
+def _joined(records: Sequence[Record]) -> Record:
+    """One record of those of blocks of layers."""
+    first = records[0]
+    if len(records) == 1:
+        return first
+    evicted_at = np.concatenate([record.evicted_at for record in records])
+    layers = tuple(layer for record in records for layer in record.layers)
+    layer_ids = tuple(number for record in records for number in record.layer_ids)
+    reads = None
+    if first.reads is not None:
+        bits = np.concatenate([record.reads.bits for record in records if record.reads])
+        reads = replace(first.reads, bits=bits)
+    return replace(first, evicted_at=evicted_at, layers=layers, layer_ids=layer_ids, reads=reads)

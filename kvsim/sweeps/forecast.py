@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvsim.core.lazy import torch
@@ -10,10 +11,9 @@ from kvsim.engine.layers import replay_bytes
 from kvsim.errors import KvsimError
 from kvsim.schema import object_at
 from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
-from kvsim.sweeps.shards import Kept, Shards
 
 if TYPE_CHECKING:
-    from kvsim.sweeps.planning import Plan
+    from kvsim.sweeps.driver import Plan
     from kvsim.sweeps.tasks import Task
 
 #: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head), and of a cell's
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 _TABLE, _ROW_BYTES, _CELL, _RECORD = 9_500, 10, 400, 2_300
 
 
-def forecast(plan: Plan, kept: Kept) -> Forecast:
-    """Return what the unfinished tasks of a plan take."""
-    rest = plan.left(kept)
-    written, files = _written(plan, rest) if isinstance(kept, Shards) else (0.0, 0)
+def forecast(plan: Plan, rest: Sequence[Task], *, written: bool) -> Forecast:
+    """Return what the unfinished tasks of a plan take; written: into a folder."""
+    size, files = _written(plan, rest) if written else (0.0, 0)
     memory = plan.model_bytes + max((_memory(plan, task) for task in rest), default=0)
     on_device = plan.parameters.get("device") not in (None, "cpu")
     return Forecast(
-        written=written,
+        written=size,
         files=files,
         memory=max(resident_bytes() or 0, PROCESS) + (0 if on_device else memory),
         device_memory=memory if on_device else 0,
@@ -60,9 +59,9 @@ def _judge_bytes(trace: Trace) -> int:
     return int(item * (counts["parameters"] + 2 * entries + 3 * logits))
 
 
-def _written(plan: Plan, tasks: list[Task]) -> tuple[float, int]:
+def _written(plan: Plan, tasks: Sequence[Task]) -> tuple[float, int]:
     """Bytes and files of a run folder, with the parts of the tasks."""
-    written, files = 3_000.0 + _TABLE, 5 + 2 * len(tasks)
+    written, files = 3_000.0 + _TABLE, 5 + len(tasks)
     for task in tasks:
         trace = plan.trace_of(task)
         rows = len(task.cells) * len(task.metrics) * len(task.layers) * trace.n_heads

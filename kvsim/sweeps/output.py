@@ -12,15 +12,22 @@ from kvsim.analysis.folder import CONFIG, RUN, is_run
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, hidden, lock
 
-PARTS = "parts"
+#: The finished tasks of a run, and the file that is locked while it is written.
+PARTS, LOCK = "parts", "lock"
 
 
 def check_output(path: Path, *, resume: bool = False) -> None:
     """Raise OutputError unless a run can be written to `path`, or one that is there continued."""
     begun = (path / CONFIG).is_file()
     if not (resume and begun) and not is_free(path):
-        raise taken(str(path), begun=begun)
+        what = "; give another --out or move it away"
+        if begun:
+            what = " and holds a run; continue it with the same command and --resume, or give "
+            what += "another --out"
+        raise OutputError(f"{path} exists{what}, nothing was changed")
     check_writable(path.parent)
+    if begun:
+        _check_unlocked(path)
 
 
 def is_free(path: Path) -> bool:
@@ -28,15 +35,6 @@ def is_free(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return not (path.exists() or path.is_symlink())
     return not any(path.iterdir())
-
-
-def taken(where: str, *, begun: bool) -> OutputError:
-    """Return the error of a folder in which something is; begun: a run of kvsim."""
-    what = "; give another --out or move it away"
-    if begun:
-        what = " and holds a run; continue it with the same command and --resume, or give another "
-        what += "--out"
-    return OutputError(f"{where} exists{what}, nothing was changed")
 
 
 @contextlib.contextmanager
@@ -51,8 +49,7 @@ def replaced(path: Path) -> Iterator[None]:
         return
     if not path.is_dir() or not is_run(path):
         raise OutputError(f"{path} exists and is no run folder; expected one to replace")
-    if any(map(locked, (path / PARTS).glob("*.claim"))):
-        raise OutputError(f"{path} is being written by another process; wait for it")
+    _check_unlocked(path)
     old = hidden(path, "old")
     path.rename(old)
     try:
@@ -64,19 +61,22 @@ def replaced(path: Path) -> Iterator[None]:
             old.rename(path)
 
 
-def locked(claim: Path) -> bool:
-    """Whether a process holds a claim."""
-    try:
-        with claim.open("rb") as file:
-            return not lock(file, wait=False)
-    except FileNotFoundError:
-        return False
+def _check_unlocked(folder: Path) -> None:
+    """Raise OutputError while another process writes to a run."""
+    with contextlib.suppress(FileNotFoundError), (folder / LOCK).open("rb") as file:
+        if not lock(file, wait=False):
+            raise being_written(folder)
+
+
+def being_written(folder: Path) -> OutputError:
+    """Return the error of a folder in which another process writes a run."""
+    return OutputError(f"{folder} is being written by another process; wait for it")
 
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder holds a run of which nothing is left to do."""
     try:
         document = json.loads((folder / RUN).read_bytes())
-        return not any(document.get(name, 0) for name in ("missing", "missing_traces"))
+        return not (document.get("missing", 0) or document.get("interrupted"))
     except (OSError, ValueError, AttributeError):
         return False

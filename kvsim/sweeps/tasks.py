@@ -5,39 +5,27 @@ What cells share is read and computed once. Tasks depend on the grid alone: all 
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from typing import Any, NamedTuple, Protocol
-
-import polars as pl
+from pathlib import Path
+from typing import Any
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import columns_of, measure
+from kvsim.analysis.table import measure
+from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy
-from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
-from kvsim.sweeps.cells import (
-    Cell,
-    Executor,
-    Progress,
-    Replays,
-    compute,
-    failure,
-    flops_of,
-    reopened,
-)
-from kvsim.sweeps.code import code_of, of_kvsim
+from kvsim.errors import ConfigError, KvsimError, TraceError, error_line
+from kvsim.store import open_trace
+from kvsim.sweeps.cells import Cell, Outcome, Progress, Replays, compute, failure
+from kvsim.sweeps.code import of_kvsim
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.workers import Lost
 
 #: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
 #: done sooner and keep more processes busy.
@@ -45,74 +33,46 @@ _BLOCK = 64 << 20
 #: Most cells of a task, and floating-point operations of their attention; a kill loses one task.
 _TOGETHER, _FLOPS = 64, 2e13
 
+#: Computes a task, and reports the cells that are done of it.
+Compute = Callable[..., Outcome]
+
 
 @dataclass(frozen=True)
 class Task:
-    """Cells of some layers of one trace.
+    """Cells of some layers of one trace, without their trace.
 
-    key: names the task by what it computes. trace: its path, or the trace itself if it is in
-    memory. name, fingerprint: the trace's when the sweep was planned. keys: of each cell, what it
-    depends on. Without cells it measures the trace alone.
+    number: its place in the sweep. trace: its path, or the trace itself if it is in memory. name,
+    fingerprint: the trace's when the sweep was planned. Without cells it measures the trace alone.
     """
 
-    key: str
+    number: int
     trace: str | Trace
     name: str
     fingerprint: str
     layers: tuple[int, ...]
-    cells: tuple[Cell, ...]  # without their trace
-    keys: tuple[str, ...]
+    cells: tuple[Cell, ...]
     metrics: tuple[str, ...]
     options: Mapping[str, Any]
-
-    def without(self, done: AbstractSet[str]) -> Task | None:
-        """The task of the cells that are not done yet; None if there are none."""
-        if done.isdisjoint(self.keys):
-            return self
-        pairs = [
-            (cell, key) for cell, key in zip(self.cells, self.keys, strict=False) if key not in done
-        ]
-        if not pairs:
-            return None
-        cells, keys = zip(*pairs, strict=True)
-        return replace(self, key=key_of(keys), cells=cells, keys=keys)
-
-
-class Outcome(NamedTuple):
-    """Outcome of a task.
-
-    done: for each measured cell its key, and the columns of a Table that say which rows are its.
-    failed: what went wrong, by the keys of cells. records: those of `done`, or none. remarks: on
-    the results, each once.
-    """
-
-    table: pl.DataFrame
-    records: tuple[Record, ...] = ()
-    done: Mapping[str, Mapping[str, Any]] = {}
-    failed: Mapping[str, Failure] = {}
-    remarks: tuple[str, ...] = ()
-    interrupted: bool = False
+    code: str
 
     @property
-    def key(self) -> str:
-        """The key of a task of the cells that it has."""
-        return key_of([*self.done, *self.failed])
+    def numbers(self) -> list[int]:
+        """The numbers of its cells; -1 if it measures the trace alone."""
+        return [cell.number for cell in self.cells] or [-1]
 
-    @staticmethod
-    def lost(task: Task, lost: Lost) -> Outcome:
-        """The outcome of a task of which nothing came."""
-        failures = [failure(cell, lost, task.name) for cell in task.cells]
-        if not failures:
-            failures = [Failure(task.name, "", 0, lost.reason, lost.unexpected, cell=-1)]
-        return Outcome(pl.DataFrame(), failed=dict(zip(task.keys, failures, strict=True)))
+    def without(self, done: Collection[int]) -> Task | None:
+        """The task of the cells that are not done yet; None if there are none."""
+        if all(number in done for number in self.numbers):
+            return None
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.number not in done))
 
-
-class Compute(Protocol):
-    """Computes a task, and reports the cells that are done of it."""
-
-    def __call__(self, task: Task, report: Progress = ..., /) -> Outcome:
-        """Return what became of its cells. Raises KvsimError where nothing can be computed."""
-        ...
+    def lost(self, error: Exception) -> Outcome:
+        """The outcome of a task that raised an error."""
+        unexpected = not isinstance(error, KvsimError)
+        reason = f"{type(error).__name__}: {error_line(error)}" if unexpected else str(error)
+        of_cells = [failure(x, reason, unexpected=unexpected, trace=self.name) for x in self.cells]
+        of_trace = Failure(self.name, "", 0, reason, unexpected, cell=-1)
+        return Outcome(failures=of_cells or [of_trace])
 
 
 def tasks_of(
@@ -122,58 +82,54 @@ def tasks_of(
     *,
     together: int | None = None,
 ) -> list[Task]:
-    """Cut cells into tasks of `together` cells of a trace; options: executor's, and `records`."""
-    groups = itertools.groupby(cells, lambda cell: cell.trace.name)
-    policies = {id(cell.policy): cell.policy for cell in cells}
-    code: dict[object, Any] = {number: code_of([policy]) for number, policy in policies.items()}
-    code |= {name: code_of([METRICS[name].cells]) for name in metrics}
-    return [
-        task
-        for _, group in groups
-        for task in _of_one(list(group), metrics, options, code, together=together)
-    ]
-
-
-def _of_one(
-    cells: Sequence[Cell],
-    metrics: Sequence[str],
-    options: Mapping[str, Any],
-    code: Mapping[object, Any],
-    *,
-    together: int | None,
-) -> Iterator[Task]:
-    trace = cells[0].trace
-    layers = cells[0].layers or tuple(range(trace.n_layers))
+    """Cut cells into tasks of `together` cells of a trace; options: the executor's."""
     of_trace = tuple(name for name in metrics if METRICS[name].kind == "trace")
     of_records = tuple(name for name in metrics if METRICS[name].kind != "trace")
+    tasks: list[Task] = []
+    for _, group in itertools.groupby(cells, lambda cell: cell.trace.name):
+        of_group = list(group)
+        trace, layers = of_group[0].trace, of_group[0].layers
+        layers = layers or tuple(range(trace.n_layers))
+        parts = [*_parts(of_group, layers, of_records, options, together)]
+        parts += [([], layers)] * bool(of_trace)
+        tasks += [
+            Task(
+                number=len(tasks) + place,
+                trace=trace if trace.path is None else str(trace.path),
+                name=trace.name,
+                fingerprint=trace.fingerprint,
+                layers=block,
+                cells=tuple(cell._replace(trace=None, layers=block) for cell in part),  # type: ignore[arg-type]
+                metrics=of_records if part else of_trace,
+                options=options,
+                code=of_kvsim(),
+            )
+            for place, (part, block) in enumerate(parts)
+        ]
+    return tasks
 
-    def task(part: Sequence[Cell], of_task: tuple[int, ...], names: tuple[str, ...]) -> Task:
-        of_cells: Sequence[Cell | None] = part or [None]
-        keys = tuple(_key(cell, of_task, names, options, trace, code) for cell in of_cells)
-        return Task(
-            key=key_of(keys),
-            trace=trace if trace.path is None else str(trace.path),
-            name=trace.name,
-            fingerprint=trace.fingerprint,
-            layers=of_task,
-            cells=tuple(cell._replace(trace=None, layers=of_task) for cell in part),  # type: ignore[arg-type]
-            keys=keys,
-            metrics=names,
-            options=options,
-        )
 
-    if of_trace:
-        yield task([], layers, of_trace)
+def _parts(
+    cells: Sequence[Cell],
+    layers: tuple[int, ...],
+    metrics: Sequence[str],
+    options: Mapping[str, Any],
+    together: int | None,
+) -> Iterator[tuple[list[Cell], tuple[int, ...]]]:
+    """Yield the cells and the layers of each task of a trace."""
+    trace = cells[0].trace
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    undivided = together or "judge" in options or any(METRICS[name].together for name in of_records)
-    of_single = [layers] if undivided else _blocks(trace, layers)
-    for part, blocks in ((single, of_single), (whole, [layers])):
+    undivided = together or "judge" in options or any(METRICS[name].together for name in metrics)
+    for group, blocks in (
+        (single, [layers] if undivided else _blocks(trace, layers)),
+        (whole, [layers]),
+    ):
         for block in blocks:
             most = int(min(_TOGETHER, max(1, _FLOPS // flops_of(trace, len(block)))))
             size = together or most
-            for start in range(0, len(part), size):
-                yield task(part[start : start + size], block, of_records)
+            for start in range(0, len(group), size):
+                yield group[start : start + size], block
 
 
 def _across_layers(policy: Policy) -> bool:
@@ -194,84 +150,58 @@ def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(layers[a:b]) for a, b in itertools.pairwise(ends)]
 
 
+def flops_of(trace: Trace, layers: int) -> float:
+    """Floating-point operations of the attention outputs of a cell in some layers, about."""
+    trace = trace.evicting
+    return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
+
+
 def _layer_bytes(trace: Trace) -> int:
     """Bytes of queries, keys, values and outputs of a layer in memory."""
     item, trace = torch.empty((), dtype=trace.dtype).element_size(), trace.evicting
     return (trace.n_qheads + trace.n_heads) * trace.n_pos * (trace.dim + trace.value_dim) * item
 
 
-def _key(
-    cell: Cell | None,
-    layers: tuple[int, ...],
-    metrics: Sequence[str],
-    options: Mapping[str, Any],
-    trace: Trace,
-    code: Mapping[object, Any],
-) -> str:
-    """A name for all that the values of a cell in some layers depend on.
-
-    code: of metrics by name, and of policies by id (`code_of`).
-    """
-    content: dict[str, Any] = {
-        "trace": [trace.name, trace.fingerprint],
-        "layers": layers,
-        "metrics": metrics,
-        "options": {x: y for x, y in options.items() if x != "memory"},
-        "versions": {name: version(name) for name in ("kvsim", "torch")},
-        "code": [of_kvsim(), *(code[name] for name in metrics)],
-    }
-    if cell is not None:
-        policy = cell.policy
-        content |= {
-            "policy": [policy.name, policy.params, vars(policy.schedule), code[id(policy)]],
-            "budget": [cell.budget, cell.share],
-            "schedule": vars(cell.schedule),
-        }
-    return _digest([json.dumps(content, sort_keys=True)])
-
-
-def key_of(keys: Iterable[str]) -> str:
-    """Return the key of a task, of those of its cells in any order."""
-    return _digest(sorted(set(keys)))
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
-
-
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
     """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
+    if task.code != of_kvsim():
+        raise ConfigError("the executor runs another kvsim; expected the same version everywhere")
+    resolve_device(task.options["device"])
     trace = _loaded(task)
     with threads_for([trace]):
         if task.cells:
-            return outcome_of(task, trace, Replays(trace, task.metrics, task.options), report)
+            cells = [cell._replace(trace=trace) for cell in task.cells]
+            return compute(Replays(trace, task.metrics, task.options), cells, report)
         analysis = Analysis(trace, device=task.options["device"], only=task.layers)
         table = measure(analysis, metrics=task.metrics, events=task.options["events"])
-        return Outcome(table, done={task.keys[0]: {}})
-
-
-def outcome_of(task: Task, trace: Trace, executor: Executor, report: Progress) -> Outcome:
-    """Compute the cells of a task."""
-    cells = [cell._replace(trace=trace) for cell in task.cells]
-    computed = compute(executor, cells, report)
-    keys = {cell.number: key for cell, key in zip(task.cells, task.keys, strict=True)}
-    records = computed.records
-    return Outcome(
-        computed.table,
-        tuple(records.values()) if task.options["records"] else (),
-        {keys[number]: columns_of(record) for number, record in records.items()},
-        {keys[one.cell]: one for one in computed.failures},
-        tuple(dict.fromkeys(record.remark for record in records.values() if record.remark)),
-        interrupted=computed.interrupted,
-    )
+        return Outcome(table, done={-1: {}})
 
 
 def _loaded(task: Task) -> Trace:
     """Return the trace of a task, its layers held in memory where they fit. Raises TraceError."""
     given = task.trace
-    trace = given if isinstance(given, Trace) else reopened(given, task.fingerprint)
+    trace = given if isinstance(given, Trace) else _reopened(given, task.fingerprint)
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
     span = slice(min(task.layers), max(task.layers) + 1)
     if (span.stop - span.start) * _layer_bytes(trace) > limit:
         return trace  # read as it is needed
     return trace.loaded(span)
+
+
+def _reopened(path: str, fingerprint: str) -> Trace:
+    """Return the trace of a fingerprint, opened once for the tasks that follow; or TraceError."""
+    status = next((x.stat() for x in (Path(path, "zarr.json"), Path(path)) if x.is_file()), None)
+    written = None if status is None else (status.st_ino, status.st_mtime_ns)
+    trace = open_trace(path) if written is None else _opened(path, written)
+    if trace.fingerprint != fingerprint:
+        raise TraceError(
+            f"{path} is another trace than when the sweep began: {trace.fingerprint}, expected "
+            f"{fingerprint}; start again"
+        )
+    return trace
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: str, _: tuple[int, int]) -> Trace:
+    """Return a trace; opening lists its folder, which may have many files."""
+    return open_trace(path)

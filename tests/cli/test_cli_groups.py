@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 import kvsim
-from kvsim.cli import living, replaying, sweeping
+from kvsim.cli import living, replaying
 from kvsim.core.options import declared
 from kvsim.errors import KvsimError
-from kvsim.experiment import Experiment, Keys, LiveOptions, ReplayOptions, SweepOptions
+from kvsim.experiment import Experiment, LiveOptions, ReplayOptions, SweepOptions
 from kvsim.sweeps import replay_all
-from kvsim.sweeps.grid import Grid
 
 FILES = [*Path(kvsim.__file__).parent.rglob("cli/*.py")]
 FILES += Path(kvsim.__file__).parent.glob("studies/*/command.py")
@@ -68,7 +67,6 @@ def test_python_has_the_declared_options(function, options):
     ("command", "options"),
     [
         (replaying.replay, Experiment),
-        (sweeping.sweep, Experiment),
         (living.live, Experiment),
     ],
     ids=lambda x: x.__name__,
@@ -85,10 +83,3 @@ def test_the_command_line_has_the_declared_options(command, options):
         assert info.help.startswith(known[name].help.text)
         assert info.min == known[name].least
         assert shown[name].default in (known[name].default, None, inspect.Parameter.empty)
-
-
-def test_a_configuration_has_the_declared_keys():
-    """A grid that is written has all of them and no other one."""
-    grid = Grid.of({"traces": "sample", "policies": "tova", "budgets": 8})
-
-    assert set(grid.document()) == {option.name for option in declared(Keys)}

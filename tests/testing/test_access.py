@@ -18,8 +18,8 @@ from kvsim.core.storing import Clock, Codec, Spec
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
-from kvsim.sweeps.planning import _joined
-from kvsim.sweeps.shards import decode_records, encode_records
+from kvsim.sweeps.driver import _joined
+from kvsim.sweeps.folder import decode_records, encode_records
 from kvsim.testing import InvariantError, check_policy, strategies
 
 CASE = strategies.make_case("sharp", layers=2, heads=2, group=2, n=24, dim=8, prompt_len=10)

@@ -1,0 +1,178 @@
+"""The folder of a run: what it may be written over, and its finished tasks.
+
+    grid.json              what is computed: policies, traces by digest, options, versions, code
+    parts/N-SHA.parquet    rows of cells of task N; SHA is of the file's content
+    parts/N-SHA.records    their records, where they are kept
+    run.json, results.parquet, records.zarr, failures.json     the whole, at the end
+
+Files appear by a rename, and one that is not as its name says is ignored and computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from kvsim.analysis.folder import CONFIG, replace_run, writing
+from kvsim.analysis.parquet import decode_table
+from kvsim.core.record import Record, record_document, record_of
+from kvsim.errors import OutputError, local_path
+from kvsim.files import lock, read_input, replace_file
+from kvsim.store.archive import decode_arrays, encode_arrays
+from kvsim.store.inputs import read_document
+from kvsim.sweeps.cells import Outcome
+from kvsim.sweeps.output import LOCK, PARTS, being_written, check_output
+from kvsim.sweeps.tasks import Task
+
+#: Most bytes of a part.
+_LARGEST = 8 << 30
+
+
+class Parts:
+    """The outcomes of tasks by number, in memory and, with `out`, in a folder.
+
+    description: all that results depend on, ready for JSON. resume: False takes an empty folder
+    alone, None goes on with what is there.
+
+    Raises OutputError where something else is there, or the run of another description.
+    """
+
+    def __init__(
+        self, out: str | Path | None, description: Mapping[str, Any], *, resume: bool | None = None
+    ) -> None:
+        self.outcomes: dict[int, list[Outcome]] = {}
+        self.folder = None if out is None else local_path(out, OutputError)
+        self._grid = json.loads(json.dumps(description))
+        self._again = "run the same call again" if resume is None else "continue with --resume"
+        self._lock: Any = None
+        if self.folder is None:
+            return
+        check_output(self.folder, resume=resume is not False)
+        self._begun = (self.folder / CONFIG).exists()
+        if self._begun:
+            there = read_document(self.folder / CONFIG)
+            names = [x for x in {**self._grid, **there} if self._grid.get(x) != there.get(x)]
+            if names:
+                raise OutputError(
+                    f"{self.folder} holds a run of other {', '.join(names)}; expected the same, "
+                    "give another --out or --overwrite, nothing was changed"
+                )
+            for path in sorted((self.folder / PARTS).glob("*.parquet")):
+                self._read(path)
+
+    def done(self, task: Task) -> set[int]:
+        """The numbers of the cells of a task that are finished."""
+        return {number for part in self.outcomes.get(task.number, ()) for number in part.done}
+
+    def left(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks that are left, each of the cells that are."""
+        rest = (task.without(self.done(task)) for task in tasks)
+        return [task for task in rest if task is not None]
+
+    def add(self, task: Task, outcome: Outcome) -> None:
+        """Keep what a task computed."""
+        self.outcomes.setdefault(task.number, []).append(outcome)
+        begun = self._lock is not None or any(number >= 0 for number in outcome.done)
+        if self.folder is None or not outcome.done or not begun:  # not for values of a trace alone
+            return
+        with self._writing() as folder:
+            document: dict[str, Any] = {"done": outcome.done, "remarks": outcome.remarks}
+            records = encode_records(outcome.records) if task.options["records"] else None
+            document["records"] = None if records is None else _sha(records)
+            content = io.BytesIO()
+            outcome.table.write_parquet(content, metadata={"kvsim": json.dumps(document)})
+            stem = f"{task.number}-{_sha(content.getvalue())}"
+            if records is not None:
+                replace_file(folder / PARTS / f"{stem}.records", records)
+            replace_file(folder / PARTS / f"{stem}.parquet", content.getvalue())
+
+    def publish(self, write: Any, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Put the whole next to the parts; write: puts the files of a run into an empty folder."""
+
+        def write_all(draft: Path) -> None:
+            write(draft)
+            (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
+
+        if self.folder is not None:
+            with self._writing() as folder:
+                replace_run(folder, write_all)
+
+    def close(self) -> None:
+        """Let other processes work in the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Path]:
+        """The folder, which is made first; OutputError where the system or another run refuses."""
+        folder = self.folder or Path()
+        with writing(str(folder), "what is finished is kept", self._again):
+            if self._lock is None:
+                (folder / PARTS).mkdir(parents=True, exist_ok=True)
+                file = (folder / LOCK).open("ab")
+                if not lock(file, wait=False) or (folder / CONFIG).exists() != self._begun:
+                    file.close()
+                    raise being_written(folder)
+                self._lock = file
+                replace_file(folder / CONFIG, json.dumps(self._grid, indent=1).encode())
+            yield folder
+
+    def _read(self, path: Path) -> None:
+        """Take a part that is as it was written."""
+        number, _, sha = path.stem.partition("-")
+        try:
+            data = read_input(path, _LARGEST)
+            document = json.loads(pl.read_parquet_metadata(io.BytesIO(data))["kvsim"])
+            done = {int(cell): dict(columns) for cell, columns in document["done"].items()}
+            records = b""
+            if document["records"] is not None:
+                records = read_input(path.with_suffix(".records"), _LARGEST)
+            if sha != _sha(data) or (records and document["records"] != _sha(records)):
+                return
+            held = {x for part in self.outcomes.get(int(number), ()) for x in part.done}
+            if held.isdisjoint(done):
+                outcome = Outcome(decode_table(data), done=done, remarks=document["remarks"])
+                outcome.records = decode_records(records) if records else []
+                self.outcomes.setdefault(int(number), []).append(outcome)
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            pl.exceptions.PolarsError,
+        ):
+            return
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def encode_records(records: Sequence[Record]) -> bytes:
+    """Return the content of a file of records, without their internals."""
+    documents = json.dumps([record_document(record) for record in records])
+    arrays: dict[str, Any] = {"meta": np.frombuffer(documents.encode(), np.uint8)}
+    for place, record in enumerate(records):
+        arrays[f"{place}/evicted_at"] = record.evicted_at
+        if record.reads is not None:
+            arrays[f"{place}/reads"] = record.reads.bits
+    return encode_arrays(arrays)
+
+
+def decode_records(data: bytes) -> list[Record]:
+    """Return the records of `encode_records`; ValueError and its like for other content."""
+    arrays = decode_arrays(data)
+    documents = json.loads(arrays["meta"].tobytes())
+    return [
+        record_of(document, arrays[f"{place}/evicted_at"], arrays.get(f"{place}/reads"))
+        for place, document in enumerate(documents)
+    ]

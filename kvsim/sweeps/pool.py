@@ -1,0 +1,170 @@
+"""Tasks in this process, in processes on this machine, or on any executor.
+
+Nothing here knows what a task is. A process of this machine that dies takes no other task with it:
+those that were under way are tried again, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from kvsim.core.trace import Trace
+from kvsim.errors import ConfigError
+from kvsim.files import end_with_parent
+
+Task = TypeVar("Task")
+#: Each task, and its result or the exception that it raised.
+Results = Generator[tuple[Task, Any], None, None]
+
+#: Floating-point operations of the attention of a sweep that one process is done with before a
+#: second one has imported what it needs.
+_SMALL = 1e12
+#: Tasks that wait for each process, so that none is idle.
+_AHEAD = 2
+#: Variables by which libraries take one thread, before they are imported.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
+
+
+def processes(jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace]) -> int:
+    """Return how many processes, with one thread each, compute the tasks of a sweep.
+
+    jobs: as given; None chooses, one for small work and for traces in memory, else one for each
+    processor. flops: of the attention. Raises ConfigError where several are given for a trace in
+    memory.
+    """
+    in_memory = any(trace.path is None for trace in traces)
+    if jobs is None:
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+        processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+        jobs = 1 if in_memory or flops < _SMALL else processors
+    elif jobs > 1 and in_memory:
+        raise ConfigError(IN_MEMORY)
+    return max(1, min(jobs, tasks))
+
+
+#: Why a trace cannot be computed elsewhere.
+IN_MEMORY = (
+    "a trace in memory is given, which other processes cannot read; save it and give its path, or "
+    "compute in this process (jobs=1)"
+)
+
+
+def in_this_process(function: Callable[[Task], Any], tasks: Iterable[Task]) -> Results[Task]:
+    """Yield each task and its result, or the exception that it raised."""
+    for task in tasks:
+        try:
+            result = function(task)
+        except Exception as error:  # noqa: BLE001  what a task raises is anybody's
+            result = error
+        yield task, result
+
+
+def in_processes(
+    function: Callable[[Task], Any], tasks: Iterable[Task], jobs: int
+) -> Results[Task]:
+    """Yield results in any order, from processes with one thread each.
+
+    tasks: are taken as processes become free. Closing the generator stops the processes.
+    """
+    todo = iter(tasks)
+    while True:
+        with _pool(jobs) as pool:
+            suspects = yield from on_executor(function, todo, pool, jobs * _AHEAD)
+        if not suspects:
+            return
+        for task in suspects:  # one at a time: whose death it was now shows
+            for _ in range(2):
+                with _pool(1) as pool:
+                    if not (yield from on_executor(function, [task], pool, 1)):
+                        break
+            else:
+                yield task, BrokenExecutor("its process died 3 times; was it killed for memory?")
+
+
+def on_executor(
+    function: Callable[[Task], Any], tasks: Iterable[Task], executor: Any, most: int | None = None
+) -> Generator[tuple[Task, Any], None, list[Task]]:
+    """Yield results in any order, from any executor whose futures have `done` and `result`.
+
+    most: tasks under way at a time, all by default. Returns those under way when it broke.
+    """
+    todo = iter(tasks)
+    under_way: dict[Any, Task] = {}
+    broken: list[Task] = []
+    while True:
+        room = None if most is None else most - len(under_way)
+        for task in () if broken else islice(todo, room):
+            try:
+                under_way[_submitted(executor, function, task)] = task
+            except BrokenExecutor:
+                broken.append(task)
+                break
+        if not under_way:
+            return broken
+        for future in _finished([*under_way]):
+            task = under_way.pop(future)
+            try:
+                result = future.result()
+            except BrokenExecutor:
+                broken.append(task)
+                continue
+            except Exception as error:  # noqa: BLE001  what a task raises is anybody's
+                result = error
+            yield task, result
+
+
+def _finished(futures: Sequence[Any]) -> Iterable[Any]:
+    """Wait for the first futures; those of submitit are of no class of `concurrent.futures`."""
+    if all(isinstance(future, Future) for future in futures):
+        return wait(futures, return_when=FIRST_COMPLETED).done
+    while not (done := [future for future in futures if future.done()]):
+        time.sleep(0.2)
+    return done
+
+
+def _submitted(executor: Any, function: Callable[[Task], Any], task: Task) -> Any:
+    """Submit a task; a process that this starts ignores Ctrl-C, which is for this one to handle."""
+    if threading.current_thread() is not threading.main_thread():
+        return executor.submit(function, task)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return executor.submit(function, task)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes that end with the block, at once if an exception or a kill ends it."""
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
+    try:
+        with _one_thread():
+            yield pool
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # noqa: SLF001  public in 3.14
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let processes that are started meanwhile take one thread each."""
+    before = {name: os.environ[name] for name in _THREADS if name in os.environ}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        yield
+    finally:
+        for name in _THREADS:
+            os.environ.pop(name, None)  # another thread may have ended a sweep of its own
+        os.environ.update(before)
