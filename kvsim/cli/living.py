@@ -14,8 +14,8 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, NewPrompts, grouped, offered
-from kvsim.cli.replaying import folder_state, show_run
-from kvsim.cli.shared import OptionError, Stop
+from kvsim.cli.replaying import interrupted, show_run
+from kvsim.cli.shared import OptionError
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
@@ -133,7 +133,7 @@ def live(
             whole=printed.show_text,
         )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
+        raise interrupted(out) from None
 
 
 def _record(

@@ -138,7 +138,7 @@ def replay(
             required=metrics or (),
         )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
+        raise interrupted(out) from None
 
 
 def _check_alone(options: Mapping[str, Any]) -> None:
@@ -151,15 +151,10 @@ def _check_alone(options: Mapping[str, Any]) -> None:
         )
 
 
-def folder_state(out: Path | None) -> str:
-    """Return what is in the folder of a sweep that is over."""
-    from kvsim.sweeps.output import is_complete
-
-    if out is None or not out.exists():
-        return "nothing was written"
-    if is_complete(out):
-        return f"the run in {out} is complete"
-    return f"what is done is kept in {out}; continue with the same command and --resume"
+def interrupted(out: Path | None) -> Stop:
+    """Return the end of a command at any other moment than those that a run handles."""
+    again = "" if out is None else f", what is done is kept in {out}; continue with --resume"
+    return Stop(f"interrupted{again}", 130)
 
 
 def show_run(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvsim.analysis.folder import CONFIG, RUN, is_run
+from kvsim.analysis.folder import CONFIG, is_run
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, hidden, lock
 
@@ -71,12 +70,3 @@ def _check_unlocked(folder: Path) -> None:
 def being_written(folder: Path) -> OutputError:
     """Return the error of a folder in which another process writes a run."""
     return OutputError(f"{folder} is being written by another process; wait for it")
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a run of which nothing is left to do."""
-    try:
-        document = json.loads((folder / RUN).read_bytes())
-        return not (document.get("missing", 0) or document.get("interrupted"))
-    except (OSError, ValueError, AttributeError):
-        return False

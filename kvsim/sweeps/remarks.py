@@ -15,7 +15,7 @@ _FAR = 1.5
 
 def cell_remarks(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Return what readers of results of these cells should know about all of them."""
-    return tuple(filter(None, (paper_remark(cells), access_remark(cells), dense_remark(cells))))
+    return tuple(filter(None, (paper_remark(cells), access_remark(cells))))
 
 
 def access_remark(cells: Sequence[Cell]) -> str:
@@ -31,22 +31,6 @@ def access_remark(cells: Sequence[Cell]) -> str:
         f"{names} entries in another way, so budgets of entries do not compare them{part}; "
         "bytes do: replay with --out RUN --metric output_error,bytes_held,bytes_read, "
         "then `kvsim plot pareto RUN`"
-    )
-
-
-def dense_remark(cells: Sequence[Cell]) -> str:
-    """Return which readers read everything in more than a quarter of the layers of a trace."""
-    dense: dict[str, str] = {}
-    for cell in cells:
-        reader, numbers = cell.policy.reader, cell.trace.layer_ids
-        count = 0 if reader is None else sum(number < reader.dense_layers for number in numbers)
-        if count > len(numbers) / 4:
-            dense[cell.policy.name] = f"{cell.policy.name} in {count} of {len(numbers)}"
-    if not dense:
-        return ""
-    return (
-        "rows read all that is held in many layers, which flatters means over layers: "
-        f"{', '.join(dense.values())}; --set dense_layers=0 lets rows read less in all layers"
     )
 
 
