@@ -195,9 +195,7 @@ class Keys(Options, total=False):
         int | str | Sequence[int | str | None] | None,
         Help(
             "Rows between events; own: each policy's own schedule. Default: 32 for two or more "
-            "policies, the schedule of its paper for one.",
-            "N|own[,...]",
-            flag="--interval",
+            "policies, the schedule of its paper for one."
         ),
     ]
     records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
@@ -208,11 +206,7 @@ class Out(TypedDict, total=False):
 
     out: Annotated[
         str | Path | None,
-        Help(
-            "The run folder: run.json, results.parquet and records.zarr; what is done is there at "
-            "once.",
-            "DIR",
-        ),
+        Help("The run folder: run.json, results.parquet and records.zarr.", "DIR"),
     ]
 
 
@@ -226,8 +220,7 @@ class Resume(Out, total=False):
     resume: Annotated[
         bool,
         Help(
-            "Go on with the run that is there: cells that are done are not computed again. The "
-            "results are those of this call.",
+            "Resume the run that is there: cells that are done are not computed again.",
             default=False,
         ),
     ]

@@ -61,11 +61,8 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
         yield show
 
 
-def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[F], F]:
-    """Return a decorator: with `progress=True` a function shows a bar of `unit`.
-
-    steps: turns the arguments of `progress` into (done, total, label).
-    """
+def with_bar(unit: str) -> Callable[[F], F]:
+    """Return a decorator: with `progress=True` a function shows a bar of `unit`."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -73,11 +70,7 @@ def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> 
             if progress is not True:
                 return function(*args, progress=progress, **options)
             with progress_bar(unit) as show:
-
-                def report(*done: Any) -> None:
-                    show(*(done if steps is None else steps(*done)))
-
-                return function(*args, progress=report, **options)
+                return function(*args, progress=show, **options)
 
         return cast("F", run)
 

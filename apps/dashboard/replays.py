@@ -16,7 +16,7 @@ from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
 from kvsim.plots import NEEDED, token_html
 from kvsim.plots.style import KEPT, MISSED, UNREAD
-from kvsim.sweeps import shared_prefill
+from kvsim.sweeps.terms import shared_prefill
 
 from . import cache, controls, elements, readings
 from .tiles import Tile

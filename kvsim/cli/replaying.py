@@ -99,9 +99,9 @@ def replay(
     out, jobs, metrics = folder.out, options.pop("jobs"), options["metrics"]
     options |= {"judge": judging.by, "events": folder.events}
 
+    from kvsim.analysis.overview import SUMMARY
     from kvsim.analysis.table import available
     from kvsim.core.policy import Protection
-    from kvsim.sweeps import SUMMARY
     from kvsim.sweeps.driver import Plan, plan_replays
     from kvsim.sweeps.grid import read_grid
 

@@ -21,7 +21,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 from kvsim.studies.segments.segmentation import Segmented, cut_table, segmented
-from kvsim.sweeps import shared_prefill
+from kvsim.sweeps.terms import shared_prefill
 
 from .. import cache, controls, elements, event_charts, readings
 from ..tiles import SIDE
