@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -152,142 +152,156 @@ class Header:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         """Raise TraceError where the header does not fit arrays of these shapes."""
-        n_layers, n_qheads, n_pos, dim = shapes["q"]
         check_fields(self, where, TraceError)
-        heads, value_dim = shapes["v"][1::2]
-        self._check_sizes((n_qheads, heads, dim, value_dim), n_layers, where)
-        sizes = self.sizes or ((n_qheads, heads, dim, value_dim),) * n_layers
-        if not 1 <= self.prompt_len <= n_pos:
-            raise TraceError(
-                f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
-                "the number of tokens"
-            )
-        if self.context_len is not None and not 1 <= self.context_len <= self.prompt_len:
-            raise TraceError(
-                f"{where}: context_len is {self.context_len}, expected 1 to {self.prompt_len}, the "
-                "number of tokens of the prompt"
-            )
-        ends = [self.prompt_len, *chain(*self.questions), n_pos]
-        if not all(len(each) == 2 for each in self.questions) or not all(
-            type(b) is int and a < b for a, b in pairwise(ends[: None if self.questions else 1])
-        ):
-            raise TraceError(
-                f"{where}: questions are {reprlib.repr(self.questions)}, expected a list of "
-                f"[start, stop] behind the prompt of {self.prompt_len} and before the end of "
-                f"{n_pos} tokens, each followed by tokens of its answer"
-            )
-        self._check_left_out(shapes, where)
-        _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         Probe.of(self.meta, self.context_len or self.prompt_len, where)
-        for key, n in dict.fromkeys(LOGPROBS, n_pos - self.prompt_len).items():
-            logprobs = self.meta.get(key)
-            if logprobs is not None and not _numbers(logprobs, n, -math.inf, 0.0):
-                raise TraceError(
-                    f"{where}: {key} are {reprlib.repr(logprobs)}, expected a finite number, at "
-                    f"most 0, for each of the {n} tokens of the response; record it again"
-                )
-        sensitivity = self.meta.get("layer_sensitivity")
-        if sensitivity is not None and not _numbers(sensitivity, n_layers, 0.0, math.inf):
-            raise TraceError(
-                f"{where}: layer_sensitivity is {reprlib.repr(sensitivity)}, expected a finite "
-                f"number, at least 0, for each of the {n_layers} layers; record it again"
-            )
-        of_layers = {
-            "layer numbers": (int, self.layer_ids),
-            "formulas": (Formula, self.formulas),
-            "ropes": (Rope, self.ropes),
-            **({"owners": (int, self.owners)} if self.owners else {}),
-        }
-        for name, (kind, values) in of_layers.items():
-            if len(values) != n_layers:
-                raise TraceError(
-                    f"{where}: {len(values)} {name} for {n_layers} layers; expected one for each"
-                )
-            if not all(type(value) is kind for value in values):
-                raise TraceError(
-                    f"{where}: {name} are {reprlib.repr(values)}, expected {kind.__name__} each"
-                )
-        self._check_owners(where)
-        ordered = all(a < b for a, b in pairwise(self.layer_ids))
-        if not (ordered and 0 <= self.layer_ids[0] <= self.layer_ids[-1] < 1 << 31):
-            raise TraceError(
-                f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
-                "layer numbers, increasing from 0 or more"
-            )
-        self._check_layers(sizes, where)
+        for fact, fits, expected in self._facts(shapes):
+            if not fits:
+                raise TraceError(f"{where}: {fact}; expected {expected}; record the trace again")
 
-    def _check_layers(self, sizes: Sequence[Size], where: str) -> None:
+    def _facts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, bool, str]]:
+        """Each fact, whether it fits the arrays, and what is expected; later ones need earlier."""
+        n_layers, n_qheads, n_pos, dim = shapes["q"]
+        heads, value_dim = shapes["v"][1::2]
+        largest = n_qheads, heads, dim, value_dim
+        shown = reprlib.repr
+        yield (
+            f"sizes are {shown(self.sizes)}",
+            not self.sizes or _are_sizes(self.sizes, n_layers, largest),
+            (
+                "query heads, KV heads, dimensions of keys and of values for each of "
+                f"{n_layers} layers, at most {largest}"
+            ),
+        )
+        end = self.prompt_len
+        yield f"prompt_len is {end}", 1 <= end <= n_pos, f"1 to {n_pos}, the number of tokens"
+        context = end if self.context_len is None else self.context_len
+        yield f"context_len is {context}", 1 <= context <= end, f"1 to {end}, as the prompt has"
+        pairs = all(len(each) == 2 for each in self.questions)
+        ends = [end, *chain(*self.questions), n_pos] if self.questions else [end]
+        yield (
+            f"questions are {shown(self.questions)}",
+            pairs and all(type(b) is int and a < b for a, b in pairwise(ends)),
+            (
+                f"a list of [start, stop] behind the prompt of {end} and before the end of {n_pos} "
+                "tokens, each followed by tokens of its answer"
+            ),
+        )
+        yield from self._left_out_facts(shapes)
+        spans = self.meta.get("spans", {})
+        yield (
+            f"spans are {shown(spans)}",
+            isinstance(spans, dict) and all(_are_spans(each, end) for each in spans.values()),
+            f"a list of [start, end] within the {end} tokens of the prompt for each name",
+        )
+        response = n_pos - end
+        for key, n, low, high in (
+            *((key, response, -math.inf, 0.0) for key in LOGPROBS),
+            ("layer_sensitivity", n_layers, 0.0, math.inf),
+        ):
+            numbers = self.meta.get(key)
+            yield (
+                f"{key} is {shown(numbers)}",
+                numbers is None or _numbers(numbers, n, low, high),
+                f"{n} finite numbers from {low:g} to {high:g}",
+            )
+        ids, owners = self.layer_ids, self.owners or range(n_layers)
+        for name, kind, values in (
+            ("layer numbers", int, ids),
+            ("formulas", Formula, self.formulas),
+            ("ropes", Rope, self.ropes),
+            ("owners", int, owners),
+        ):
+            yield (
+                f"{name} are {shown(values)}",
+                len(values) == n_layers and all(type(value) is kind for value in values),
+                f"{kind.__name__} for each of {n_layers} layers",
+            )
+        yield (
+            f"layer is {shown([*ids])}",
+            all(a < b for a, b in pairwise((-1, *ids, 1 << 31))),
+            "the model's layer numbers, increasing from 0 or more",
+        )
+        sizes = self.sizes or (largest,) * n_layers
+        for layer, owner in enumerate(owners):
+            formula = self.formulas[layer]
+            yield (
+                f"layer {layer} reads the entries of layer {owner}",
+                owner == layer
+                or (
+                    0 <= owner < layer
+                    and owners[owner] == owner
+                    and (self.formulas[owner], sizes[owner]) == (formula, sizes[layer])
+                    and not formula.sinks
+                ),
+                "an earlier layer with entries of its own, and one formula without sinks",
+            )
         latent = self.meta.get("latent")
-        for _, heads, dim, value_dim in sizes if latent is not None else ():
-            if (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
-                raise TraceError(
-                    f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
-                    f"{dim} and values of {value_dim} dimensions; expected the size of the values "
-                    "of one head, which end its keys; record it again"
-                )
-        for rope, formula, (n_qheads, _, dim, _) in zip(
+        for rope, formula, (n_qheads, heads, dim, value_dim) in zip(
             self.ropes, self.formulas, sizes, strict=True
         ):
+            yield (
+                (
+                    f"latent is {shown(latent)}, of {heads} KV heads with keys of {dim} and values "
+                    f"of {value_dim} dimensions"
+                ),
+                latent is None or (latent, heads, value_dim) == (value_dim, 1, min(value_dim, dim)),
+                "the size of the values of one head, which end its keys",
+            )
             width = 2 * len(rope.inv_freq)
-            if width > dim:
-                raise TraceError(
-                    f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
-                    f"expected at most {dim // 2} frequencies"
-                )
-            if len(formula.sinks) not in (0, n_qheads):
-                raise TraceError(
-                    f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
-                    "expected one for each, or none"
-                )
-
-    def _check_sizes(self, largest: Size, n_layers: int, where: str) -> None:
-        whole = [[*map(type, x)] == [int] * 4 and min(x) > 0 for x in self.sizes]
-        valid = not self.sizes or (
-            whole == [True] * n_layers
-            and len({*self.sizes}) > 1
-            and tuple(map(max, *self.sizes)) == largest
-            and all(qheads % heads == 0 for qheads, heads, *_ in self.sizes)
-        )
-        if not valid:
-            raise TraceError(
-                f"{where}: sizes are {reprlib.repr(self.sizes)}, expected query heads, KV heads, "
-                f"dimensions of keys and of values for each of {n_layers} layers, at most {largest}"
+            yield (
+                f"rope rotates {width} dimensions, but a head has {dim}",
+                width <= dim,
+                f"at most {dim // 2} frequencies",
+            )
+            yield (
+                f"{len(formula.sinks)} sinks for {n_qheads} query heads",
+                len(formula.sinks) in (0, n_qheads),
+                "one for each, or none",
             )
 
-    def _check_left_out(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    def _left_out_facts(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, bool, str]]:
+        sums = [name for name in SUMS if name in shapes]
         if self.left_out is None:
-            if sums := [name for name in SUMS if name in shapes]:
-                raise TraceError(
-                    f"{where}: it has {sums[0]} and leaves out no rows, expected both or neither"
-                )
+            yield f"it has {sums} and leaves out no rows", not sums, "both or neither"
             return
         start, stop = self.left_out
         blocks = start % CHUNK == stop % CHUNK == 0
-        if not (blocks and 0 < start < stop < (self.context_len or self.prompt_len)):
-            raise TraceError(
-                f"{where}: rows {start} to {stop - 1} are left out; expected whole blocks of "
-                f"{CHUNK} rows, the first one and the last row of the prompt not among them"
-            )
-        missing = [name for name in ("attn_out", "lse", "received") if name not in shapes]
-        if missing or shapes["received"][2] != stop:
-            raise TraceError(
-                f"{where}: rows {start} to {stop - 1} are left out, and "
-                f"{missing[0] if missing else 'received'} is not there or of other rows; expected "
-                "outputs, log-sum-exp and the attention received from them"
-            )
+        yield (
+            f"rows {start} to {stop - 1} are left out",
+            blocks and 0 < start < stop < (self.context_len or self.prompt_len),
+            (
+                f"whole blocks of {CHUNK} rows, the first one and the last row of the prompt not "
+                "among them"
+            ),
+        )
+        yield (
+            f"rows {start} to {stop - 1} are left out of {', '.join(shapes)}",
+            {"attn_out", "lse", "received"} <= shapes.keys() and shapes["received"][2] == stop,
+            "outputs, log-sum-exp and the attention received from them",
+        )
 
-    def _check_owners(self, where: str) -> None:
-        for layer, owner in enumerate(self.owners):
-            before = 0 <= owner < layer and self.owners[owner] == owner
-            formula = self.formulas[layer]
-            sizes = self.sizes or [()] * len(self.owners)
-            same = before and (self.formulas[owner], sizes[owner]) == (formula, sizes[layer])
-            alike = same and not formula.sinks
-            if owner != layer and not alike:
-                raise TraceError(
-                    f"{where}: layer {layer} reads the entries of layer {owner}; expected an "
-                    "earlier layer with entries of its own, and one formula without sinks"
-                )
+
+def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
+    """Whether there is a size for each layer, not all the same, and the arrays have the largest."""
+    whole = [[*map(type, x)] == [int] * 4 and min(x) > 0 for x in sizes]
+    return (
+        whole == [True] * n_layers
+        and len({*sizes}) > 1
+        and tuple(map(max, *sizes)) == largest
+        and all(qheads % heads == 0 for qheads, heads, *_ in sizes)
+    )
+
+
+def _are_spans(spans: Any, prompt_len: int) -> bool:
+    """Whether these are pairs of positions of the prompt."""
+    return isinstance(spans, list | tuple) and all(
+        isinstance(span, list | tuple)
+        and [*map(type, span)] == [int, int]
+        and 0 <= span[0] < span[1] <= prompt_len
+        for span in spans
+    )
 
 
 def _numbers(values: Any, n: int, low: float, high: float) -> bool:
@@ -297,19 +311,6 @@ def _numbers(values: Any, n: int, low: float, high: float) -> bool:
         and len(values) == n > 0
         and all(type(x) in (int, float) and low <= x <= high and abs(x) < math.inf for x in values)
     )
-
-
-def _check_spans(spans: Any, prompt_len: int, where: str) -> None:
-    """Raise TraceError unless each name has spans of the prompt."""
-    for each in spans.values() if isinstance(spans, dict) else [[[spans]]]:
-        for span in each if isinstance(each, list | tuple) else [each]:
-            whole = isinstance(span, list | tuple) and [*map(type, span)] == [int, int]
-            if not whole or not 0 <= span[0] < span[1] <= prompt_len:
-                raise TraceError(
-                    f"{where}: spans has {reprlib.repr(span)}, expected [start, end] within the "
-                    f"{prompt_len} tokens of the prompt, in a list for each name; record the trace "
-                    "again"
-                )
 
 
 def fits_label(name: str, value: Any) -> bool:

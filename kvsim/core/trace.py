@@ -258,12 +258,6 @@ class Trace(Facts):
         """The trace for the layers in which replays evict, those not `windowed`; see `alike`."""
         return self.alike(i for i in range(self.n_layers) if i not in self.windowed)
 
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream; of all query heads where no output projection says it."""
-        shapes = self.source.shapes
-        return shapes["o_proj"][-1] if "o_proj" in shapes else self.n_qheads * self.dim
-
     def per_query_head(self) -> Trace:
         """The trace with a KV head for each query head; nothing is copied before it is read."""
         if self.group == 1:

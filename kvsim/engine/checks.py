@@ -124,7 +124,7 @@ def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         "a context before its question is known": (question, (drops,)),
         "layers that read the entries of others": (shared, by_layer),
         f"layers that pass a state from row to row ({other})": (other, (drops,)),
-        "some layers of a model": (not trace.whole, (drops,)),
+        f"layers {[*trace.layer_ids]}, not all of a model": (not trace.whole, (drops,)),
         f"layers that do not see the whole text ({windows(trace)})": (trace.windowed, (drops,)),
         "latents, which are keys and values at once": (trace.header.latent, (changes,)),
     }

@@ -57,29 +57,18 @@ class Calibration(str):
         """Return the calibration that a user gave. Raises PolicyError naming the policy."""
         if isinstance(given, Calibration):
             return given
-        if given is None:
-            raise PolicyError(f"{policy}: calibration is missing; {_WAYS}")
         if given == "oracle":
             return cls("oracle")
-        if isinstance(given, str) and given.startswith("prefix:"):
-            rows = given.removeprefix("prefix:")
-            if not (rows.isascii() and rows.isdigit() and int(rows) > 0):
-                raise PolicyError(
-                    f"{policy}: calibration is {given!r}; expected a number of rows, at least 1, "
-                    'such as "prefix:64"'
-                )
-            return cls(f"prefix:{int(rows)}", rows=int(rows))
-        recorded = isinstance(given, str) and re.fullmatch(r".+@[0-9a-f]{12}", given)
-        if recorded and not Path(str(given)).exists():
-            raise PolicyError(
-                f"{policy}: calibration is {given!r}, the name and digest of a trace; give that "
-                "trace itself, or its path"
-            )
+        if isinstance(given, str) and re.fullmatch(r"prefix:0*[1-9]\d*", given, re.ASCII):
+            rows = int(given.removeprefix("prefix:"))
+            return cls(f"prefix:{rows}", rows=rows)
+        if given is None:
+            raise PolicyError(f"{policy}: calibration is missing; {_WAYS}")
         try:
             trace = given if isinstance(given, Trace) else open_trace(given)
         except TraceError as error:
             raise PolicyError(
-                f"{policy}: calibration is {str(given)!r}, which is no trace ({error}); {_WAYS}"
+                f"{policy}: calibration is {str(given)!r} ({error}); {_WAYS}"
             ) from error
         return cls(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}", trace=trace)
 
@@ -109,17 +98,16 @@ class Calibration(str):
         """Raise PolicyError where queries of another trace do not fit the one that is replayed."""
         if self.trace is None:
             return
-        for name, size in _sizes(self.trace).items():
-            if size != _sizes(replayed)[name]:
-                raise PolicyError(
-                    f"{policy}: calibration {self} has {size} {name} and the trace that is "
-                    f"replayed has {_sizes(replayed)[name]}; expected a trace of the same model"
-                )
         models = model_of(self.trace), model_of(replayed)
-        if differ(*models):
+        mine, other = map(_sizes, (self.trace, replayed))
+        if mine != other or differ(*models):
+            mine["model"], other["model"] = map(described, models)
+            apart = (
+                f"{name} {x} and {other[name]}" for name, x in mine.items() if x != other[name]
+            )
             raise PolicyError(
-                f"{policy}: calibration {self} is of {described(models[0])} and {replayed.name} of "
-                f"{described(models[1])}; expected a trace of the same model"
+                f"{policy}: calibration {self} and {replayed.name} differ in {', '.join(apart)}; "
+                "expected a trace of the same model"
             )
 
 
@@ -127,7 +115,7 @@ def _sizes(trace: Trace) -> dict[str, int | str]:
     """Sizes in which traces of one model agree."""
     return {
         "layers": trace.n_layers,
-        "as numbers of layers": ", ".join(map(str, trace.layer_ids)),
+        "numbers of layers": ", ".join(map(str, trace.layer_ids)),
         "query heads": trace.n_qheads,
         "dimensions": trace.dim,
         "rotated dimensions": ", ".join(dict.fromkeys(str(r.rotary_dim) for r in trace.ropes)),

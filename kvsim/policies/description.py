@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
-from kvsim.policies.naming import BEHIND, canonical, entry_of, parts_of, policy
+from kvsim.policies.naming import BEHIND, canonical, entry_of, policy
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,3 @@ def documentation(piece: Piece) -> str:
     kind = type(piece)
     text = inspect.getdoc(kind) or ""
     return "" if text.startswith(f"{kind.__name__}(") else text
-
-
-def lengths_remark(policies: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Remark on lengths that a part has in one policy and not in another, by name and parameters.
-
-    Empty where there are none. A policy with several values of a length is compared by all of them.
-    """
-    values: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for name, params in policies:
-        try:
-            parts = [] if ":" in name else parts_of(name)
-        except PolicyError:  # a name that was given to pieces
-            continue
-        for part, keys in parts:
-            for key, taken in keys.items():
-                if type(params.get(taken)) is int:
-                    of_policy = values.setdefault((part, key), {}).setdefault(name, [])
-                    of_policy += [] if params[taken] in of_policy else [params[taken]]
-    remarks = []
-    for (part, key), of_policies in values.items():
-        if len({tuple(each) for each in of_policies.values()}) > 1:
-            each = (f"{'/'.join(map(str, x))} in {name}" for name, x in of_policies.items())
-            remarks.append(f"{key} of {part} is {', '.join(each)}")
-    return "; ".join(remarks)

@@ -115,19 +115,12 @@ class Planned(Allocator):
     def check(self, trace: Trace) -> None:
         """The plan was measured on the same model, as far as it says on which."""
         model, other = self._plan.training.get("model"), model_of(trace)
-        if model and differ(model, other):
+        known, found = described(model) if model else "a model", described(other)
+        shape = self._plan.shape
+        if shape != (trace.n_layers, trace.n_heads) or (model and differ(model, other)):
             raise PolicyError(
-                f"{self.label}: {self.file} is a plan of {described(model)}, and {trace.name} is "
-                f"of {described(other)}; give a plan of the same model"
-            )
-
-    def check_heads(self, view: View) -> None:
-        """Raise PolicyError for a trace of other layers or heads than the plan's."""
-        heads, shape = view.count.shape[1], self._plan.shape
-        if shape != (view.n_layers, heads):
-            raise PolicyError(
-                f"{self.label}: {self.file} is a plan of {shape[0]} layers of {shape[1]} KV heads, "
-                f"the trace has {view.n_layers} of {heads}; give a plan of the same model"
+                f"{self.label}: {self.file} is a plan of {known}, {shape[0]} layers of {shape[1]} "
+                f"KV heads, and {trace.name} is of {found}; give a plan of the same model"
             )
 
     @cached_property
@@ -187,7 +180,6 @@ class Duo(Planned):
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""
-        self.check_heads(view)
         heads = view.count.shape[1]
         retrieves = self._retrieval.to(view.pos.device)[view.layers]
         count, always = view.count, protected.sum(-1)
@@ -218,14 +210,18 @@ def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
         facts["scores"] = [[float(x) for x in line.split()] for line in data.decode().splitlines()]
     else:
         facts = json.loads(data)
-    version = facts.get("version") if isinstance(facts, dict) else None
-    if integer(version) != VERSION:
-        raise ValueError(f"its version is {version}, expected {VERSION}")
-    scores, training = np.array(facts.get("scores"), dtype=object), facts.get("training", {})
-    if scores.ndim != axes.count(",") + 1 or not scores.size:
-        raise ValueError(f"its scores have the shape {[*scores.shape]}, expected [{axes}]")
-    if not all(map(is_finite, scores.flat)):
-        raise ValueError("its scores are not all finite numbers")
-    if not isinstance(training, dict) or not is_model(training.get("model", {})):
-        raise ValueError("its training is no object, or its model is not valid")
+    known = isinstance(facts, dict) and integer(facts.get("version")) == VERSION
+    scores = np.array(facts.get("scores") if known else None, dtype=object)
+    training = facts.get("training", {}) if known else None
+    if (
+        not isinstance(training, dict)
+        or not is_model(training.get("model", {}))
+        or scores.ndim != axes.count(",") + 1
+        or not scores.size
+        or not all(map(is_finite, scores.flat))
+    ):
+        raise ValueError(
+            f"its scores have the shape {[*scores.shape]}; expected finite numbers [{axes}], "
+            f"version {VERSION} and facts on the training"
+        )
     return scores.astype(np.float64).tolist(), training

@@ -6,7 +6,8 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -67,24 +68,14 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
         return _planned(module_name, attribute, params)
     target = built = _target(name)
     if callable(target):
-        try:
+        with _explained(f"{name!r} cannot be built from {params}"):
             built = target(**params)
-        except KvsimError:
-            raise
-        except Exception as error:
-            raise PolicyError(
-                f"{name!r} cannot be built from {params}: {_reason(error)}"
-            ) from error
-        except SystemExit as error:
-            raise PolicyError(_ends(f"building {name!r}")) from error
-    elif params:
-        raise PolicyError(f"{name!r} is no function or class and takes no parameters")
     if isinstance(built, Scorer):
         built = replace(Policy.of(built), name=attribute)
-    if not isinstance(built, Policy):
+    if not isinstance(built, Policy) or (params and not callable(target)):
         raise PolicyError(
-            f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or what "
-            "returns one of them"
+            f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or a "
+            "function that takes the parameters and returns one of them"
         )
     return built
 
@@ -140,30 +131,24 @@ def _target(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
-    try:
+    with _explained(f"cannot import {attribute!r} of {module_name!r} for policy {name!r}"):
         return getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise PolicyError(
-            f"cannot import {module_name!r} for policy {name!r}: {error}; "
-            "is it installed, or on PYTHONPATH?"
-        ) from error
-    except SystemExit as error:  # it would end kvsim, with the status of a success
-        raise PolicyError(_ends(f"importing {module_name!r} for policy {name!r}")) from error
-    except AttributeError as error:
-        raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
-    except Exception as error:  # a user's file is anybody's code
-        raise PolicyError(
-            f"importing {module_name!r} for policy {name!r} failed: {_reason(error)}"
-        ) from error
 
 
-def _reason(error: Exception) -> str:
+@contextmanager
+def _explained(failed: str) -> Iterator[None]:
+    """Raise a PolicyError of one line for whatever a user's code raises, its exit included."""
+    try:
+        yield
+    except KvsimError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's file is anybody's code
+        raise PolicyError(f"{failed}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
     """Say what a user's code raised, and in which line of its file, if that is known."""
     frames = ((x.filename, x.lineno) for x in traceback.extract_tb(error.__traceback__))
     user = (x for x in frames if x[0] not in (__file__, importlib.__file__) and x[0][0] != "<")
     where = "".join(f" ({file}, line {line})" for file, line in islice(user, 1))
     return f"{type(error).__name__}: {error_line(error)}{where}"
-
-
-def _ends(what: str) -> str:
-    return f"{what} calls sys.exit; expected a module and a function that return, remove the call"

@@ -40,7 +40,6 @@ class HeadKV(Planned):
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], layers x heads x budget in all."""
-        self.check_heads(view)
         weight = torch.tensor(self._plan.scores, dtype=torch.float64, device=view.pos.device)
         always, count = protected.sum(-1), view.count
         rest = view.budget - always

@@ -76,7 +76,6 @@ class LUKV(Planned):
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H]; layers x heads x budget in all, or those of the release."""
-        self.check_heads(view)
         count, tokens = view.count, view.row + 1
         budget = float(view.budget.double().mean())
         percent = min(max(round(100 * (tokens - budget) / tokens), 1), PERCENTS)

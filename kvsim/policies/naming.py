@@ -320,49 +320,34 @@ def reader_of(spec: Reader | Spec) -> Reader:
 
 def _stored(spec: Spec, *kinds: str) -> Any:
     entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
-    if entry is None or entry.kind not in kinds:
+    known = entry is not None and spec.params.keys() <= entry.parameters.keys()
+    if entry is None or not known or entry.kind not in kinds:
         raise PolicyError(
-            f"the record is of entries under the {kinds[0]} {spec.name!r}, which kvsim does not "
-            "have; measure it where it was replayed, before it is stored"
-        )
-    unknown = set(spec.params) - set(entry.parameters)
-    if unknown:
-        raise PolicyError(
-            f"the {entry.kind} {spec.name} of the record has a parameter {min(unknown)!r}; "
-            f"expected {', '.join(entry.parameters)}"
+            f"the record names the {kinds[0]} {spec.name!r} with {dict(spec.params)}, which kvsim "
+            "does not have; measure it where it was replayed, before it is stored"
         )
     return entry.piece(**spec.params)
 
 
 def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
     """Raise PolicyError where a part of a name stands where it cannot."""
-    for place, (part, outer) in enumerate(chain[:-1]):
-        if outer is None or outer.innermost:
-            does = "is no class of an allocator or wrapper"
-            if outer is not None:
-                does = f"{'scores' if outer.kind == 'scorer' else 'fills its caches'} by itself"
-            wraps = ", ".join(key for key, entry in CATALOGUE.items() if not entry.innermost)
-            raise PolicyError(
-                f"{name}: {part} {does} and takes no scorer inside; "
-                f"expected one of these before the +: {wraps}"
-            )
+    for place, (part, entry) in enumerate(chain):
+        kind, inside = (entry.kind, not entry.innermost) if entry else ("policy of your own", False)
         before, around = chain[place - 1] if place else ("", None)
-        if outer.kind == "propagation" and before:
-            raise PolicyError(
-                f"{name}: {part} says which rows reach deeper layers and stands in front of "
-                f"everything; expected {part}+{before}, with the scorer last"
-            )
-        if outer.kind == "allocator" and around is not None and around.kind != "propagation":
-            raise PolicyError(
-                f"{name}: {part} is an allocator and {before} around it needs a scorer; "
-                f"expected at most one allocator, in front, such as {part}+tova"
-            )
-    part, last = chain[-1]
-    if len(chain) > 1 and last is not None and last.kind == "propagation":
-        raise PolicyError(
-            f"{name}: {part} fills its caches by itself, so nothing stands around it; "
-            f"expected {part} alone"
-        )
+        in_front = around is None or around.kind == "propagation"
+        reasons = {
+            f"{part} scores by itself and takes no scorer inside; expected it last (adakv+tova)": (
+                place < len(chain) - 1 and not inside
+            ),
+            f"{part} says which rows reach deeper layers; expected it in front of all, or alone": (
+                kind == "propagation" and place > 0
+            ),
+            f"{part} is an allocator and {before} around it needs a scorer; expected {part} in "
+            "front, and at most one": kind == "allocator" and place > 0 and not in_front,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise PolicyError(f"{name}: {reason}")
 
 
 def _route(

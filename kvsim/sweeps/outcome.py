@@ -19,7 +19,6 @@ from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
-from kvsim.policies.description import lengths_remark
 from kvsim.sweeps.output import check_output
 
 
@@ -68,8 +67,7 @@ class Run:
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""
         layers = uneven({record.trace: record.layers for record in self.records})
-        lengths = lengths_remark((record.policy, record.params) for record in self.records)
-        remarks = (*(record.remark for record in self.records), *self.notes, layers, lengths)
+        remarks = (*(record.remark for record in self.records), *self.notes, layers)
         return list(dict.fromkeys(line for each in remarks for line in each.split("\n") if line))
 
     @property

@@ -249,10 +249,10 @@ def test_numbers_that_are_not_finite_are_named(name, value):
             {"o_proj": torch.zeros(2, 2, 8, 9)},
             r"o_proj has shape \(2, 2, 8, 9\), expected \(2, 4, 8",
         ),
-        ({"prompt_len": 41}, "prompt_len is 41, expected 1 to 40"),
+        ({"prompt_len": 41}, "prompt_len is 41; expected 1 to 40"),
         ({"tokens": [1, 2]}, r"tokens has shape \(2,\)"),
         ({"token_text": ["a"]}, "token_text has 1 entries, expected 40"),
-        ({"layer_ids": [1]}, "1 layer numbers for 2 layers"),
+        ({"layer_ids": [1]}, "layer numbers are"),
         ({"rope": Rope.default(16)}, "rope rotates 16 dimensions, but a head has 8"),
     ],
 )

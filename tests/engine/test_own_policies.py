@@ -218,7 +218,7 @@ def test_classes_of_ones_own_stand_before_a_scorer(name, same):
     ("name", "message"),
     [
         ("{}:Flat", ":Flat' says how entries are chosen but not how they are scored"),
-        ("{}:flat+snapkv", ":flat is no class of an allocator or wrapper and takes no scorer"),
+        ("{}:flat+snapkv", ":flat scores by itself and takes no scorer"),
         ("snapkv+{}:Flat", ": snapkv scores by itself and takes no scorer inside"),
         ("union+{}:Flat+tova", ":Flat is an allocator and union around it needs a scorer"),
     ],

@@ -82,7 +82,7 @@ def test_headkv_satisfies_the_invariants(plan):
 def test_another_shape_and_an_unknown_parameter_are_refused(plan, case):
     """Errors name the policy and the plan."""
     other = make_case("normal", layers=1, heads=2, n=20, prompt_len=10).trace()
-    with pytest.raises(PolicyError, match=r"headkv: .*2 layers of 3 KV heads, .* has 1 of 2"):
+    with pytest.raises(PolicyError, match=r"headkv: .*2 layers of 3 KV heads"):
         replayed(other, plan, budget=5)
     with pytest.raises(PolicyError, match="no parameter 'bet'; did you mean 'beta'"):
         replayed(case.trace(), plan, bet=2)

@@ -162,11 +162,11 @@ def test_another_trace_is_measured_once(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": 1}, "calibration seed3@.* has 1 layers and the trace that is replayed has 2"),
-        ({"q": (slice(None), slice(0, 4))}, "has 4 query heads .* has 6"),
-        ({"q": (..., slice(0, 6))}, "has 6 dimensions .* has 8"),
-        ({"rope": kvsim.Rope((1.0,))}, "has 2 rotated dimensions .* has 6"),
-        ({"layer_ids": (1, 2)}, "has 1, 2 as numbers of layers .* has 0, 1"),
+        ({"q": 1}, "seed3@.* differ in layers 1 and 2"),
+        ({"q": (slice(None), slice(0, 4))}, "query heads 4 and 6"),
+        ({"q": (..., slice(0, 6))}, "dimensions 6 and 8"),
+        ({"rope": kvsim.Rope((1.0,))}, "rotated dimensions 2 and 6"),
+        ({"layer_ids": (1, 2)}, "numbers of layers 1, 2 and 0, 1"),
     ],
 )
 def test_a_trace_of_another_model_is_refused(change, message):

@@ -169,7 +169,7 @@ def test_what_needs_all_layers_refuses_some():
     asl = kvsim.policy("asl", window=8)
 
     message = r"the trace has layers \[0, 1, 2\]; expected 0, 1, 2, ... to the model's last"
-    with pytest.raises(PolicyError, match="some layers of a model"):
+    with pytest.raises(PolicyError, match="not all of a model"):
         kvsim.replay(trace, asl, 40)
     with pytest.raises(PolicyError, match=message):
         ranking(trace)

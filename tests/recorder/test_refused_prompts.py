@@ -196,8 +196,8 @@ def test_lines_that_are_refused(line, message, tmp_path):
     assert len(str(caught.value)) < 500
 
 
-SPANS = r"spans has .* within the 20 tokens of the prompt"
-LOGPROBS = r"response_logprobs are .* each of the 2 tokens"
+SPANS = "within the 20 tokens of the prompt"
+LOGPROBS = r"response_logprobs is .*; expected 2 finite numbers"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_other_numbers_are_refused(values, tmp_path):
     edit_header(path, lambda found: found["meta"].update(layer_sensitivity=values))
     reseal(path)
 
-    with pytest.raises(TraceError, match=r"layer_sensitivity is .*, expected a finite number"):
+    with pytest.raises(TraceError, match=r"layer_sensitivity is .*; expected .* finite numbers"):
         kvsim.open_trace(path)
 
 

@@ -275,7 +275,7 @@ def test_questions_outside_the_response_are_refused(questions):
     trace = capture()
     arrays = {name: trace.read(name) for name in "qkv"}
 
-    with pytest.raises(TraceError, match=r"questions are .*, expected a list of"):
+    with pytest.raises(TraceError, match=r"questions are .*; expected a list of"):
         kvsim.Trace.from_arrays(**arrays, prompt_len=33, questions=questions, rope=trace.rope)
 
 

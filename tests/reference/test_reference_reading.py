@@ -366,5 +366,5 @@ def test_a_stored_record_names_the_reader_that_weights():
     np.testing.assert_array_equal(errors[0], errors[1])
     assert (errors[0] != errors[2]).any()
     document["reads"]["reader"]["name"] = "mine"
-    with pytest.raises(PolicyError, match="under the reader 'mine', which kvsim does not have"):
+    with pytest.raises(PolicyError, match="the reader 'mine'"):
         output_error(trace, [record_of(document, record.evicted_at, record.reads.bits)])
