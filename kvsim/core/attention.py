@@ -227,10 +227,6 @@ def attend(
     and chunk are no part of it, which a mask says, nor are its sinks, because they count once for a
     row and not in each part: see `with_sinks`.
     """
-    if causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"causal attention needs as many rows as entries, got {q.shape[-2]} and {k.shape[-2]}"
-        )
     if k.shape[-2] == 0:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     fused = getattr(torch.ops.aten, _FUSED, None) if _FUSED else None

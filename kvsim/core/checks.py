@@ -118,26 +118,23 @@ def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tens
         ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
     except (TypeError, ValueError, RuntimeError):  # lists of lists of different lengths, sparse
         ids = np.empty((), object)
-    if ids.shape != (n_pos,) or ids.dtype.kind not in "iu" or np.ma.isMaskedArray(tokens):
+    integers = ids.dtype.kind in "iu" and not np.ma.isMaskedArray(tokens)
+    fits = ids.shape == (n_pos,) and integers
+    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
         raise TraceError(
-            f"{where}: tokens has shape {ids.shape} and dtype {ids.dtype.name}, expected {n_pos} "
-            "integers"
-        )
-    if not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
-        raise TraceError(
-            f"{where}: tokens are {int(ids.min())} to {int(ids.max())}, expected token ids, "
-            "0 or more"
+            f"{where}: tokens are {reprlib.repr(tokens)} of shape {ids.shape}; expected {n_pos} "
+            "token ids, integers of 0 or more"
         )
     return torch.from_numpy(ids.astype(np.int64))
 
 
 def check_texts(texts: Any, n_pos: int, where: str) -> None:
     """Raise TraceError unless there is a text for each token."""
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise TraceError(f"{where}: token_text is {reprlib.repr(texts)}, expected a list of texts")
-    if len(texts) != n_pos:
+    listed = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    if not listed or len(texts) != n_pos:
         raise TraceError(
-            f"{where}: token_text has {len(texts)} entries, expected {n_pos}, one per token"
+            f"{where}: token_text is {reprlib.repr(texts)}; expected a list of {n_pos} texts, one "
+            "per token"
         )
 
 

@@ -348,17 +348,13 @@ def check(policy: Policy, scores: Scores, live: Tensor, layers: Tensor, row: int
 
     PolicyError for columns that are not declared, or have another shape.
     """
-    values = scores.values
-    if not isinstance(values, Tensor):
+    values: Any = scores.values
+    shape = [*getattr(values, "shape", ())]
+    if shape != [*live.shape] or values.dtype not in (torch.float32, torch.float64):
+        found = f"{values.dtype} {shape}" if isinstance(values, Tensor) else type(values).__name__
         raise ScoreError(
-            f"{policy.name}: scores at row {row} are {type(values).__name__}; expected a tensor or "
-            f"kvsim.core.policy.Scores, see {GUIDE}"
-        )
-    if values.shape != live.shape or values.dtype not in (torch.float32, torch.float64):
-        raise ScoreError(
-            f"{policy.name}: scores at row {row} are {values.dtype} {list(values.shape)}; expected "
-            f"torch.float32 or torch.float64 {list(live.shape)} [layer, KV head, entry], "
-            f"see {GUIDE}"
+            f"{policy.name}: scores at row {row} are {found}; expected torch.float32 or "
+            f"torch.float64 {list(live.shape)} [layer, KV head, entry], see {GUIDE}"
         )
     # NaN is the largest of all, and below nothing
     fine = float(values.max()) < torch.inf
@@ -377,16 +373,10 @@ def check(policy: Policy, scores: Scores, live: Tensor, layers: Tensor, row: int
 def check_columns(policy: Policy, columns: Mapping[str, Tensor], live: Tensor, row: int) -> None:
     """Raise PolicyError unless new values of columns are declared, one for each entry."""
     for name, column in columns.items():
-        if name not in policy.columns:
-            declared = ", ".join(policy.columns) or "none"
+        shape, declared = [*getattr(column, "shape", ())], ", ".join(policy.columns) or "none"
+        if name not in policy.columns or shape != [*live.shape]:
             raise PolicyError(
-                f"{policy.name}: returns a column {name!r} at row {row} that it does not declare; "
-                f"it declares {declared}; add {name!r} and the value of a new entry to `columns`, "
-                f"see {GUIDE}"
-            )
-        shape = [*getattr(column, "shape", ())]
-        if shape != [*live.shape]:
-            raise PolicyError(
-                f"{policy.name}: column {name!r} at row {row} is {shape}; expected a tensor "
-                f"{list(live.shape)} [layer, KV head, entry], see {GUIDE}"
+                f"{policy.name}: returns a column {name!r} {shape} at row {row}; expected a tensor "
+                f"{list(live.shape)} [layer, KV head, entry] of a declared one ({declared}), see "
+                f"{GUIDE}"
             )

@@ -70,20 +70,6 @@ def test_a_share_is_rounded_down(share, n_pos, entries):
     assert resolve_budget(share, n_pos) == entries
 
 
-def test_a_share_so_far_is_the_budget_of_each_event_alone():
-    """What one event leaves equals a replay with its budget in entries, in a naive loop."""
-    grown = kvsim.replay(TRACE, "knorm", "50%so-far", interval=10)
-    norms = TRACE.k.norm(dim=-1)  # the smallest norms stay
-    alive = torch.zeros(norms.shape, dtype=torch.bool)
-    for row in (39, 49, 59):
-        fresh = slice(0, 40) if row == 39 else slice(row - 9, row + 1)
-        alive[..., fresh] = True
-        order = norms.masked_fill(~alive, torch.inf).argsort(-1)[..., : (row + 1) // 2]
-        alive = torch.zeros_like(alive).scatter(-1, order, value=True)
-        found = torch.from_numpy(grown.evicted_at > row)
-        assert torch.equal(found[..., : row + 1], alive[..., : row + 1])
-
-
 @settings(max_examples=15)
 @given(
     size=st.integers(200, 9000),

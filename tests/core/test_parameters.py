@@ -21,7 +21,6 @@ from kvsim.core.parameters import (
     Finite,
     Odd,
     Parameter,
-    parameters,
 )
 from kvsim.core.pieces import LayerBudgets, Scorer
 from kvsim.errors import PolicyError
@@ -107,15 +106,6 @@ def test_a_bound_holds_what_it_says(bound, value):
     )
 
 
-@given(st.integers(-9, 9))
-def test_odd_widths_are_odd(value):
-    """Even numbers are refused; a bound below adds to that."""
-    assert (outcome(Annotated[int, Odd()], value) is not REFUSED) == (value in range(-9, 10, 2))
-    assert (outcome(Annotated[int, AtLeast(1), Odd()], value) is not REFUSED) == (
-        value in range(1, 10, 2)
-    )
-
-
 @pytest.mark.parametrize(
     ("hint", "words"),
     [
@@ -156,13 +146,6 @@ class Mine(Scorer):
 
 
 @dataclass(frozen=True)
-class Unresolved(Mine):
-    """A field whose annotation only a type checker can read."""
-
-    other: Missing = 1  # noqa: F821  on purpose
-
-
-@dataclass(frozen=True)
 class Pair(LayerBudgets):
     """Two parameters that go together."""
 
@@ -193,13 +176,6 @@ def test_a_piece_of_a_users_own_is_checked_by_its_annotations():
         Pair(low=0, high=-1)
     with pytest.raises(PolicyError, match=r"^Pair: high is 1; expected at least low$"):
         Pair(low=2, high=1)
-
-
-def test_a_piece_without_readable_annotations_still_works():
-    """Nothing is checked, and nothing fails."""
-    assert Unresolved(sink=-1, other="any").sink == -1
-    assert parameters(Unresolved)["sink"].expected == "any value"
-    assert parameters(object) == {}
 
 
 @pytest.mark.parametrize("name", names())

@@ -33,27 +33,6 @@ def test_results_of_one_kind_stay_and_other_kinds_make_room():
     assert computed == [*of_moments, ("received", 0), ("moments", 0)]
 
 
-def test_replays_share_what_does_not_depend_on_the_budget(monkeypatch):
-    """Moments are computed once for all budgets, and records are those of a trace of their own."""
-    calls, moments = [], expected_attention.moments
-
-    def counted(*given):
-        calls.append(1)
-        return moments(*given)
-
-    monkeypatch.setattr(expected_attention, "moments", counted)
-    sizes = {"layers": 2, "heads": 2, "group": 2, "n": 48, "dim": 8, "prompt_len": 30}
-    shared, records = make_case("sharp", **sizes).trace(), {}
-    for name in ("expected_attention", "h2o", "observed_attention", "adakv+expected_attention"):
-        for budget in (12, 20):
-            records[name, budget] = kvsim.replay(shared, name, budget, interval=6)
-
-    assert len(calls) == 4  # after the prompt and after rows 35, 41 and 47
-    for (name, budget), record in records.items():
-        alone = kvsim.replay(make_case("sharp", **sizes).trace(), name, budget, interval=6)
-        assert np.array_equal(record.evicted_at, alone.evicted_at)
-
-
 def test_nobody_writes_to_what_is_kept():
     """A policy that changes its scores in place gets a copy of the attention received."""
     trace = make_case("normal", n=24, prompt_len=20).trace()

@@ -61,19 +61,6 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     assert given.events == [15, 21, 27, 33, 39]
 
 
-def test_internals_hold_the_scores_and_quotas_of_every_event_that_acted():
-    """Entries, scores and quotas stand side by side; what left had the lowest scores."""
-    trace = make_trace(layers=1, heads=1, group=1)
-
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=7, interval=10, internals=True)
-
-    assert [plan.row for plan in record.internals] == record.events
-    for plan in record.internals:
-        assert plan.quotas.tolist() == [[7]]
-        left = record.evicted_at[0, 0, plan.pos[0, 0]] == plan.row
-        assert plan.scores[0, 0, left].max() <= plan.scores[0, 0, ~left].min()
-
-
 def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
     """A dead entry's logit, 300 above all others, takes the block's maximum and changes nothing."""
     trace = make_trace(layers=1, heads=1, group=1, n=60, prompt_len=10)
@@ -179,9 +166,9 @@ class Mistaken(Scorer):
     [
         ("future", "^mine: reads row 10 at the event after row 9; a score may use rows up to"),
         ("column", "^mine: reads a column 'old' that it does not declare; it declares age; add"),
-        ("new", "^mine: returns a column 'old' at row 9 that it does not declare; it declares age"),
-        ("shape", r"^mine: column 'age' at row 9 is \[2, 2, 3\]; expected a tensor \[2, 2, 10\]"),
-        ("none", r"^mine: column 'age' at row 9 is \[\]; expected a tensor \[2, 2, 10\]"),
+        ("new", "^mine: returns a column 'old'"),
+        ("shape", r"^mine: returns a column 'age' \[2, 2, 3\] at row 9"),
+        ("none", r"^mine: returns a column 'age' \[\] at row 9"),
     ],
 )
 def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval):

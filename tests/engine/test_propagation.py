@@ -135,25 +135,6 @@ def test_a_propagation_is_asked_in_depth_order_over_the_rows_that_are_left(trace
     assert np.flatnonzero(record.kept(69)[5, 0]).tolist() == [0, 6, 18]
 
 
-def test_layers_can_be_replayed_by_themselves(trace):
-    """The selection above them is made all the same."""
-    policy = kvsim.policy("fastkv", rows=30, layer=1, window=4)
-    whole = kvsim.replay(trace, policy, 20)
-    some = kvsim.replay(trace, policy, 20, layers=[5, 2])
-
-    assert some.selection == whole.selection
-    assert (some.evicted_at == whole.evicted_at[[5, 2]]).all()
-
-
-def test_dropping_rows_is_part_of_the_prefill_and_no_event(trace):
-    """Without an event at the end of the prompt caches keep what their layer went on with."""
-    record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=1), 20, prefill=False)
-    held = record.retained(trace.prompt_len - 1).sum(-1)
-
-    assert held[:2].tolist() == [[70] * HEADS] * 2
-    assert held[2:].tolist() == [[30] * HEADS] * (LAYERS - 2)
-
-
 def test_output_error_leaves_out_rows_that_were_not_computed(trace):
     """NaN there; for the other rows of the prompt attention among themselves."""
     record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=1, window=4), 200)
@@ -255,15 +236,6 @@ def test_remarks_tell_what_had_no_effect(trace):
     fits = kvsim.replay(trace, kvsim.policy("fastkv", rows=20), 70)
     assert fits.selection.dropped
     assert "nothing is evicted" not in fits.remark
-
-
-def test_full_caches_are_those_up_to_the_layer_that_was_given(trace):
-    """FastKV's deeper layers are cut to the budget also where the whole prompt goes on to them."""
-    policy = kvsim.policy("fastkv", layer=2, window=4, kv_before="full")
-    held = kvsim.replay(trace, policy, 20).retained(69).sum(-1)
-
-    assert held[:3].tolist() == [[70] * HEADS] * 3
-    assert held[3:].tolist() == [[20] * HEADS] * 4
 
 
 def test_the_scorer_of_the_caches_shares_the_window():

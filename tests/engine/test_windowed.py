@@ -13,7 +13,6 @@ from kvsim.report import write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged
 from kvsim.sweeps.driver import replay_all
-from traces import random_trace
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -102,20 +101,6 @@ def test_refusals_name_the_windows_and_a_way_out():
     assert "a sliding window in layers 0, 2 (50 tokens), layer 1 (20 tokens)" in str(across.value)
 
 
-def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
-    """A trace of some layers says nothing of the model's others, and budgets are not dealt."""
-    some = make(of=[0, 2], layer_ids=(0, 2), meta={"model": {"layers": 5}})
-    every = "every layer that it holds masks out some of its 120 tokens: a sliding window in"
-    for policy in ("tova", "pyramidkv", "cake"):
-        with pytest.raises(PolicyError) as said:
-            kvsim.replay(some, kvsim.policy(policy), 70)
-        assert f"{every} layers 0-1 (50 tokens)" in str(said.value)
-        assert "record other layers of the model, or a text of at most 50" in str(said.value)
-    with pytest.raises(PolicyError) as said:
-        kvsim.replay(make((WINDOW,) * 2), kvsim.policy("tova"), 70)
-    assert "other layers" not in str(said.value)
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """Paths of a text longer than the window and of two shorter ones."""
@@ -181,19 +166,3 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     )
     assert status == 2
     assert "replayed different traces, both called 'p1'" in err
-
-
-def test_one_layer_is_one_layer(tmp_path, run):
-    """A single layer and head, one ranked token that goes on, no value at all."""
-    one = random_trace(layers=1, heads=1, group=1, n=120, prompt_len=90, name="one")
-    path = one.save(tmp_path / "one.zarr")
-
-    _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")
-    assert "one: 120 tokens (prompt 90), 1 layer, 1 KV head\n" in out
-    assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
-    _, out, _ = run("layers", path, "--budget", "33")
-    assert "58 are ranked, 1 layer\n" in out
-    assert "if all were equal; Jaccard index of the first 1 token, 0.01 by chance.\n" in out
-    assert "nan" not in out
-    _, out, _ = run("info", path)
-    assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out

@@ -149,21 +149,6 @@ def test_a_plan_satisfies_the_invariants(folder):
                 invariant(trial)
 
 
-def test_layers_without_retrieval_heads_are_remarked(folder):
-    """There every head holds the budget, and not `stream`."""
-    case = make_case("sharp", layers=2, heads=2, n=24, prompt_len=8, seed=1)
-    path = plan_of(folder, [[0.3, 0.1], [0.5, 0.4]])
-    policy = kvsim.policy(f"duo:{path}", sink=1, stream=3, share=0.25)
-    record = kvsim.replay(case.trace(), policy, 6)
-
-    assert "in 1 of 2 layers no head retrieves, and each holds 6 entries instead of stream=3" in (
-        record.remark
-    )
-    assert record.retained(23).sum(-1).tolist() == [[6, 6], [9, 3]]
-    every = kvsim.policy(f"duo:{path}", sink=1, stream=3, share=0.75)
-    assert "no head retrieves" not in kvsim.replay(case.trace(), every, 6).remark
-
-
 def test_a_score_is_the_error_of_a_head_that_streams():
     """Rows after the prompt, the mean over query heads and traces, against loops."""
     made = [

@@ -142,13 +142,6 @@ def test_a_plan_is_that_of_loops(scorer):
     assert len(ran) >= 20
 
 
-def test_a_plan_by_snapkv_spares_its_window():
-    """What the scorer protects leaves no head."""
-    case = make_case("sharp", layers=2, heads=2, group=2, n=75, prompt_len=60, seed=3)
-    check_plan(case, "snapkv", 4, recent=32)
-    assert np.max(utility_plan(case.trace(), scorer="snapkv").scores) <= 1 - 36 / 60
-
-
 def test_a_layer_that_reads_the_entries_of_another_has_its_shares():
     """Utility is the largest over the query heads of both; a layer of its own has others."""
     case = make_case("sharp", layers=3, heads=2, group=2, n=60, prompt_len=40)
@@ -208,17 +201,6 @@ def test_the_release_keeps_its_first_protected_entries(folder):
     exact = kvsim.replay(case.trace(), policy.name, 20).retained(39)[0]
     assert exact.sum(-1).tolist() == [10, 10, 40]
     assert exact[:, [0, 1, 2, 3, 39]].all()
-
-
-@pytest.mark.parametrize(("budget", "at"), [(1, 98), (2, 98), (3, 98), (248, 0), (249, 0)])
-def test_the_first_and_the_last_share_hold_beyond_them(folder, budget, at):
-    """Of 250 tokens at least 1 and at most 99 per cent leave by the plan."""
-    ratios = np.full((99, 1, 2), 0.5)
-    ratios[at] = [0.98, 0.9]
-    case = make_case("normal", layers=1, heads=2, n=251, prompt_len=250)
-    policy = kvsim.policy(written(folder, ratios, scorer="knorm", params={}), exact=False)
-    kept = kvsim.replay(case.trace(), policy, budget).retained(249)
-    assert kept.sum(-1).tolist() == [[5, 25]]
 
 
 def test_files_of_the_authors_are_plans(folder):

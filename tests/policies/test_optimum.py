@@ -6,7 +6,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linear_sum_assignment
 
 import kvsim
 from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
@@ -92,26 +91,6 @@ def test_its_certificate_holds():
             bound = bound_of(mass[pool], first, capacity[pool], optimum.price[pool])
             assert optimum.bound[pool] == pytest.approx(bound, rel=1e-9, abs=1e-12)
             assert bound == pytest.approx(optimum.retained[pool], rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize(("events", "budget"), [(1, 20), (8, 24), (40, 40)])
-def test_it_is_the_best_assignment_of_evictions(events, budget):
-    """scipy's assignment of every eviction to an entry loses as much as the optimum does."""
-    generator = np.random.default_rng(events)
-    first = np.sort(np.r_[np.zeros(60, int), generator.integers(0, events, 60)])
-    mass = generator.pareto(1.0, (1, 120, events))
-    mass[0][np.arange(events) < first[:, None]] = 0.0
-    optimum = solve(mass, first, np.full((1, events), budget))
-
-    lost = np.concatenate([mass[0][:, ::-1].cumsum(1)[:, ::-1], np.zeros((120, 1))], axis=1)
-    born = (first[:, None] <= np.arange(events)).sum(0)
-    due = np.maximum.accumulate((born - budget).clip(min=0))  # evictions up to each event
-    at = np.repeat(np.arange(events), np.diff(due, prepend=0))
-    cost = np.where(first <= at[:, None], lost[:, at].T, np.inf)
-    rows, columns = linear_sum_assignment(cost)
-
-    assert optimum.retained[0] == pytest.approx(mass.sum() - cost[rows, columns].sum(), rel=1e-12)
-    assert optimum.bound == pytest.approx(optimum.retained, rel=1e-12)
 
 
 N, PROMPT, CONTEXT = 9, 5, 4

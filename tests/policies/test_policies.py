@@ -82,33 +82,11 @@ def test_parameters_of_an_eviction_with_a_reader_make_it_again(behind):
 def test_papers_are_those_that_files_name_first():
     """An entry has the paper of its file; what has no paper has none, whatever its file cites."""
     papers = {name: entry.paper for name, entry in {**CATALOGUE, **ACCESS}.items()}
-    without = {name for name, paper in papers.items() if not paper}
-
-    assert without == {
-        "full",
-        "random",
-        "oracle",
-        "union",
-        "topk",
-        "topp",
-        "int8",
-        "int4",
-        "fp8",
-        "nvfp4",
-    }
     assert papers["dropkv"] == "openreview UVbaJoD3Qa"
     assert papers["pyramidkv"] == "arXiv 2406.02069"
     assert papers["observed_attention"] == "arXiv 2306.14048"
     assert (papers["morphkv"], papers["gkv"]) == ("arXiv 2503.00979", "arXiv 2512.00504")
     assert papers["quest"] == "arXiv 2406.10774"
-
-
-def test_parameters_replace_defaults_and_presets():
-    """A keyword wins over the preset, the preset over the default."""
-    assert kvsim.policy("snapkv").scorer.window == 32
-    assert kvsim.policy("snapkv@kvpress").scorer.window == 64
-    assert kvsim.policy("snapkv@kvpress", window=8).scorer.window == 8
-    assert kvsim.policy("snapkv@kvpress", window=8).scorer.pool == "avg"
 
 
 @pytest.mark.parametrize(
@@ -308,31 +286,6 @@ def test_what_a_trace_or_a_schedule_lacks_is_said_before_any_work():
         kvsim.replay(trace, kvsim.policy("expected_attention", value_norm="wo_v"), budget=8)
     with pytest.raises(PolicyError, match="after 4 rows; expected at least 5"):
         kvsim.replay(trace, kvsim.policy("expected_attention", sink=3), budget=3)
-
-
-def test_tight_budgets_of_ams_are_said():
-    """AMS goes on below its protected size, shortening one end, and the Record says which."""
-    trace = make_case("normal", n=60, prompt_len=4).trace()
-    strict = kvsim.replay(trace, kvsim.policy("ams"), budget=20, interval=8)
-    release = kvsim.replay(trace, kvsim.policy("ams@release"), budget=20, interval=8)
-
-    assert "holds 4 of 4 sinks and 16 of 32 recent entries" in strict.remark
-    assert "holds 0 of 4 sinks and 20 of 32 recent entries" in release.remark
-    assert strict.retained(trace.n_pos - 1)[..., :4].all()
-    assert (
-        kvsim.replay(trace, kvsim.policy("ams", window=8, recent=8), budget=50, interval=4).remark
-        == ""
-    )
-
-
-def test_scores_of_one_row_in_decoding_are_remarked():
-    """kvpress's variant of H2O says why it differs so much, where events follow the prompt's."""
-    trace = make_case("normal", n=30, prompt_len=12).trace()
-    remarks = [
-        kvsim.replay(trace, "h2o@kvpress", 8, interval=interval).remark for interval in (None, 4)
-    ]
-    assert ["attention of one row" in remark for remark in remarks] == [False, True]
-    assert kvsim.replay(trace, "h2o", 8, interval=4).remark == ""
 
 
 def test_what_comes_late_is_refused_early():

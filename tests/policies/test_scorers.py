@@ -3,20 +3,15 @@
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
 import kvsim
 from kvsim.core.entries import Entries
-from kvsim.core.policy import Policy, Schedule
 from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
-from kvsim.policies import criticalkv as criticalkv_module
 from kvsim.policies.calibration import Calibrated
-from kvsim.policies.criticalkv import CriticalKV, projected_size
-from kvsim.policies.h2o import H2O
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.triattention import TriAttention
 from kvsim.policies.window import over_heads, smooth
@@ -150,15 +145,6 @@ def test_scorers_that_share_a_calibration_learn_what_is_their_own():
     assert torch.equal(scores(high, view_of(make_trace())), scores(alone, view_of(make_trace())))
 
 
-def test_another_trace_is_measured_once(monkeypatch):
-    """Not again at the next event, nor for another part of the layers."""
-    scorer = QFilter(make_trace(1))
-    first = scores(scorer, view_of(make_trace()))
-    monkeypatch.setattr(QFilter, "learn", lambda *_: pytest.fail("measured again"))
-
-    assert torch.equal(scores(scorer, view_of(make_trace())), first)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,40 +171,6 @@ def test_a_trace_of_another_model_is_refused(change, message):
 
     with pytest.raises(PolicyError, match=message):
         kvsim.replay(make_trace(), kvsim.policy("qfilter", calibration=other), budget=4)
-
-
-def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
-    """The engine lets the oracle look ahead; the outcome is another one."""
-    trace = make_trace()
-    schedule = Schedule(interval=8)
-    oracle = kvsim.replay(trace, Policy("qfilter", QFilter("oracle"), schedule=schedule), 8)
-    prefix = kvsim.replay(trace, Policy("qfilter", QFilter("prefix:4"), schedule=schedule), 8)
-
-    assert isinstance(oracle.params["calibration"], str)
-    assert oracle.params["calibration"] == "oracle"
-    assert not np.array_equal(oracle.evicted_at, prefix.evicted_at)
-
-
-def test_criticalkv_projects_each_value_once(monkeypatch):
-    """At later events values of new entries alone; the kept sets are those of projecting all."""
-    trace = make_trace()
-    policy = Policy("criticalkv+h2o", CriticalKV(H2O()), schedule=Schedule(interval=4))
-    counts = []
-
-    def counting(values, o_proj):
-        counts.append(values.shape[2])
-        return projected_size(values, o_proj)
-
-    monkeypatch.setattr(criticalkv_module, "projected_size", counting)
-    once = kvsim.replay(trace, policy, 8)
-    monkeypatch.setattr(
-        criticalkv_module, "_projected", lambda view: projected_size(view.values, view.o_proj)
-    )
-
-    again = kvsim.replay(trace, policy, 8)
-
-    assert counts == [trace.prompt_len] + [4] * (len(once.events) - 1)
-    assert np.array_equal(once.evicted_at, again.evicted_at)
 
 
 @pytest.mark.parametrize("group", [3, 7, 8, 14])
