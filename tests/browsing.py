@@ -186,13 +186,6 @@ class Tab:
             self.page.keyboard.press("Escape")
         raise AssertionError(f"{label} cannot be set to {value}")
 
-    def step(self, label: str) -> tuple[int, float]:
-        """Press the plus of a number; its value afterwards, and seconds."""
-        box = self.page.locator("[data-testid=stNumberInput]").filter(has_text=label).first
-        box.locator("[data-testid=stNumberInputStepUp]").click()
-        took = self.settle()
-        return int(box.locator("input").input_value()), took
-
     def linked(self, text: str) -> None:
         """Wait until the link has a text, which the run that answers a control gives it.
 

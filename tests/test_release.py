@@ -10,15 +10,12 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-import yaml
 
 import kvsim
 from kvsim.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))
 #: Folders of the checkout, and where the wheel has them.
 PARTS = {
     "kvsim": "kvsim",
@@ -90,6 +87,7 @@ def test_the_metadata_says_what_the_package_is(distributions):
 
     assert metadata["Name"] == "kvsim"
     assert metadata["Version"] == kvsim.__version__
+    assert f"\nversion: {kvsim.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
     assert metadata["Summary"] == PROJECT["description"]
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == PROJECT["requires-python"]

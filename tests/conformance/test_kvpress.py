@@ -122,7 +122,6 @@ def _compactor(parts: str) -> Make:
 
 _SNAPKV = _press("SnapKVPress", window_size=8, kernel_size=5)
 _EXPECTED = _press("ExpectedAttentionPress", epsilon=0.01)
-_RAW = _press("ExpectedAttentionPress", use_vnorm=False)
 
 CASES = {
     "knorm": Case(_press("KnormPress"), "knorm", differs={"name": "keydiff"}),
