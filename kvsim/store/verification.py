@@ -135,12 +135,11 @@ class _Check:
         with self._noting():
             if stored.projections is not None:
                 stored.projections.check(layer)
-        dense = [name for name in DENSE if name in stored.arrays]
         if not {"q", "k", "v"} <= arrays.keys():
             return
         if self.deep:
             self._recompute(layer, arrays)
-        for name in dense:
+        for name in [name for name in DENSE if name in stored.arrays]:
             with self._noting():
                 self._dense(name, layer, arrays)
 

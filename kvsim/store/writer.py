@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -124,9 +125,11 @@ class TraceWriter:
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; last blocks that are not full must come after this."""
         self.n_pos = n_pos
-        for each, array in self._arrays.values():
+        for name, (each, array) in self._arrays.items():
+            cut = replace(each, shape=cut_shape(name, each.shape, n_pos, self._left_out))
             with self._writing():
-                array.resize(cut_shape(each.name, array.shape, n_pos, self._left_out))
+                array.resize(cut.shape)
+            self._arrays[name] = cut, array
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
@@ -225,8 +228,8 @@ class TraceWriter:
         """
         where = str(self.path)
         with self._writing():
-            shapes = {name: array.shape for name, (_, array) in self._arrays.items()}
             self._require_chunks()
+            shapes = {name: each.shape for name, (each, _) in self._arrays.items()}
             if tokens is not None:
                 ids = tokens.astype(np.int32)
                 array = create_array(
@@ -273,12 +276,10 @@ class TraceWriter:
 
     def _require_chunks(self) -> None:
         for name, (each, _) in self._arrays.items():
-            shape = self._arrays[name][1].shape
-            expected = StoredArray(name, shape, each.number, each.source_dtype).nchunks
             written = sum(path.is_file() for path in (self.folder / name / "c").rglob("*"))
-            if written != expected:
+            if written != each.nchunks:
                 raise TraceError(
-                    f"{self.path}: {name} has {written} of {expected} chunks; nothing was "
+                    f"{self.path}: {name} has {written} of {each.nchunks} chunks; nothing was "
                     "published, write the missing blocks first"
                 )
 
@@ -286,9 +287,8 @@ class TraceWriter:
         """Put the chunks of each layer of sharded arrays into one file."""
         for name, (each, array) in self._arrays.items():
             if each.sharded:
-                cut = StoredArray(name, array.shape, each.number, each.source_dtype)
-                whole = self._create(cut, "whole", sharded=True)
-                for layer in range(array.shape[0]):
+                whole = self._create(each, "whole", sharded=True)
+                for layer in range(each.shape[0]):
                     whole[layer : layer + 1] = array[layer : layer + 1]
                 shutil.rmtree(self.folder / name)
                 (self.folder / "whole").rename(self.folder / name)
