@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -97,9 +96,20 @@ def token_text(
         f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
         f"KV head {head}\nafter row {states.row}{part}"
     )
-    figure, axis = _page(_height(placed), subject, {fidelity(trace, record, "sets", layer)})
+    height = 1 + max((line for line, _, _ in placed), default=0)
+    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
+    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
+    total = high + above + 0.45
+    figure.set_figheight(total)
+    wide = figure.get_figwidth()
+    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
+    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
+    axis.set_axis_off()
     for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
-        _write(axis, line, column, shown, _STYLE[code])
+        look: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
+        axis.text(column, line + 0.8, shown, parse_math=False, **look)
     counts = zip(states.counts().items(), _STYLE, strict=True)
     handles = {
         f"{name} ({n})": Patch(color=style["color"])
@@ -165,30 +175,6 @@ def styled_html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str
         spans.append(f'<span title="{html.escape(title)}" style="{css}">{text}</span>')
         first = last
     return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
-
-
-def _page(height: float, subject: str, levels: Iterable[str]) -> tuple[Figure, Axes]:
-    """A figure with a caption above so many lines of characters, and room for a legend below."""
-    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
-    caption(figure, subject, levels)
-    across, high = COLUMNS * _WIDTH, 0.155 * height
-    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
-    total = high + above + 0.45
-    figure.set_figheight(total)
-    wide = figure.get_figwidth()
-    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
-    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
-    axis.set_axis_off()
-    return figure, axis
-
-
-def _height(placed: Sequence[tuple[int, int, str]]) -> int:
-    return 1 + max((line for line, _, _ in placed), default=0)
-
-
-def _write(axis: Axes, line: float, column: int, shown: str, style: Mapping[str, Any]) -> None:
-    look: dict[str, Any] = {**style, "family": "monospace", "fontsize": _SIZE}
-    axis.text(column, line + 0.8, shown, parse_math=False, **look)
 
 
 def _placed(text: Sequence[str], lines: int) -> list[tuple[int, int, str]]:

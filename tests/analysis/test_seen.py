@@ -17,13 +17,13 @@ PROJECTION = torch.randn(2, 4, 8, 24, generator=torch.Generator().manual_seed(0)
 
 def test_records_together_have_the_values_of_each_alone():
     """Whatever the others leave: equal heads, unequal ones, events inside of blocks."""
-    trace = make_trace(n=300, prompt_len=80, dtype=torch.float32)
+    trace = make_trace(n=200, prompt_len=80, dtype=torch.float32)
     names = ("streaming_llm", "tova", "adakv+knorm", "tova@kvpress", "streaming_llm@original")
     records = [
         kvsim.replay(trace, kvsim.policy(name), budget, interval=interval)
         for name in names
         for budget in (16, 40)
-        for interval in (1, 64, None)
+        for interval in (5, 64)
     ]
 
     together = output_error(trace, records)

@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 import kvsim
-from apps.dashboard import line_charts, runs
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer
@@ -134,54 +133,6 @@ def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
     assert len(app.dataframe) == 3
     app.multiselect(key="replay").set_value([]).run()
     assert any("at least one policy" in one.value for one in app.info)
-
-
-def test_controls_compute_and_draw_only_what_they_change(opened, ran, monkeypatch):
-    """Of the chosen metric alone, once for all policies; other pictures stay as they are."""
-    app = opened(ran, "compare", run="several")
-    computed, built, read = [], [], set()
-
-    def counted(name, inner):
-        def call(table, *args, **kwargs):
-            computed.append(name)
-            read.update([] if isinstance(table, str) else table["metric"])
-            return inner(table, *args, **kwargs)
-
-        return call
-
-    for name in ("read_run", "averages", "answer"):
-        monkeypatch.setattr(runs, name, counted(name, getattr(runs, name)))
-    subplots = line_charts.make_subplots
-    monkeypatch.setattr(
-        line_charts, "make_subplots", lambda *a, **k: (built.append(a), subplots(*a, **k))[1]
-    )
-    for each in (runs._means, runs.verdict, line_charts._over_budgets):
-        each.clear()
-    app.run()
-    assert sorted(computed) == ["answer", "averages", "averages", "averages"]
-    assert read == {"output_error", "wipeout", "entries_seen", "bytes_held", "regret"}
-
-    before = [one.proto.spec for one in app.get("plotly_chart")]
-    computed.clear(), built.clear(), read.clear()
-    app.selectbox(key="metric").select("retained_iou").run()
-    after = [one.proto.spec for one in app.get("plotly_chart")]
-    assert sorted(computed) == ["answer", "averages"]
-    assert read == {"retained_iou", "output_error", "entries_seen"}
-    same = [old == new for old, new in zip(before, after, strict=True)]
-    assert same == [False, True, True]
-    assert len(built) == 1
-    assert sum(map(len, after)) < 30_000
-
-    for kind, key, value, expected in (
-        ("toggle", "log", True, []),
-        ("multiselect", "policies", ["streaming_llm", "tova"], []),
-        ("selectbox", "cost", "bytes_held", []),
-        ("selectbox", "metric", "output_error", []),
-    ):
-        computed.clear()
-        getattr(app, kind)(key=key).set_value(value).run()
-        assert not app.exception
-        assert computed == expected, key
 
 
 def test_the_recorded_model_judges_on_request(opened, tmp_path):

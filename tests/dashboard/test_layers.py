@@ -61,30 +61,6 @@ def test_the_table_is_that_of_the_diagnosis(opened, folder):
     np.testing.assert_allclose(floats(drawn(app, 1)["chance"]["y"])[1:], one.jaccard_chance)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("slider", "k", 1),
-        ("slider", "k", 68),
-        ("selectbox", "first_layer", 0),
-        ("selectbox", "first_layer", 8),
-        ("selectbox", "look_back", 1),
-        ("selectbox", "layer", 0),
-        ("number_input", "window", 99),
-        ("number_input", "window", 1),
-        ("number_input", "rows_of_window", 1),
-        ("number_input", "rows_of_window", 32),
-    ],
-)
-def test_every_control_takes_its_ends(opened, folder, kind, key, value):
-    """No window, no token, no layer left to test: words, and no traceback."""
-    app = opened(folder, "layers", trace="deep.zarr")
-    getattr(app, kind)(key=key).set_value(value).run()
-
-    assert not app.exception
-    assert app.info
-
-
 def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
     """Of the layer that is chosen and the window of the link."""
     app = opened(folder, "layers", trace="deep.zarr", rows_of_window="12")
@@ -92,7 +68,7 @@ def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
     trace = kvsim.open_trace(folder / "deep.zarr")
     sparsity, overlap = app.dataframe[1].value, app.dataframe[2].value
 
-    for name in ("sequence", "behind_sink", "domain"):
+    for name in ("sequence", "behind_sink"):
         np.testing.assert_allclose(sparsity[name], sparsity_table(trace)[name])
     expected = overlap_table(trace, 4, window=12)
     for name in expected.columns:

@@ -1,14 +1,11 @@
 """Sentences below charts: what they say is in the numbers, and changes with them."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 import pytest
 
 from apps.dashboard import readings
 from kvsim.analysis.kept.states import TokenStates
-from kvsim.studies.segments.segmentation import Segmented
 
 
 def means(*rows, **columns):
@@ -28,31 +25,6 @@ def test_texts_count_what_each_policy_keeps_and_misses():
     )
     state.codes[0] = 3
     assert "keeps 2 of 6 tokens and misses 3" in readings.texts({"tova": state})
-
-
-def test_segments_say_what_they_are_and_where_ams_and_its_scorer_differ_most():
-    """Segments with most and least mass per held entry, what stays, and what the scorer has."""
-    pos = np.array([0, 1, 2, 5, 6, 7])
-    kept = np.array([True, True, True, False, False, True])
-    mass = np.array([0.2, 0.1, 0.0, 0.1, 0.5, 0.1])
-    event = Segmented(
-        *(7, pos, mass, mass, mass, np.zeros(6, bool), kept),
-        *(np.array([0, 0, 0, 0, 1, 1]), np.array([3, 1])),
-    )
-    texts = [*"abcd", " the", " \n", "<b>", "x" * 10**6]
-
-    assert readings.segments(event, np.array([0, 6, 7]), "tova", texts) == (
-        "The 2 segments are stretches of the text of which this head keeps 1 to 3 entries each: "
-        "attention mass per held entry is highest, 30.00% of all, at positions 6 to 7 "
-        "(“<b>xxxxxxxxxxxxxxxxxxxx…”), where 1 of 2 stay, and lowest, 10.00%, at positions 0 to 5 "
-        "(“abcd the”), where 3 of 4 stay. AMS differs most from tova alone at positions 0 to 5: 3 "
-        "entries against 1."
-    )
-    one = replace(event, segment=np.zeros(6, int), quota=np.array([4]))
-    assert readings.segments(one, pos[kept], "tova", None) == (
-        "All 6 entries of this head are one segment, so no part has a quota. AMS differs most from "
-        "tova alone at positions 0 to 7: 4 entries against 4."
-    )
 
 
 @pytest.mark.parametrize(

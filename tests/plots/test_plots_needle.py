@@ -2,11 +2,9 @@
 
 import numpy as np
 import polars as pl
-import pytest
 
 from kvsim import plots
 from kvsim.analysis.table import TYPES
-from kvsim.errors import PolicyError
 
 LENGTHS, DEPTHS = (512, 1024, 2048), (0.1, 0.5, 0.9)
 
@@ -73,17 +71,3 @@ def test_each_cell_is_the_mean_of_its_prompts():
     assert panels[0].get_ylabel() == "depth of the needle"
     assert "2 prompts" in figure.get_suptitle()
     assert "open)" in figure.get_suptitle()
-
-
-def test_answers_of_a_live_run_are_drawn_too():
-    """The same grid of another metric; any other is refused."""
-    table = made().with_columns(metric=pl.lit("answer_right"))
-
-    figure = plots.needle(table, ["answer_right"])
-
-    assert {text.get_text() for text in figure.axes[0].texts}
-    assert "Right answers (%)" in "".join(text.get_text() for text in figure.texts)
-    with pytest.raises(PolicyError, match="no needle_recall by length and depth"):
-        plots.needle(table)
-    with pytest.raises(PolicyError, match="expected one of needle_recall, answer_right"):
-        plots.needle(table, ["wipeout"])

@@ -95,31 +95,3 @@ def test_every_position_has_the_colour_of_its_state(trace, records):
         *STATES,
         "a burst: 32 or more evicted in a row",
     ]
-
-
-def test_brackets_are_the_bursts(trace, records):
-    """From the first to the last position of each run that is long enough, with its length."""
-    figure = bursts(trace, records, layer=0, head=0, zoom=(5, 60), least=8)
-
-    whole, part = figure.axes
-    _, found = strips_after(trace, records)
-    long = [(*run, n) for one in found for run, n in zip(one.runs.tolist(), one.lengths.tolist(),
-            strict=True) if n >= 8]  # fmt: skip
-    assert len(long) > 2
-    drawn = [line.get_xdata() for line in whole.lines if line.get_linestyle() == "-"]
-    assert [tuple(ends) for ends in drawn] == [(first, last) for first, last, _ in long]
-    lengths = [text.get_text() for text in whole.texts if text.get_text().isdigit()]
-    assert lengths == [str(n) for *_, n in long]
-    inside = [
-        (max(5, first), min(60, last)) for first, last, _ in long if last >= 5 and first <= 60
-    ]
-    below = [tuple(line.get_xdata()) for line in part.lines if line.get_linestyle() == "-"]
-    assert below == inside
-    ticks = [p for line in part.lines if line.get_marker() == "|" for p in line.get_xdata()]
-    assert ticks == [p for first, last, _ in long for p in (first, last) if 5 <= p <= 60
-                     and last >= 5 and first <= 60]  # fmt: skip
-    said = [text.get_text() for text in whole.texts if "kept" in text.get_text()]
-    assert said[0] == (
-        f"30 kept, {sum(found[0].lengths >= 8)} burst\nlongest run evicted: "
-        f"{found[0].lengths.max()}"
-    )

@@ -1,7 +1,6 @@
 """Run folders that are damaged say so, each in its way, and in one line of kvsim's."""
 
 import json
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -154,29 +153,6 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run, tmp_path):
 
     assert len(refused) > 190  # zarr.json of arrays is repeated above
     assert [line for line in refused if "damaged" not in line or "\n" in line] == []
-
-
-@pytest.mark.parametrize("name", ["run.json", "results.parquet", "records.zarr/0/zarr.json"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing", "empty", "large"])
-def test_what_is_no_file_of_a_run_is_refused_at_once(run, tmp_path, name, kind):
-    """A pipe does not block, a device does not fill the memory, a sparse file is not read."""
-    folder = run.save(tmp_path / "run")
-    path = folder / name
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "large":
-        path.touch()
-        os.truncate(path, 1 << 40)
-    elif kind == "empty":
-        path.touch()
-
-    with pytest.raises(OutputError, match=r"damaged|missing"):
-        contents(folder)
 
 
 def test_records_of_another_run_are_refused(run, tmp_path):

@@ -43,7 +43,7 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
 def _sparsity(analysis: Analysis) -> Iterator[Cells]:
     for layer in analysis.layers:
         sparsity = attention_sparsity(analysis.trace, layer)
-        for variant, values in sparsity.variants(("sequence", "behind_sink", "domain")):
+        for variant, values in sparsity.variants():
             yield Cells(layer, values, "head", variant)
 
 

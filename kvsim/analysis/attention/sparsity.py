@@ -46,18 +46,17 @@ class Sparsity:
     """Share of the domain's keys with a score below shares x maximum; [share, H] each.
 
     sequence: the maximum over every key before the window. behind_sink: the first positions are
-    left out of domain and maximum. domain: the maximum over the domain. NaN without a key.
+    left out of domain and maximum. NaN without a key.
     """
 
     shares: Floats
     sequence: Floats
     behind_sink: Floats
-    domain: Floats
 
-    def variants(self, names: Sequence[str]) -> Iterator[tuple[str, Floats]]:
-        """(variant of the metric, values [H]) of each share, for these maxima."""
+    def variants(self) -> Iterator[tuple[str, Floats]]:
+        """(variant of the metric, values [H]) of each share and maximum."""
         for i, p in enumerate(self.shares):
-            for name in names:
+            for name in ("sequence", "behind_sink"):
                 yield f"p={p:g},max={name}", getattr(self, name)[i]
 
 
@@ -126,7 +125,7 @@ def compressed_sparsity(
 
 def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
     none = np.full((len(shares), heads), np.nan)
-    return Sparsity(np.asarray(shares), none, none, none)
+    return Sparsity(np.asarray(shares), none, none)
 
 
 def _sparsity(
@@ -142,17 +141,17 @@ def _sparsity(
         low = scores < least[:, None, None] * peak[:, None]
         return share((low & of).sum(-1), of.sum(-1))
 
-    sequence, domain = below(measured, counted), below(counted, counted)
-    return Sparsity(least, sequence, below(measured & behind, counted & behind), domain)
+    behind_sink = below(measured & behind, counted & behind)
+    return Sparsity(least, below(measured, counted), behind_sink)
 
 
 def sparsity_table(trace: Trace) -> pl.DataFrame:
     """Return the means over heads of `attention_sparsity` of every layer, at the paper's p.
 
-    layer, p, then by the keys that the maximum is taken over: `sequence`, `behind_sink` and
-    `domain`; null where a trace is too short.
+    layer, p, then by the keys that the maximum is taken over: `sequence` and `behind_sink`; null
+    where a trace is too short.
     """
-    maxima = ("sequence", "behind_sink", "domain")
+    maxima = ("sequence", "behind_sink")
     parts = []
     for layer in range(trace.n_layers):
         sparsity = attention_sparsity(trace, layer, shares=(0.01, 0.05))

@@ -50,7 +50,7 @@ def _layer_error(subject: Subject) -> Iterator[Cells]:
 def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
     each = zip(subject.record.layers, subject.walk(compressed_sparsity), strict=True)
     for layer, sparsity in each:
-        for variant, values in sparsity.variants(("sequence", "behind_sink")):
+        for variant, values in sparsity.variants():
             yield Cells(layer, values, "head", variant)
 
 

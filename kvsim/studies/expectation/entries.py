@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
 
 
-def _computed(name: str) -> Callable[[Sequence[Trace], Sequence[str]], Any]:
-    """Return what computes an input from the first trace: a function of the study."""
+def _expected(traces: Sequence[Trace], _: Sequence[str]) -> Any:
+    """Return expected and observed attention of the first trace."""
+    from kvsim.studies.expectation.expectation import expected_and_observed
 
-    def compute(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-        from kvsim.studies.expectation import queries
-
-        return getattr(queries, name)(traces[0])
-
-    return compute
+    return expected_and_observed(traces[0])
 
 
 def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
@@ -50,7 +46,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "expected_observed": _figure(
         "Expected against observed attention on each key, after each step of the expectation.",
         ("trace",), ("layers",), "Expected Attention, Fig. 10",
-        prepare=_computed("expected_and_observed")),
+        prepare=_expected),
     "agreement_steps": _figure(
         "Agreement of expected and observed attention after each step of the expectation.",
         ("traces",), ("layers",), metrics=("expectation_steps",), prepare=_trace_table),

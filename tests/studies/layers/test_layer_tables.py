@@ -7,40 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsim.analysis.attention.sparsity import attention_sparsity, sparsity_table
-from kvsim.analysis.attention.windows import overlap_table, window_overlap
 from kvsim.policies.asl import ASL
 from kvsim.studies.layers.ranking import rank_pattern, ranking
 from traces import random_trace
-
-
-@settings(max_examples=8)
-@given(st.integers(0, 50), st.integers(3, 14), st.integers(0, 3))
-def test_overlap_is_that_of_the_windows(seed, window, layer):
-    """Means over heads of `window_overlap`, whose own witness is a loop over keys."""
-    trace = random_trace(layers=4, prompt_len=70, seed=seed)
-    table = overlap_table(trace, layer, window=window, shares=(0.1, 0.5)).to_dict(as_series=False)
-    found = window_overlap(trace, layer, window=window, shares=(0.1, 0.5))
-    for name, values in zip(("oldest", "second", "third"), found.before, strict=True):
-        assert table[name] == pytest.approx(values.tolist())
-    for name, values in (
-        ("union", found.union),
-        ("chance", found.chance),
-        ("chance_union", found.chance_union),
-    ):
-        assert table[name] == pytest.approx(list(values))
-
-
-def test_sparsity_is_that_of_the_windows():
-    """Means over heads of `attention_sparsity` in a window of 16 rows."""
-    trace = random_trace(prompt_len=70)
-    table = sparsity_table(trace)
-
-    assert table.height == 4
-    for row in table.to_dicts():
-        found = attention_sparsity(trace, row["layer"], shares=(row["p"],), window=16)
-        assert row["sequence"] == pytest.approx(found.sequence[0].mean())
-        assert row["behind_sink"] == pytest.approx(found.behind_sink[0].mean())
 
 
 @settings(max_examples=20)
