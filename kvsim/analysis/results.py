@@ -145,7 +145,7 @@ def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
     parts = (f"{model} ({first_of(names)})" for model, names in models.items())
     return (
         f"traces of several models: {', '.join(parts)}; expected one, because no mean is over "
-        "several; take traces of one model, or split values by 'model' (kvsim table --by model)"
+        "several; take traces of one model, or split values by 'model' (kvsim compare --by model)"
     )
 
 

@@ -37,7 +37,6 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
-    tabulating,
 )
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, one_line
@@ -51,12 +50,9 @@ Command = Callable[..., None] | typer.Typer
 _COMMANDS: dict[str, Command] = {
     "capture": recording.capture,
     "info": inspecting.info,
-    "verify": inspecting.verify,
-    "traces": inspecting.traces,
     "replay": replaying.replay,
     "live": living.live,
     "compare": comparing.compare,
-    "table": tabulating.table,
     "report": reporting.report,
     "plot": plotting.plot,
     "dashboard": dashboard.dashboard,
@@ -69,6 +65,15 @@ COMMANDS: Registry[Command] = Registry(
 )
 #: Commands of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
+    "trace compact": "use kvsim.open_trace(TRACE).compacted(0).save(OUT) in Python",
+    "trace discard": "remove the hidden folder; kvsim capture --resume records what is missing",
+    "trace pack": "use `zip -0 -r ../x.zarr.zip .` in the folder of a trace",
+    "trace recover": "use kvsim capture --resume",
+    "trace unpack": "use unzip; every command reads a zip that is not compressed",
+    "recompute": "kvsim live runs the same prefill, and decodes after it",
+    "table": "use kvsim compare RUN --by stage,task, or --metric with several names",
+    "traces": "use kvsim info FOLDER",
+    "verify": "use kvsim info TRACE --deep",
     "fidelity": "compare `kvsim replay --judge` with `kvsim live`; see docs/fidelity.md",
     "learn": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",

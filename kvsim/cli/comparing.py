@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import plotting, shared, show
 from kvsim.cli.replaying import fidelity_line
 from kvsim.cli.shared import OptionError
+from kvsim.cli.tabulating import PARTS, Form, echo_means, latex, markdown, marked
 from kvsim.schema import merged, plural
 
 if TYPE_CHECKING:
     from kvsim.analysis.comparison import Comparison
-
-Form = Literal["table", "json", "csv", "markdown", "latex"]
 
 #: Columns of the ranking in LaTeX, by how they begin; the other forms have all.
 _IN_PAPERS = ("budget", "policy", "mean", "could be best", "worse by", "minus ", "p (Holm)")
@@ -26,12 +23,21 @@ _IN_PAPERS = ("budget", "policy", "mean", "could be best", "worse by", "minus ",
 def compare(
     runs: shared.Runs,
     metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The metric that ranks policies, with a better direction, as "
-            "`kvsim metrics` lists it. Default: the best evidence that the runs have: response_kl, "
-            "live or judged, weighted_error, layer_error, output_error.",
+        list[str] | None,
+        shared.several(
+            "NAME[,NAME...]",
+            "The metric that ranks policies, with a better direction, as `kvsim metrics` lists it. "
+            "Default: the best evidence that the runs have: response_kl, live or judged, "
+            "weighted_error, layer_error, output_error. Of several, and with --by, means alone.",
+        ),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        shared.several(
+            "NAME[,NAME...]",
+            f"Print means instead, split by these: {', '.join(PARTS)}. stage: early, middle and "
+            "late layers, as in Table 14 of AMS; turn: of prompts with several; variant: all of "
+            "those of a metric; others but layer and model are labels of prompts.",
         ),
     ] = None,
     against: Annotated[
@@ -63,10 +69,6 @@ def compare(
     form: Annotated[
         Form, typer.Option("--format", help="How the result is printed; csv has every number.")
     ] = "table",
-    figure: Annotated[
-        Path | None,
-        shared.path_option("FILE", "Draw the ranking too: a new .png, .svg or .pdf file."),
-    ] = None,
     as_json: shared.Json = False,
 ) -> None:
     """Say over the prompts of finished runs which policies could be the best at each budget.
@@ -76,20 +78,21 @@ def compare(
     """
     if as_json and form not in ("table", "json"):
         raise OptionError(f"--json and --format {form} were both given; expected one of them")
-    if figure is not None:
-        plotting.check_figure(figure, "--figure")
 
     from kvsim.analysis.comparison import compare as compared
     from kvsim.analysis.results import csv_text
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
-    comparison = compared(data.table, metric, against=against, target=target, margin=margin)
+    if by or len(metric or ()) > 1:
+        asked = {"against": against, "margin": margin, "target": target}
+        for name in (name for name, value in asked.items() if value is not None):
+            raise OptionError(f"--{name} is of one metric that ranks; leave it, or --by, out")
+        echo_means(data.table, data.remarks, metric, by or (), "json" if as_json else form)
+        return
+    ranking = metric[0] if metric else None
+    comparison = compared(data.table, ranking, against=against, target=target, margin=margin)
     remarks = list(dict.fromkeys([*comparison.remarks, *data.remarks]))
-    if figure is not None:
-        from kvsim import plots
-
-        plots.save(plots.ranking(data.table, metric), figure)
     if as_json or form == "json":
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
     elif form == "csv":
@@ -100,8 +103,6 @@ def compare(
             *(f"Note: {remark}." for remark in merged(remarks)),
         ]
         _print(comparison, [*_meaning(comparison), *notes], form)
-    if figure is not None:
-        show.echo_error(f"Written to {figure}.")
 
 
 def _document(
@@ -144,8 +145,8 @@ def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
             show.echo_text(latex(headers, rows))
         return
     if verdict:
-        marked = "\n\n".join(map(_marked, verdict))
-        show.echo_text((marked if form == "markdown" else "\n".join(verdict)) + "\n")
+        whole = "\n\n".join(map(marked, verdict))
+        show.echo_text((whole if form == "markdown" else "\n".join(verdict)) + "\n")
     show.echo_text(f"{lead}\n")
     for headers, rows in tables:
         if form == "markdown":
@@ -242,34 +243,3 @@ def _meaning(comparison: Comparison) -> list[str]:
             f"{FEWEST} prompts have no bound."
         )
     return out
-
-
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of GitHub's Markdown; names in cells may be untrusted input."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(map(_marked, line))} |" for line in lines)
-
-
-def _marked(cell: str) -> str:
-    return re.sub(r"([\\|`*_<\[\]])", r"\\\1", show.one_line(cell))
-
-
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-
-
-def latex(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a tabular of LaTeX with the rules of its package booktabs."""
-    head, *body = (f"{' & '.join(map(_escaped, line))} \\\\" for line in (headers, *rows))
-    lines = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
-    columns = "ll" + "r" * (len(headers) - 2)
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *lines, r"\end{tabular}"])
-
-
-def _escaped(cell: str) -> str:
-    """A cell for LaTeX; a hyphen before a number is a minus sign, and powers of ten are set."""
-    if cell == "-":
-        return "--"
-    plain = show.one_line(cell)
-    plain = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX.get(match[0], f"\\{match[0]}"), plain)
-    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain).replace("≤", r"$\le$")
-    return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

@@ -1,48 +1,135 @@
-"""`kvsim info`, `verify` and `traces`: describe, check and list traces."""
+"""`kvsim info`: describe, check and list traces, and print runs again."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run
-from kvsim.cli.shared import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
-from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import LABELS, is_url, plural, ranges, visible
-
-if TYPE_CHECKING:
-    from kvsim.store.index import Entry
+from kvsim.cli.shared import Json, ShowText, Stop, TracePaths, paths_of
+from kvsim.errors import TraceError
+from kvsim.schema import LABELS, plural, ranges, visible
 
 
-def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False) -> None:
-    """Describe traces: model, text, arrays, provenance. Of a run folder print its results again.
+def info(
+    traces: TracePaths,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Also compare every chunk with its checksums, and attention recomputed from q, k "
+            "and v with the model's; the exit status is 2 if a trace has a problem.",
+        ),
+    ] = False,
+    show_text: ShowText = False,
+    as_json: Json = False,
+) -> None:
+    """Describe traces: model, text, arrays, provenance. List the traces of a folder.
 
-    The JSON document of several traces is an object with the list 'traces'.
+    Of a run folder print its results again. The JSON document of several traces is an object with
+    the list 'traces'.
     """
     from kvsim.analysis.folder import is_run
-    from kvsim.store import describe
 
-    paths = paths_of(traces)
-    runs = {path: describe_run(path) for path in paths if is_run(path)}
-    described = [runs[path][0] if path in runs else describe(path) for path in paths]
+    runs = {path: describe_run(path) for path in traces if is_run(path)}
+    parts = {
+        given: [runs[given][0]]
+        if given in runs
+        else [_facts(path, deep=deep) for path in _paths(given)]
+        for given in traces
+    }
+    documents = [facts for part in parts.values() for facts in part]
+    bad = [facts for facts in documents if facts.get("problems")]
+    if bad == documents[:1] and len(documents) == 1 and "check" not in bad[0]:
+        raise Stop(f"error: {show.one_line(bad[0]['problems'][0])}", 2)
     if as_json:
-        show.echo_json(show.document(described))
-        return
-    for place, (path, facts) in enumerate(zip(paths, described, strict=True)):
-        if place:
-            typer.echo()
-        if path in runs:
-            echo_run(*runs[path], whole=show_text)
-        else:
+        show.echo_json(show.document(documents))
+    else:
+        for place, (given, part) in enumerate(parts.items()):
+            show.echo_text() if place else None
+            if given in runs:
+                echo_run(*runs[given], whole=show_text)
+            elif _is_folder(given):
+                _echo_list(given, part)
+            else:
+                _echo_each(part)
+    if bad:
+        problem = show.one_line(bad[0]["problems"][0])
+        of = f"{len(bad)} of {plural(len(documents), 'trace')}: " if len(documents) > 1 else ""
+        raise Stop(f"error: {of}{problem}", 2)
+
+
+def _is_folder(given: str) -> bool:
+    """Whether a path is a folder with traces, and none itself."""
+    from kvsim.store.index import find_traces
+
+    path = Path(given)
+    return path.is_dir() and not (path / "zarr.json").exists() and bool(find_traces(path))
+
+
+def _paths(given: str) -> list[Path | str]:
+    from kvsim.store.index import find_traces
+
+    return [*find_traces(Path(given)).values()] if _is_folder(given) else paths_of([given])
+
+
+def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:
+    """Return what a trace says of itself, and with `deep` its check; or problems."""
+    from kvsim.store import describe, verify
+
+    try:
+        facts = describe(path)
+        if not deep:
+            return facts
+        with show.bar("layers") as report:
+            check = verify(path, deep=True, progress=lambda n, of: report(n, of, str(path)))
+    except TraceError as error:
+        return {"path": str(path), "problems": [str(error)]}
+    return facts | {"check": check.to_dict(), "problems": [*check.problems]}
+
+
+def _echo_each(documents: Sequence[Mapping[str, Any]]) -> None:
+    for place, facts in enumerate(documents):
+        show.echo_text() if place else None
+        if "name" in facts:
             _echo_facts(facts)
+        for problem in facts.get("problems", ()):
+            show.echo_text(f"{show.one_line(facts['path'])}: {show.one_line(problem)}")
+
+
+def _echo_list(folder: str, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line for each trace of a folder."""
+    opened = [facts for facts in documents if "name" in facts]
+    used = [label for label in LABELS if any(label in facts["labels"] for facts in opened)]
+    rows = [
+        {
+            "trace": str(Path(facts["path"]).relative_to(folder)),
+            "model": str(facts["model"].get("name", "-")),
+            **{label: str(facts["labels"].get(label, "-")) for label in used},
+            "answer": _right((facts["answer_check"] or {}).get("right")),
+            "layers": layers_text(facts),
+            "tokens": str(facts["tokens"]),
+            "prompt": str(facts["prompt_len"]),
+            "MB": f"{facts['bytes'] / 1e6:.1f}",
+        }
+        for facts in opened
+    ]
+    if rows:
+        show.echo_rows(rows, right=list(rows[0]).index("tokens"))
+        show.echo_text()
+    for facts in documents:
+        for problem in facts.get("problems", ()):
+            show.echo_text(f"{show.one_line(facts['path'])}: {show.one_line(problem)}")
+    checked = ", complete and undamaged" * all("check" in facts for facts in documents)
+    bad = sum(bool(facts.get("problems")) for facts in documents)
+    state = f", {bad} damaged" if bad else checked
+    show.echo_text(f"{plural(len(documents), 'trace')} in {folder}{state}")
 
 
 def _values(facts: Mapping[str, Any]) -> str:
@@ -84,6 +171,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         ),
         "answer": answers_text(facts).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
+        **_check(facts.get("check")),
         "projections": _projections(facts["projections"]),
         "probe": f"{plural(probe['rows'], 'row')} that repeat the context, in "
         f"{plural(len(probe['chunks']), 'chunk')}"
@@ -219,171 +307,24 @@ def size_text(n_bytes: int | None) -> str:
     return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
 
 
-def verify(
-    traces: TracePaths,
-    deep: Annotated[
-        bool,
-        typer.Option(
-            "--deep",
-            help="Recompute attention from q, k and v too, and compare it with the model's.",
-        ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Check that traces are complete and undamaged.
-
-    Reads every chunk and compares it with its checksums. The exit status is 2 if a trace has a
-    problem. The JSON document of several traces is an object with the list 'traces'.
-    """
-    paths = paths_of(traces)
-    single, verdict, reports = len(paths) == 1, "", []
-    for path in paths:
-        verdict, report = _checked(path, deep=deep)
-        if verdict == "no trace" and single:
-            raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)
-        reports.append(report)
-        if not as_json:
-            _echo_verdict(verdict, report, deep=deep, single=single)
-    if as_json:
-        show.echo_json(show.document(reports))
-    bad = [report for report in reports if not report["ok"]]
-    if not bad:
-        return
-    problems = [show.one_line(problem) for problem in bad[0]["problems"]]
-    if not single:
-        expected = "are not complete and undamaged, expected all to be; see the report"
-        error = f"{len(bad)} of {len(reports)} traces {expected}"
-    elif verdict == "damaged":
-        count = f"{plural(len(problems), 'problem')}, expected none"
-        error = f"{show.one_line(bad[0]['path'])} is damaged ({count}); record it again"
-    else:
-        error = problems[0]
-    raise Stop(f"error: {error}", 2)
+def _right(right: object) -> str:
+    return "right" if right is True else "wrong" if right is False else "-"
 
 
-def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
-    from kvsim.store import verify as check
-
-    try:
-        with show.bar("layers") as report:
-            result = check(path, deep=deep, progress=lambda n, of: report(n, of, str(path)))
-    except TraceError as error:
-        # behind a server that refuses it, a trace may be undamaged
-        verdict = "cannot be opened" if is_url(path) else "damaged"
-        if isinstance(error, TraceNotFoundError):
-            verdict = "no trace"
-        return verdict, {"path": str(path), "ok": False, "problems": [str(error)]}
-    return "complete and undamaged" if result.ok else "damaged", result.to_dict()
-
-
-def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single: bool) -> None:
-    """Print a line on a trace and its problems; details if it is the only trace."""
-    more = ", and its attention follows from q, k, v" if deep and report["ok"] else ""
-    show.echo_text(f"{show.one_line(report['path'])}: {verdict}{more}")
-    for problem in report["problems"]:
-        show.echo_text(f"  {show.one_line(problem)}")
-    if not report["ok"]:
-        return
-    if not single:
-        return
-    fields = {
-        "  layers": str(len(report["layers"])),
-        "  files read": str(report["files"]),
-        "  digest": report["digest"],
+def _check(check: Mapping[str, Any] | None) -> dict[str, str]:
+    """Lines on the check of a trace."""
+    if check is None or check["problems"]:
+        return {}
+    output, lse = check["output_tolerance"], check["lse_tolerance"]
+    return {
+        "checked": f"complete and undamaged, {plural(check['files'], 'file')} read",
+        "attention output": _error(check["output_error"], output, "relative"),
+        "log-sum-exp": _error(check["lse_error"], lse, "absolute"),
+        "dense attention": _error(check["attention_error"], lse, "absolute"),
     }
-    if deep:
-        output, lse = report["output_tolerance"], report["lse_tolerance"]
-        fields |= {
-            "  attention output": _error(report["output_error"], output, "relative"),
-            "  log-sum-exp": _error(report["lse_error"], lse, "absolute"),
-            "  dense attention": _error(report["attention_error"], lse, "absolute"),
-        }
-    show.echo_fields(fields)
 
 
 def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
     if not errors:
         return "not recorded"
     return f"{kind} error at most {max(errors):.1e} (allowed {allowed:.0e})"
-
-
-def traces(
-    folder: Annotated[Path, path_argument("DIR", "A folder with traces.")], as_json: Json = False
-) -> None:
-    """List the traces of a folder.
-
-    Folders and packed files, four folders deep. Each is opened, which finds missing files; `kvsim
-    verify` reads their content.
-    """
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise OptionError(f"{folder} {problem}; expected a folder of traces")
-    if (folder / "zarr.json").is_file():
-        raise OptionError(f"{folder} is a trace; use `kvsim info`, or give its parent folder")
-
-    from kvsim.store.index import index, shared_projections
-
-    entries = index(folder)
-    named = Counter(
-        (Path(entry.path).parent / entry.projections).as_posix()
-        for entry in entries
-        if entry.projections is not None
-    )
-    shared: list[dict[str, Any]] = [
-        {"path": path, "bytes": size, "traces": named[path]}
-        for path, size in shared_projections(folder).items()
-    ]
-    if as_json:
-        listed = [asdict(entry) for entry in entries]
-        show.echo_json({"folder": str(folder), "traces": listed, "projections": shared})
-        return
-    whole = [entry for entry in entries if entry.state == "whole"]
-    if whole:
-        _echo_traces(whole)
-        typer.echo()
-    for each in shared:
-        of = plural(each["traces"], "trace") if each["traces"] else "no trace"
-        show.echo_text(f"{each['path']}: output projections of {of}, {size_text(each['bytes'])}")
-    for entry in entries:
-        if entry.state == "broken":
-            show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
-    show.echo_text(_totals(entries, str(folder)))
-
-
-def _echo_traces(entries: Sequence[Entry]) -> None:
-    used = [label for label in LABELS if any(label in entry.labels for entry in entries)]
-    rows = [
-        {
-            "trace": entry.path,
-            "model": entry.model or "-",
-            **{label: str(entry.labels.get(label, "-")) for label in used},
-            "answer": entry.answer or "-",
-            "kvsim": entry.versions.get("kvsim", "-"),
-            "tokens": str(entry.tokens),
-            "prompt": str(entry.prompt_len),
-            "layers": _layers(entry),
-            "MB": f"{entry.bytes / 1e6:.1f}",
-        }
-        for entry in entries
-    ]
-    show.echo_rows(rows, right=list(rows[0]).index("tokens"))
-
-
-def _layers(entry: Entry) -> str:
-    if entry.layers is None:
-        return "-"
-    partial = entry.model_layers is not None and entry.model_layers != entry.layers
-    return f"{entry.layers} of {entry.model_layers}" if partial else str(entry.layers)
-
-
-def _totals(entries: Sequence[Entry], folder: str) -> str:
-    whole = [entry for entry in entries if entry.state == "whole"]
-    parts = [f"{plural(len(whole), 'trace') if whole else 'no trace'} in {folder}"]
-    if whole:
-        parts.append(f"{sum(entry.tokens or 0 for entry in whole)} tokens")
-        parts.append(f"{sum(entry.bytes for entry in whole) / 1e6:.1f} MB")
-    checked = [entry.answer for entry in whole if entry.answer is not None]
-    if checked:
-        parts.append(f"{checked.count('right')} of {len(checked)} answers right")
-    broken = len(entries) - len(whole)
-    return ", ".join([*parts, *([f"{broken} cannot be opened"] if broken else [])])

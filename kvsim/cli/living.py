@@ -35,9 +35,7 @@ def live(
     *,
     traces: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[TRACE]...", help="Recorded prompts and responses.", callback=shared.sources
-        ),
+        typer.Argument(metavar="[TRACE]...", help="Recorded prompts and responses."),
     ] = None,
     loading: Loading,
     new: NewPrompts,

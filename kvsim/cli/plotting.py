@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +77,6 @@ def plot(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
             "results, such as pareto, also folders that `kvsim replay` or `live` wrote.",
-            callback=shared.sources,
         ),
     ],
     out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
@@ -91,13 +89,6 @@ def plot(
             "of metrics with variants the main one.",
         ),
     ] = None,
-    ratio: Annotated[
-        list[str] | None,
-        shared.several(
-            "P%[,...]",
-            "Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
-        ),
-    ] = None,
     layer: Annotated[
         int | None,
         typer.Option(min=0, help="The layer shown, from 0; default: the figure's own, or all."),
@@ -105,13 +96,6 @@ def plot(
     head: Annotated[
         int | None,
         typer.Option(min=0, help="The KV head shown, from 0; default: the figure's own, or all."),
-    ] = None,
-    zoom: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A-B",
-            help="Positions that bursts shows closely; default: within the longest burst.",
-        ),
     ] = None,
     by: Annotated[
         str | None,
@@ -127,11 +111,11 @@ def plot(
     docs/figures.md shows the figures and says what each needs.
     """
     figure = _figure(name)
-    check_figure(out, "--out")
+    _check_out(out)
     flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
-    flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
+    flags["metric"] = metric
     _check_flags(name, figure, flags)
-    keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
+    keywords = flags | {"metrics": metric}
     from kvsim.analysis.folder import is_run
 
     runs = [source for source in sources if is_run(source)]
@@ -151,7 +135,6 @@ def plot(
     if runs:
         data = replace(read(runs, replayed.policy, replayed.budget), traces=traces)
     else:
-        ratios = None if ratio is None else [_share(text) for text in ratio]
         policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
         if figure.single == "record" and len(policies) > 1:
             raise OptionError(
@@ -170,7 +153,7 @@ def plot(
         if figure.replay is None:
             data = Data(traces)
         elif figure.replay == "once":
-            data = _evicted_once(traces, policies, ratios)
+            data = _evicted_once(traces, policies)
         elif figure.replay == "plans":
             data = _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
         else:
@@ -191,13 +174,10 @@ def plot(
         echo_error(f"Note: {remark}.")
 
 
-def check_figure(out: Path, option: str) -> None:
-    """Raise unless a figure can be written to a new file `out`, the value of an option."""
+def _check_out(out: Path) -> None:
     if out.suffix.lower() not in _FORMATS:
-        raise OptionError(
-            f"{option} is {str(out)!r}; expected a file that ends in .png, .svg or .pdf"
-        )
-    check_output(out, advice=f"give another {option}")
+        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
+    check_output(out, advice="give another --out")
 
 
 def _figure(name: str) -> Figure:
@@ -227,53 +207,25 @@ def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
             )
 
 
-def _positions(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise OptionError(f"--zoom is {text!r}; expected two positions such as 120-180")
-    return int(match[1]), int(match[2])
-
-
-def _share(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
-    if match is None or not 0 < float(match[1]) < 100:
-        raise OptionError(f"--ratio is {text!r}; expected a share of the entries such as 25%")
-    return float(match[1]) / 100
-
-
 def _check_given(
     name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
 ) -> None:
     if runs and not figure.runs:
-        drawn = ", ".join(name for name in plotted() if FIGURES[name].runs)
-        raise OptionError(
-            f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
-            f"replayed. Drawn from runs: {drawn}"
-        )
+        raise OptionError(f"{name} is drawn from traces, but {runs[0]} is a run; give the traces")
     if runs and len(runs) < len(sources) and not figure.single:
         trace = next(source for source in sources if source not in runs)
         raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
-    required, unused, lead = {"policy": "--policy NAME", "budget": "--budget N"}, set[str](), ""
-    if runs:
-        required, unused = {}, {"interval", "prefill", "set", "own-schedule"}
-        lead = f"{runs[0]} is replayed already"
-    elif figure.replay is None:
-        required, unused, lead = {}, {*given}, f"{name} shows no policies"
-    elif figure.replay == "once":
-        del required["budget"]
-        unused = {"budget", "interval", "prefill", "own-schedule"}
-        lead = f"{name} shows one eviction of each --ratio of the entries"
-    missing = [text for option, text in required.items() if not given[option]]
-    if missing:
-        expected = " and ".join(missing)
-        folder = f", or the folder of a run ({sources[0]} has no run.json)"
-        raise OptionError(
-            f"{name} of traces shows policies (`kvsim policies`); give {expected}"
-            f"{folder * figure.runs}"
-        )
-    surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
+    of_traces = {None: set[str](), "once": {"policy", "set"}}
+    used = {"policy", "budget"} if runs else of_traces.get(figure.replay, {*given})
+    surplus = [f"--{key}" for key in given if key not in used and given[key] not in (None, [])]
     if surplus:
-        raise OptionError(f"{lead}; leave {', '.join(surplus)} out")
+        what = f"{runs[0]} is replayed already" if runs else f"{name} does not replay with it"
+        raise OptionError(f"{what}; leave {', '.join(surplus)} out")
+    required = [key for key in ("policy", "budget") if key in used and not runs and not given[key]]
+    if required:
+        folder = f", or the folder of a run ({sources[0]} has no run.json)" * figure.runs
+        expected = " and ".join(f"--{key} {key.upper()}" for key in required)
+        raise OptionError(f"{name} of traces shows policies; give {expected}{folder}")
     policies, budgets = len(given["policy"] or ()), len(given["budget"] or ())
     if figure.single == "record" and (policies, budgets) != (1, 1):
         raise OptionError(
@@ -383,17 +335,14 @@ def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any
     return Data([trace], [record], None, [record.remark], {record.trace: record.layers})
 
 
-def _evicted_once(
-    traces: Sequence[Trace], policies: Sequence[Policy], ratios: Sequence[float] | None
-) -> Data:
+def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
 
-    shares = sorted(set(ratios or RATIOS))
     with bar("cells") as report:
         table = pl.concat(
-            reconstruction_table(trace, policies, shares, progress=report) for trace in traces
+            reconstruction_table(trace, policies, RATIOS, progress=report) for trace in traces
         )
     budgets = table["budget"].unique().sort(descending=True)
     remarks = [policy.remark(budget) for policy in policies for budget in budgets]

@@ -70,9 +70,8 @@ def replay(
         list[str],
         typer.Argument(
             metavar="GRID.yaml | TRACE...",
-            help="Recorded traces, as `kvsim traces` lists them, or a grid in a file, which has "
+            help="Recorded traces, as `kvsim info` lists them, or a grid in a file, which has "
             "all but --jobs and where results go.",
-            callback=shared.sources,
         ),
     ],
     *,

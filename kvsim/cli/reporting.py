@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.shared import Overwrite, path_option, paths_of, several, sources
+from kvsim.cli.shared import Overwrite, path_option, paths_of, several
 from kvsim.cli.show import bar
 
 
@@ -19,7 +19,6 @@ def report(
             metavar="RUN|TRACE",
             help="Folders that `kvsim replay` or `live` wrote, and recorded traces to "
             "analyse, or the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
-            callback=sources,
         ),
     ],
     out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -55,28 +54,6 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
             "without spaces or a comma at the end"
         )
     return list(dict.fromkeys(parts))
-
-
-def sources(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
-    """Return paths as they are; raise OptionError for one that was meant as a value of an option.
-
-    A shell splits `--policy snapkv, h2o` and `--budget 25 %` at the space.
-    """
-    for value in values or ():
-        if is_url(value) or os.path.exists(value):  # noqa: PTH110  it refuses no text
-            continue
-        from kvsim.analysis.registry import METRICS
-        from kvsim.policies import names
-
-        parts = {*value.lower().strip(",").split("+")}
-        number = re.fullmatch(r"%|[\d.]+ ?(%|[kMG]i?B)?(so-far)?,?", value)
-        if number or parts <= {*METRICS, *names()}:
-            place = " or ".join(x.strip("[]. ") for x in str(param.metavar).lower().split("|"))
-            raise OptionError(
-                f"{value} does not exist, expected a {place}; as values of an option, write it "
-                "behind a comma without a space: --policy snapkv,h2o --budget 64,25%"
-            )
-    return values
 
 
 def several(metavar: str, text: str) -> Any:
@@ -202,7 +179,7 @@ Resume = Annotated[bool, option("resume")]
 ModelDevice = Annotated[str, option("device", help=f"Where the model runs: {DEVICES}")]
 TracePaths = Annotated[
     list[str],
-    typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text, callback=sources),
+    typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Plan = Annotated[
@@ -246,7 +223,6 @@ Runs = Annotated[
     typer.Argument(
         metavar="RUN",
         help="Folders that `kvsim replay` or `live` wrote to --out, or Tables in .parquet files.",
-        callback=sources,
     ),
 ]
 PoliciesOfRuns = Annotated[
@@ -316,13 +292,11 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     """Return for each policy its settings, a list of values for each key.
 
     `snapkv.window=8,16` is of every policy with a part of this name, `adakv+snapkv.window=8` of
-    this one, `window=8` of each that has the key; the narrower one wins. Which policies a setting
-    changes if there are several, and which part of a policy it does not reach, is said on standard
-    error. Raises PolicyError if no policy has the key.
+    this one, `window=8` of each that has the key; the narrower one wins. Raises PolicyError if no
+    policy has the key.
     """
-    from kvsim.cli.show import echo_error
     from kvsim.policies import has_parameter, parameters, policy
-    from kvsim.policies.naming import canonical, hidden_key
+    from kvsim.policies.naming import canonical
 
     names = [canonical(name) for name in names]
     custom = {name for name in names if ":" in name}
@@ -347,19 +321,8 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
                 f"--set {typed}: none of {', '.join(owners)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
-        if len(takers) > 1:
-            example = next((name for name in takers if "+" in name), next(iter(takers)))
-            alone = f"{example}.{takers[example].replace('scorer__', 'scorer.')}={right}"
-            echo_error(
-                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change "
-                f"{example} alone."
-            )
         for name, taken in takers.items():
             out[name][taken] = [value for _, value in pairs]
-            hidden = None if name in custom or title else hidden_key(name, key)
-            if hidden is not None:
-                note = f"Note: --set {text} is not that of {hidden[0]} in {name}"
-                echo_error(f"{note}; --set {hidden[1]} is.")
     return out
 
 

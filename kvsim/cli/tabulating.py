@@ -1,64 +1,36 @@
-"""`kvsim table`: means of finished runs as a table for a paper or a program."""
+"""Means of finished runs as tables, and tables for papers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
-from kvsim.cli import plotting, shared, show
-from kvsim.cli.comparing import latex, markdown
+from kvsim.cli import show
 from kvsim.cli.shared import OptionError
 from kvsim.schema import LABELS, merged
 
 if TYPE_CHECKING:
     import polars as pl
 
-Form = Literal["table", "csv", "latex", "markdown", "json"]
+Form = Literal["table", "json", "csv", "markdown", "latex"]
 
 #: Columns that values may be split by.
-_PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
+PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
 
 
-def table(
-    runs: shared.Runs,
-    metric: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            "What to show, a column each, of metrics with variants the main one; default: the "
-            "main metrics of the runs, in latex and markdown the first two that rank policies.",
-        ),
-    ] = None,
-    by: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
-            "layers, as in Table 14 of AMS; turn: of prompts with several; model: where there are "
-            "several; variant: all of those of a metric, such as rows=question; the others but "
-            "layer are labels of prompts.",
-        ),
-    ] = None,
-    policy: shared.PoliciesOfRuns = None,
-    budget: shared.BudgetsOfRuns = None,
-    form: Annotated[
-        Form, typer.Option("--format", help="csv and json have a row per metric, and every number.")
-    ] = "table",
+def echo_means(
+    table: pl.DataFrame,
+    remarks: Sequence[str],
+    metrics: Sequence[str] | None,
+    by: Sequence[str],
+    form: Form,
 ) -> None:
-    """Print means of finished runs over prompts, with their 95 % intervals.
-
-    Layers, heads and events are averaged within a prompt first. Nothing is replayed.
-    """
-    by = by or []
+    """Print means over prompts, a row per policy, budget and part, a column per metric."""
     for name in by:
-        if name not in _PARTS:
-            raise OptionError(f"--by is {name!r}; expected {', '.join(_PARTS)}")
-
-    data = plotting.read(runs, policy, budget)
-    assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
-    paper = form in ("latex", "markdown")
-    means = _means(data.table, metric, by, most=2 if paper else None)
+        if name not in PARTS:
+            raise OptionError(f"--by is {name!r}; expected {', '.join(PARTS)}")
+    means = _means(table, metrics, by)
     if form == "csv":
         from kvsim.analysis.results import csv_text
 
@@ -71,17 +43,14 @@ def table(
             show.echo_table(headers, rows, right=2 + len(by))
         else:
             show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
-        notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(data.remarks))]
+        notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(remarks))]
         show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
 
 
-def _means(
-    table: pl.DataFrame, metrics: list[str] | None, by: list[str], *, most: int | None
-) -> pl.DataFrame:
-    """Return means over prompts: parts, policy, budget, metric, numbers; most: default metrics."""
+def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]) -> pl.DataFrame:
+    """Return means over prompts: parts, policy, budget, metric, numbers."""
     import polars as pl
 
-    from kvsim.analysis.evidence import ranking
     from kvsim.analysis.overview import LIVE_SUMMARY, SUMMARY
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
@@ -89,9 +58,8 @@ def _means(
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
     if metrics is None:
-        main = dict.fromkeys((*(ranking(table) if most else ()), *SUMMARY, *LIVE_SUMMARY))
+        main = dict.fromkeys((*SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
-        metrics = metrics[:most]
     if not metrics:
         raise OptionError(
             "the runs have no value of a policy by a metric that this version knows; they have "
@@ -124,7 +92,7 @@ def _means(
     return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 
 
-def _meaning(means: pl.DataFrame, by: list[str]) -> str:
+def _meaning(means: pl.DataFrame, by: Sequence[str]) -> str:
     most = means.group_by("metric", maintain_order=True).max().select("metric", "n")
     counts = dict(most.iter_rows())
     parts = bool(by) and max(counts.values()) > 1
@@ -137,7 +105,7 @@ def _meaning(means: pl.DataFrame, by: list[str]) -> str:
     )
 
 
-def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]]]:
+def _wide(means: pl.DataFrame, by: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return headers and rows, a column per metric, and next to it chance where there is one."""
     metrics = means["metric"].unique(maintain_order=True).to_list()
     with_chance = set(means.drop_nulls("chance")["metric"])
@@ -155,3 +123,35 @@ def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]
         for key, cells in rows.items()
     ]
     return [*by, "policy", "budget", *columns], lines
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of GitHub's Markdown; names in cells may be untrusted input."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(marked, line))} |" for line in lines)
+
+
+def marked(cell: str) -> str:
+    """Return text that Markdown shows as it is."""
+    return re.sub(r"([\\|`*_<\[\]])", r"\\\1", show.one_line(cell))
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def latex(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a tabular of LaTeX with the rules of its package booktabs."""
+    head, *body = (f"{' & '.join(map(_escaped, line))} \\\\" for line in (headers, *rows))
+    lines = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    columns = "ll" + "r" * (len(headers) - 2)
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *lines, r"\end{tabular}"])
+
+
+def _escaped(cell: str) -> str:
+    """A cell for LaTeX; a hyphen before a number is a minus sign, and powers of ten are set."""
+    if cell == "-":
+        return "--"
+    plain = show.one_line(cell)
+    plain = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX.get(match[0], f"\\{match[0]}"), plain)
+    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain).replace("≤", r"$\le$")
+    return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

@@ -72,8 +72,7 @@ class Figure:
     @property
     def flags(self) -> tuple[str, ...]:
         """Options of the command line that it has, without dashes."""
-        more = ("ratio",) if self.replay == "once" else ()
-        return (*(FLAGS.get(name, name) for name in self.options), *more)
+        return tuple(FLAGS.get(name, name) for name in self.options)
 
     @property
     def needs(self) -> str:
@@ -111,7 +110,7 @@ _FIGURES: Final[Mapping[str, Figure]] = {
         ("trace", "records"), _PLACE),
     "bursts": _events(
         "Positions that each policy keeps after an event, and the long runs that it evicted.",
-        ("trace", "records"), (*_PLACE, "zoom"), "AMS, Fig. 2"),
+        ("trace", "records"), _PLACE, "AMS, Fig. 2"),
     "middle_coverage": _summary(
         "Share kept of each twentieth of the sequence, mean over events.",
         ("traces", "records"), _PLACE, "AMS, Fig. 4"),

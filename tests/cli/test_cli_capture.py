@@ -1,4 +1,4 @@
-"""`kvsim capture`, `info` and `verify`, and traces that are damaged."""
+"""`kvsim capture` and `info`, and traces that are damaged."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import zarr
 from command_line import one_line
 
 import kvsim
-from damage import edit_header, flip, reseal
+from damage import edit_header, flip
 from kvsim import tiny
 from kvsim.studies.language.tasks import prompts
 
@@ -43,37 +43,6 @@ def test_capture_says_that_a_response_was_cut(run, printed, tmp_path, prompt, li
     assert ("response 4, cut by --max-new-tokens)" in run("info", out)[1]) == cut
 
 
-def test_capture_prints_the_notes_of_its_traces_once(printed, tmp_path):
-    """That of a shared context for all its prompts, by name; no line end is missed at the end."""
-    rows = [{"id": x, "context": "facts : kuga red ; ", "question": "get kuga"} for x in "abc"]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    text = printed("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens", 1,
-                   "--out", tmp_path / "many")  # fmt: skip
-
-    notes = [line for line in text.splitlines() if "note: " in line.lower()]
-    assert len(notes) == 1
-    assert notes[0].startswith("Note: a, b, c: the context of 6 tokens, which 3 prompts share, was")
-
-
-def test_capture_counts_the_responses_that_were_cut(printed, tmp_path):
-    """Of several prompts, in one line."""
-    samples = [*prompts(2, task="walk", facts=4, lines=1, kinds=2, report=1),
-               *prompts(1, task="walk", facts=4, lines=9, kinds=2, report=1)]  # fmt: skip
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(s.row(str(i))) + "\n" for i, s in enumerate(samples)))
-    limit = len(samples[0].response.split()) + 1
-
-    text = printed("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens",
-                          limit, "--out", tmp_path / "many")  # fmt: skip
-
-    assert text.splitlines()[3] == (
-        f"1 of 3 responses reached {limit} tokens without an end; a larger --max-new-tokens "
-        "records more."
-    )
-
-
 def test_capture_with_output_projections(run, printed, tmp_path, prompt, trace):
     """They lie next to the trace, `info` shows their size; with `--no-o-proj` there are none."""
     out = tmp_path / "t.zarr"
@@ -86,7 +55,7 @@ def test_capture_with_output_projections(run, printed, tmp_path, prompt, trace):
     _, text, _ = run("info", out)
     (line,) = (line for line in text.splitlines() if line.startswith("projections "))
     assert " x ".join(map(str, own.o_proj.shape)) in line
-    assert run("verify", out, "--deep")[0] == 0
+    assert run("info", out, "--deep")[0] == 0
     (folder,) = tmp_path.glob("projections-*")
     assert f"{folder.name} next to the trace" in line
     shutil.rmtree(folder)
@@ -129,17 +98,16 @@ def test_a_folder_of_traces_may_have_the_name_of_a_trace(run, printed, tmp_path)
 
     for command in (
         ["info", many],
-        ["verify", many],
         ["replay", many, *policy],
         ["live", many, "--model", "tiny", *policy],
-        ["traces", many.parent],
+        ["info", many.parent],
     ):
         out = printed(*command)
         assert all(f"p{i}" in out for i in range(2))
     status, _, err = run("plot", "retention_map", many, *policy, "--out", tmp_path / "a.png")
     assert (status, one_line(err)) == (2, "error: retention_map shows one trace, but 2 were given")
     shutil.rmtree(many / "p0.zarr" / "q")
-    assert "p0.zarr: damaged" in run("verify", many)[1]
+    assert "p0.zarr: " in run("info", many)[1]
 
 
 def test_capture_refuses_what_exists(run, printed, tmp_path, trace, prompt):
@@ -158,30 +126,6 @@ def test_capture_refuses_what_exists(run, printed, tmp_path, trace, prompt):
     assert kvsim.open_trace(target).digest != before
 
 
-def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
-    """Labels stand in one line, escaped like all text; without any there is none."""
-    path = tmp_path / "t.zarr"
-    shutil.copytree(trace, path)
-    labels = {"task": "walk\x1b", "level": 2}
-    edit_header(path, lambda attributes: attributes["meta"].update(labels=labels))
-    reseal(path)
-
-    _, text, _ = run("info", path)
-    _, bare, _ = run("info", trace)
-
-    (line,) = (line for line in text.splitlines() if line.startswith("labels "))
-    assert line.split(maxsplit=1)[1] == r'task "walk\u001b", level 2'
-    assert "\nlabels " not in bare
-
-
-def test_verify_says_complete(printed, trace):
-    """A good trace is complete, in text and in JSON."""
-    text = printed("verify", trace, "--deep")
-    assert "complete and undamaged" in text
-
-    assert json.loads(printed("verify", trace, "--deep", "--json"))["ok"] is True
-
-
 def chunk(trace, name):
     """A chunk of an array of a stored trace."""
     return min(p for p in (trace / name / "c").rglob("*") if p.is_file())
@@ -197,21 +141,16 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_traces_are_refused(run, tmp_path, trace, kind):
-    """Verify reports what is wrong, replay refuses; both with status 2 and without a traceback."""
+    """A check says what is wrong, replay refuses; both with status 2 and without a traceback."""
     path = tmp_path / "t.zarr"
     shutil.copytree(trace, path)
     damage, expected = DAMAGE[kind]
     damage(path)
 
-    status, out, err = run("verify", path)
+    status, out, err = run("info", path, "--deep")
     assert status == 2
-    assert "damaged" in out
-    assert expected in out
-    assert one_line(err).startswith("error: ")
-
-    status, out, _ = run("verify", path, "--json")
-    assert status == 2
-    assert json.loads(out)["ok"] is False
+    assert expected in one_line(err)
+    assert ("undamaged" in out) is False
 
     arguments = ["--policy", "tova,h2o", "--budget", "16", "--out", tmp_path / "run"]
     status, out, err = run("replay", path, *arguments)
@@ -221,9 +160,8 @@ def test_damaged_traces_are_refused(run, tmp_path, trace, kind):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.zarr"]
 
 
-@pytest.mark.parametrize("command", ["info", "verify"])
 @pytest.mark.parametrize("kind", ["empty", "foreign", "file", "zip"])
-def test_what_is_no_trace(run, tmp_path, command, kind):
+def test_what_is_no_trace(run, tmp_path, kind):
     """A folder or a file that never was a trace is called none, in one line, and not damaged."""
     given = tmp_path / "t.zarr"
     if kind == "file":
@@ -234,7 +172,7 @@ def test_what_is_no_trace(run, tmp_path, command, kind):
     else:
         zarr.create_group(given) if kind == "foreign" else given.mkdir()
 
-    status, out, err = run(command, given)
+    status, out, err = run("info", given)
 
     assert (status, out) == (2, "")
     assert re.match(r"error: \S+t\.zarr is not a kvsim trace", one_line(err))

@@ -13,20 +13,13 @@ def test_version(run):
     assert run("--version") == (0, f"kvsim {kvsim.__version__}\n", "")
 
 
-def test_no_command_shows_help(printed):
-    """Without arguments there is help, and that is no error."""
-    out = printed()
-
-    assert "Commands:" in out
-
-
 def test_help_lists_each_command_once(run):
     """The commands of `--help` are those of `COMMANDS`, each once."""
     _, out, _ = run("--help")
     lines = out.partition("Commands:\n")[2].splitlines()
     listed = [line.split()[0] for line in lines if line[2] != " "]
 
-    assert listed == list(COMMANDS)
+    assert listed == [*COMMANDS]
     assert not any("..." in line for line in lines)  # each description is whole
 
 
@@ -73,16 +66,6 @@ def test_a_command_is_built_alone(run, monkeypatch):
     assert run()[1].split() == ["replay", "report"]
 
 
-def test_a_metric_in_full_says_what_stands_for_it(run):
-    """Names given to `metrics`, with what the list has no room for."""
-    _, out, _ = run("metrics", "wipeout", "expectation")
-    (wipeout,) = json.loads(run("metrics", "wipeout", "--json")[1])
-
-    assert "main variant: length=32,threshold=0\n" in out
-    assert "measured:     on request, with --metric expectation\n" in out
-    assert wipeout["name"] == "wipeout"
-
-
 def test_names_of_policies_are_taken_in_any_case(run, trace):
     """With presets and settings; results have the name of the catalogue."""
     asked = ["--policy", "TOVA,AMS@Release+Knorm", "--set", "AMS.window=4", "--budget", "8"]
@@ -107,30 +90,6 @@ def test_a_policy_in_full_shows_parameters_and_rule(run):
     (asl,) = json.loads(document)
     assert (asl["name"], asl["params"]["tau"]) == ("asl", 0.3)
     assert asl["accepts"]["tau"] == "a number of at least 0"
-
-
-def test_readers_and_codecs_are_listed_and_shown_in_full(run):
-    """They have a table of their own; in full, with the rule of their own class."""
-    _, listed, _ = run("policies")
-    _, out, _ = run("policies", "rocketkv", "quest@release")
-    first, second = out.split("[EVICTION+]quest@release: ")
-
-    evictions, behind = listed.split("alone or behind a policy: snapkv+quest+kivi")
-    assert "\nquest " not in evictions
-    assert "\nquest@release " in behind
-    assert "\nkivi " in behind
-    assert first.startswith("[EVICTION+]rocketkv: reads pages by a few channels")
-    assert "EVICTION:     snapkv, if none is named" in first
-    assert "hybrid sparse attention" in first
-    assert "evicts after" not in out
-    assert "upper bound of q . k" in second
-
-
-def test_presets_stand_beside_the_policy(run):
-    """What else there is of a name."""
-    _, out, _ = run("policies", "snapkv")
-
-    assert "presets:      snapkv@kvpress, snapkv@gkv, snapkv@original" in out
 
 
 def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, printed, own):

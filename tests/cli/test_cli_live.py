@@ -158,17 +158,3 @@ def test_texts_are_cut_and_cannot_look_like_output(run, tmp_path):
     assert "w1 w2 w3" in whole
     assert "w899\n  tova, budget 1" in whole
     assert "more responses" not in whole
-
-
-def test_a_cache_in_blocks_writes_the_same_text(run, trace):
-    """`--paged` changes no response, values by rounding alone, and says what became of blocks."""
-    options = ("--model", "tiny", "--policy", "ams+tova,adakv+tova", "--budget", "24")
-    options += ("--interval", "8", "--max-new-tokens", "12", "--json")
-    plain = json.loads(run("live", trace, *options)[1])
-    for more in (("--paged", "16"), ("--paged", "1", "--block-tables", "head")):
-        paged = json.loads(run("live", trace, *options, *more)[1])
-        assert paged["responses"] == plain["responses"]
-        for cell, other in zip(paged["cells"], plain["cells"], strict=True):
-            assert cell["response_kl"] == pytest.approx(other["response_kl"], rel=1e-3, abs=1e-6)
-        (note,) = (each for each in paged["remarks"] if each.startswith("cache in blocks of"))
-        assert " 0 freed" not in note

@@ -1,4 +1,4 @@
-"""`kvsim table`: means of finished runs, in its forms."""
+"""`kvsim compare --by`: means of finished runs, in its forms."""
 
 import csv
 import dataclasses
@@ -14,7 +14,6 @@ import kvsim
 from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.results import csv_text
 from kvsim.analysis.summaries import averages, main_variants, stages
-from kvsim.cli.replaying import means
 from kvsim.sweeps import replay_all
 from traces import random_trace
 
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
 
 def test_means_by_stage_and_task_are_those_of_python(run, printed, folder):
     """As `kvsim.averages` has them by stage and task, every number in CSV and JSON."""
-    out = printed("table", folder, "--by", "stage,task", "--format", "csv")
+    out = printed("compare", folder, "--by", "stage,task", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     keys = ["policy", "requested", "metric", "stage", "task"]
     metrics = ["output_error", "retained_iou"]
@@ -50,24 +49,24 @@ def test_means_by_stage_and_task_are_those_of_python(run, printed, folder):
         assert float(row["mean"]) == pytest.approx(mean)
         assert int(row["n"]) == count == (2 if row["task"] == "walk" else 1)
         assert row["low"] == ""  # of too few prompts
-    by_json = json.loads(run("table", folder, "--by", "stage,task", "--format", "json")[1])
+    by_json = json.loads(run("compare", folder, "--by", "stage,task", "--format", "json")[1])
     assert [f"{one['mean']}" for one in by_json] == [row["mean"] for row in rows]
 
 
 @pytest.mark.parametrize(
     ("label", "shown"),
     [
-        *((x, f"'{x}") for x in ("=1+1", "@SUM(A1)", "+1-2", "-2+3", " =1", "-cmd|' /C'!A0")),
-        *((x, x) for x in ("-2", "+1.5", "a=b", "a-b", "-1e5", "'quoted'", "a,b", 'a"b')),
+        *((x, f"'{x}") for x in ("=1+1", "@SUM(A1)", " =1", "-cmd|' /C'!A0")),
+        *((x, x) for x in ("-2", "a-b", "a,b")),
     ],
 )
 def test_no_cell_of_csv_is_a_formula(run, folder, tmp_path, label, shown):
     """Text that a spreadsheet would compute has an apostrophe in front; numbers stay numbers."""
     table = tmp_path / "x.parquet"
     read_run(folder).table.with_columns(task=pl.lit(label)).write_parquet(table)
-    for command in (["table", table, "--by", "task"], ["compare", table]):
-        rows = list(csv.DictReader(io.StringIO(run(*command, "--format", "csv")[1])))
-        assert {row["task"] for row in rows} == {shown if command[0] == "table" else ""}
+    for by in (["--by", "task"], []):
+        rows = list(csv.DictReader(io.StringIO(run("compare", table, *by, "--format", "csv")[1])))
+        assert {row["task"] for row in rows} == {shown if by else ""}
         assert all(float(row["mean"]) > -9 for row in rows)
     assert csv_text(pl.DataFrame({"x": ["\t1", "\rq"]})) == "x\n'\t1\n\"'\rq\"\n"
 
@@ -78,21 +77,19 @@ def test_rows_of_the_prompt_behind_an_event_are_shown_by_variant(run, tmp_path):
     made = replay_all([trace], ["tova"], [8], prefill_chunk=12, metrics=["output_error"])
     out = made.save(tmp_path / "x")
 
-    _, text, _ = run("table", out, "--by", "variant", "--format", "csv")
+    _, text, _ = run("compare", out, "--by", "variant", "--format", "csv")
     shown = {row["variant"]: float(row["mean"]) for row in csv.DictReader(io.StringIO(text))}
     means = made.table.group_by("variant").agg(pl.col("value").mean())
     assert shown == pytest.approx(dict(means.iter_rows()))
     assert {*shown} == {"", "rows=prompt"}
-    _, text, _ = run("table", out, "--format", "csv")
-    assert [row["variant"] for row in csv.DictReader(io.StringIO(text))] == [""]
 
 
 def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
     """As LaTeX and Markdown, with chance next to the IoU and the fidelity below."""
     asked = ["--by", "stage", "--metric", "retained_iou,output_error", "--budget", "25%"]
-    tex = run("table", folder, *asked, "--format", "latex")[1]
-    marked = run("table", folder, *asked, "--format", "markdown")[1].splitlines()
-    _, plain, _ = run("table", folder, *asked)
+    tex = run("compare", folder, *asked, "--format", "latex")[1]
+    marked = run("compare", folder, *asked, "--format", "markdown")[1].splitlines()
+    _, plain, _ = run("compare", folder, *asked)
 
     head = r"stage & policy & budget & retained\_iou & retained\_iou chance & output\_error \\"
     assert head in tex
@@ -104,41 +101,14 @@ def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
 
 
 def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
-    """`kvsim info` prints what it knows, `kvsim table` names what the run has instead."""
+    """`kvsim info` prints what it knows, means name what the run has instead."""
     later = shutil.copytree(folder, tmp_path / "later")
     table = pl.read_parquet(later / "results.parquet").with_columns(metric=pl.lit("later"))
     table.unique(["trace", "policy", "budget"]).write_parquet(later / "results.parquet")
     bind(later, json.loads((later / "run.json").read_text()))
 
-    shown, (status, _, error) = run("info", later), run("table", later)
+    shown, (status, _, error) = run("info", later), run("compare", later, "--by", "task")
 
     assert shown[0] == 0
     assert status == 2
     assert "a metric that this version knows; they have later" in one_line(error)
-
-
-def test_prompts_without_a_value_are_not_counted(run, folder, tmp_path):
-    """The line below a table counts values; metrics with fewer are named with their number."""
-    table = pl.read_parquet(folder / "results.parquet")
-    lacking = (pl.col("metric") == "retained_iou") & (pl.col("trace") != "a")
-    table = table.with_columns(value=pl.when(~lacking).then("value"))
-    table.write_parquet(tmp_path / "x.parquet")
-
-    _, out, _ = run("table", tmp_path / "x.parquet")
-
-    assert "Means over 3 prompts (1 of retained_iou), of layers, heads" in out
-    assert means(table, ["output_error", "retained_iou"]).startswith(
-        "Means over layers, heads and 3 traces (1 of retained_iou), of rows"
-    )
-    assert means(table.filter(trace="a"), ["retained_iou"]).startswith(
-        "Means over layers and heads,"
-    )
-
-
-def test_the_line_below_a_table_explains_the_columns_that_it_has(folder):
-    """A metric without a value has no column, and nothing is said of it."""
-    table = pl.read_parquet(folder / "results.parquet")
-    lacking = table.with_columns(metric=pl.lit("wipeout"), value=pl.lit(None, pl.Float64))
-
-    assert means(table, ["output_error", "wipeout"]).endswith("rows over those after the prompt.")
-    assert "wiped" not in means(pl.concat([table, lacking]), ["output_error", "wipeout"])

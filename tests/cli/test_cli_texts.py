@@ -34,20 +34,12 @@ def hostile(tmp_path_factory):
     [
         "info {0}",
         "info {0} --json",
-        "verify {0}",
+        "info {0} --deep",
         "replay {0} --policy tova,h2o --budget 16",
-        "replay {0} --policy tova --budget 16 --metric repetition,output_error --json",
-        "replay {0} --policy tova --budget 16 --memory 1",
         "replay {0} {0} --policy tova --budget 16",
-        "layers {0} --budget 16 --window 4",
         "layers {0} sample --budget 16 --window 4",
-        "layers {0} --budget 16 --window 4 --figures figures",
         "plot token_text {0} --policy tova --budget 16 --out x.png",
-        "plot token_text {0} --policy tova --budget 16 --layer 9 --out x.png",
-        "plot lift_bars {0} --policy tova --budget 40 --out x.svg",
-        "plot bursts {0} --policy tova,h2o --budget 16 --zoom 5-40 --out x.pdf",
         "plot iou_by {0} --policy tova --budget 16 --by task --out x.png",
-        "plot over_budgets {0} --policy tova --budget 16 --out x.png",
     ],
 )
 def test_texts_of_a_trace_are_text(run, hostile, tmp_path, monkeypatch, command):

@@ -235,6 +235,7 @@ def long(tmp_path_factory):
     return smallest("8k", tmp_path_factory.mktemp("long"))
 
 
+@pytest.mark.deep
 def test_a_page_of_long_prompts_has_its_parts(long):
     """Its policies by KL, the correlation with shorter prompts, time and memory, and one figure."""
     text, plan = long.read_text("utf-8"), SMALLEST["8k"]
@@ -263,6 +264,7 @@ def answers(tmp_path_factory):
     return smallest("qwen-1.5b", tmp_path_factory.mktemp("answers"))
 
 
+@pytest.mark.deep
 def test_a_page_of_answers_has_its_parts(answers):
     """Events go on during the answer; other results predict the ranking; claims are tested."""
     text, plan = answers.read_text("utf-8"), SMALLEST["qwen-1.5b"]
@@ -282,6 +284,7 @@ def test_a_page_of_answers_has_its_parts(answers):
     assert {"window_overlap", "rank_variance"} <= set(values["metric"])
 
 
+@pytest.mark.deep
 def test_values_of_another_model_are_on_the_page_of_its_answers(answers, tmp_path, monkeypatch):
     """They make no page of their own; that of the answers has their correlations."""
     plans = {name: SMALLEST[name] for name in ("qwen-1.5b", "qwen-0.5b")}

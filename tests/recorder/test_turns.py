@@ -186,7 +186,7 @@ def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
     again, kept, err_again = run(*recording, "--max-new-tokens", "6", "--resume")
     command = ("replay", traces / "a.zarr", "--policy", "knorm", "--budget", "8", "--out", out)
     replayed, _, err_replay = run(*command, "--compress", "questions", "--interval", "3")
-    code, shown, err_table = run("table", out, "--by", "turn", "--metric", "output_error")
+    code, shown, err_table = run("compare", out, "--by", "turn", "--metric", "output_error")
     _, info, _ = run("info", traces / "a.zarr")
 
     assert (recorded, again, replayed, code) == (0, 0, 0, 0), (

@@ -13,7 +13,7 @@ from kvsim.core.digest import array_fingerprint
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
 from kvsim.store import describe, open_trace, verify
-from kvsim.store.index import index
+from kvsim.store.index import find_traces
 from kvsim.store.projections import Facts, move_projections, store_projections
 from small_model import small, words_tokenizer
 
@@ -53,7 +53,7 @@ def test_a_capture_stores_them_once_for_all_traces_of_a_model(tmp_path):
         assert facts["bytes"] > 0
         assert facts["digest"].startswith(f"sha256:{facts['folder'].removeprefix('projections-')}")
         assert verify(trace.path).ok
-    assert [entry.path for entry in index(tmp_path)] == ["a.zarr", "b.zarr", "c.zarr"]
+    assert [*find_traces(tmp_path)] == ["a.zarr", "b.zarr", "c.zarr"]
 
 
 def test_other_layers_and_types_are_other_projections(tmp_path):
