@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -231,7 +230,7 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     first = pl.col("layer") == 0, pl.col("metric") == "retained_iou"
     keys += ["variant", "value", *FACTS]
     a, b = (run.table.filter(*first).select(keys).sort(keys) for run in (lived, replayed))
-    assert a.height == 36  # policies, budgets, heads, three variants
+    assert a.height == 12  # policies, budgets, heads
     assert a.equals(b)
     assert [r.events for r in lived.records] == [r.events for r in replayed.records]
 
@@ -263,21 +262,12 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, ran):
 
 
 def test_a_seed_fixes_what_is_drawn(model, trace):
-    """Other seeds draw other tokens."""
+    """The same seed draws the same tokens, another one others."""
+    options = {"interval": 8, "max_new_tokens": 20, "temperature": 1.0}
+    runs = [kvsim.live(model, [trace], "tova", 16, seed=seed, **options) for seed in (1, 1, 2)]
+    first, again, other = (run.records[0].response.tokens for run in runs)
 
-    def tokens(seed):
-        run = kvsim.live(
-            *(model, [trace], policies("tova"), [16]),
-            tokenizer=words_tokenizer(),
-            interval=8,
-            max_new_tokens=20,
-            temperature=1.0,
-            seed=seed,
-            metrics=["response_repetition", "answer_right", "tokens_to_answer"],
-        )
-        return run.table["value"].to_list(), json.dumps(run.parameters["seed"])
-
-    assert tokens(1) == tokens(1)
+    assert first == again != other
 
 
 def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path):
