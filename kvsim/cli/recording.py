@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +16,8 @@ from kvsim.cli.inspecting import answers_text, is_cut, layers_text, length_text,
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, echo_json, echo_notes
 from kvsim.core.parameters import parameters
+from kvsim.errors import local_path
 from kvsim.recorder.options import Options
-from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
 #: Options of the command; progress is always shown.
@@ -37,7 +35,6 @@ class Shown:
 @grouped
 def capture(
     *,
-    context: typer.Context,
     model: Annotated[
         str,
         typer.Option(
@@ -47,10 +44,7 @@ def capture(
     ],
     out: Annotated[
         str,
-        typer.Option(
-            help="The trace to write; for several prompts, the folder of their traces. Also a URL "
-            "of a store that can be written to."
-        ),
+        typer.Option(help="The trace to write; for several prompts, the folder of their traces."),
     ],
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
@@ -101,19 +95,19 @@ def capture(
     options = Options(**given, progress=True)
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
-    from kvsim.recorder.capturing import capture_one, suggesting_resume
+    from kvsim.recorder.capturing import capture_one
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_writable, describe
+    from kvsim.store import check_target, check_writable, describe
 
-    path = _stage(context, out, resume=options.resume)
+    path = local_path(out, OptionError)
     requested = [Prompt(path.stem, prompt or "")]
     if prompts is not None:
         requested = read_prompts(prompts, limit=limit, note=echo_error)
     single = len(requested) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if single else [path / file_name(each.id) for each in requested]
-    with suggesting_resume(applies=not (single or options.overwrite or is_url(out))):
-        new = [each for each in paths if not (options.resume and each.exists())]
-        _check_outputs(new, path, out, options.overwrite)
+    new = [each for each in paths if not (options.resume and each.exists())]
+    for each in new:
+        check_target(each, overwrite=options.overwrite)
     shared.quiet_transformers()
     if shown.plan:
         from kvsim.recorder.forecast import planned
@@ -147,15 +141,13 @@ def capture(
         facts = [
             {
                 **describe(str(trace.path)),
-                "path": _final(at, path, out),
+                "path": str(at),
                 "kept": before[at] is not None and before[at] == _identity(at),
             }
             for trace, at in zip(traces, paths, strict=True)
         ]
     except KeyboardInterrupt:
-        raise Stop(_interrupted(before, out, resume=options.resume), 130) from None
-    finally:
-        _publish(paths, path, out)
+        raise Stop(_interrupted(before, resume=options.resume), 130) from None
     _report(facts, as_json=shown.as_json)
 
 
@@ -174,16 +166,15 @@ def _identity(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -> str:
+def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
     after = {path: _identity(path) for path in before}
     done = [p for p, new in after.items() if new is not None and (resume or new != before[p])]
     if not done:
         return "interrupted, no trace was written"
-    where = out if is_url(out) else done[0].parent
-    resumable = len(done) < len(before) and not is_url(out)
-    more = "; --resume records the others" if resumable else ""
+    more = "; --resume records the others" if len(done) < len(before) else ""
     return (
-        f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}{more}"
+        f"interrupted, {len(done)} of {len(before)} traces are complete and kept in "
+        f"{done[0].parent}{more}"
     )
 
 
@@ -208,58 +199,3 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         )
     of_each = [(f"{Path(x['path']).stem}: " * (len(facts) > 1), x["notes"]) for x in facts]
     echo_notes(name + note for name, notes in of_each for note in notes)
-
-
-def _stage(context: typer.Context, out: str, *, resume: bool) -> Path:
-    """Return where to record: `out`, or for a URL a local folder that is removed at the end.
-
-    Traces that could not be uploaded stay there.
-    """
-    if not is_url(out):
-        return Path(out)
-    if resume:
-        raise OptionError(
-            f"--out is {out}; expected a local folder, in which --resume finds traces"
-        )
-    folder = Path(mkdtemp(prefix="kvsim-"))
-    context.call_on_close(lambda: _leave(folder))
-    return Path(folder, out.rstrip("/").rpartition("/")[2])
-
-
-def _leave(folder: Path) -> None:
-    if any(path.is_file() for path in folder.rglob("*")):
-        echo_error(f"files that were not uploaded are kept in {folder}")
-    else:
-        shutil.rmtree(folder)
-
-
-def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -> None:
-    """Raise TraceExistsError unless traces may be written here; staged: the place of `out`."""
-    from kvsim.store import check_target
-
-    for path in paths:
-        check_target(path, overwrite=overwrite)
-        if is_url(out):
-            from kvsim.store.remote import check_free
-
-            check_free(_final(path, staged, out), overwrite=overwrite)
-
-
-def _publish(paths: list[Path], staged: Path, out: str) -> None:
-    if is_url(out):
-        from kvsim.store.projections import upload_projections
-        from kvsim.store.remote import upload
-
-        folder = paths[0].parent
-        upload_projections(folder, _final(paths[0], staged, out).rpartition("/")[0])
-        for path in paths:
-            if path.is_dir():
-                upload(path, _final(path, staged, out))
-                shutil.rmtree(path)
-        for path in folder.glob("projections-*"):
-            shutil.rmtree(path)
-
-
-def _final(path: Path, staged: Path, out: str) -> str:
-    """Return the final path or URL of a trace that was recorded at `path`."""
-    return str(path) if not is_url(out) else out.rstrip("/") + str(path).removeprefix(str(staged))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from kvsim.errors import (
     CaptureError,
     KvsimError,
     MemoryLimitError,
-    TraceError,
-    TraceExistsError,
     local_path,
 )
 from kvsim.progress import progress_bar
@@ -39,7 +37,6 @@ from kvsim.recorder.prompts import (
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
-from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
 
 
@@ -124,8 +121,7 @@ def capture_one(
     if out is None:
         check_in_memory(checked)
     else:
-        _check_local(out)
-        target = local_path(out, TraceError)
+        target = local_path(out, CaptureError)
         _check_target(target, checked)
         check_writable(target.parent)
     check_labels(whole.labels)
@@ -171,13 +167,11 @@ def capture_many(
         TypeError: an unknown keyword.
     """
     checked = Options.of(options)
-    _check_local(out_dir)
-    folder = Path(out_dir)
+    folder = local_path(out_dir, CaptureError)
     prompts = with_distinct_ids(prompts)
     paths = [folder / file_name(prompt.id) for prompt in prompts]
-    with suggesting_resume(applies=not checked.overwrite):
-        for path in paths:
-            _check_target(path, checked)
+    for path in paths:
+        _check_target(path, checked)
     check_writable(folder)
     for prompt in prompts:
         check_labels(prompt.labels, f"prompt {prompt.id!r}: ")
@@ -268,15 +262,6 @@ def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Op
         options.planned(planned)
 
 
-def _check_local(out: str | Path) -> None:
-    """Raise CaptureError for a URL: blocks are written while the model runs, and renamed."""
-    if is_url(str(out)):
-        raise CaptureError(
-            f"out is {str(out)!r}, expected a local path; record there, and put the trace behind "
-            "the URL with trace.save(URL)"
-        )
-
-
 def _check_length(prompts: Sequence[Prompt], options: Options) -> None:
     """Raise CaptureError for a length of new responses where each prompt has its own response."""
     all_given = bool(prompts) and all(prompt.response is not None for prompt in prompts)
@@ -311,17 +296,3 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
             "transformers, or None"
         )
     return decoder, tokenizer
-
-
-@contextmanager
-def suggesting_resume(*, applies: bool) -> Iterator[None]:
-    """Add to the error about an existing trace what `resume` would do, if it applies."""
-    try:
-        yield
-    except TraceExistsError as error:
-        if not applies:
-            raise
-        raise TraceExistsError(
-            f"{error}, or resume=True (--resume), which keeps traces of the same capture and "
-            "records the others"
-        ) from error

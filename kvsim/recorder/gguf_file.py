@@ -82,9 +82,9 @@ class Weight:
     tensor: StoredTensor
     rows: NDArray[np.int64]
 
-    def values(self, at: slice = slice(None)) -> NDArray[np.float32]:
-        """Return some rows as little-endian float32 [rows, columns]."""
-        return self.tensor.values(self.rows[at])
+    def values(self) -> NDArray[np.float32]:
+        """Return the rows as little-endian float32 [rows, columns]."""
+        return self.tensor.values(self.rows)
 
 
 class _Bytes:

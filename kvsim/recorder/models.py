@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,9 +41,6 @@ ADAPTER = "_kvsim_adapter"  # that of the name of its adapter
 
 #: Short names of data types.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-#: Places of a device map that are not a single device.
-_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
 #: Classes of a tokenizer whose tokenizer.json is complete.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -91,8 +87,11 @@ def load_model(
             `gguf`, that is damaged, or of another architecture than llama, qwen2 and qwen3.
         OutputError: a GGUF file cannot be dequantised into the cache folder.
     """
-    if device_map is not None:
-        _check_device_map(device_map, device)
+    if device_map is not None and device is not None:
+        raise CaptureError(
+            f"device is {device!r} and device_map {device_map!r}, expected one of them; leave "
+            "--device or --device-map out"
+        )
     if device == "auto":
         device = resolve_device(device)
     dtype = _dtype_name(dtype, on_cpu=device in (None, "cpu") and device_map in (None, "cpu"))
@@ -254,34 +253,6 @@ def _close(place: str) -> str:
     parent, name = os.path.split(place)
     configs = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
     return suggest(name, [*(Path(config).parent.name for config in configs), *_SHIPPED])
-
-
-def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:
-    if device is not None:
-        raise CaptureError(
-            f"device is {device!r} and device_map {device_map!r}, expected one of them; leave "
-            "--device or --device-map out"
-        )
-    if find_spec("accelerate") is None:
-        raise CaptureError(
-            "a device_map needs accelerate, which is not installed; `pip install accelerate`, or "
-            "put the whole model on one device (--device)"
-        )
-    for place in [device_map] if isinstance(device_map, str) else device_map.values():
-        if place not in _SPREAD and not _is_here(place):
-            raise CaptureError(
-                f"device_map names {place!r}, expected {', '.join(_SPREAD)} or a device of this "
-                "machine, such as cpu or cuda:0"
-            )
-
-
-def _is_here(place: str | int) -> bool:
-    """Return whether this machine has a device; other kinds than CPU and CUDA are torch's."""
-    try:
-        device = torch.device(place)
-    except RuntimeError:
-        return False
-    return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
 def _class_of(place: str, options: dict[str, Any]) -> Any:

@@ -198,20 +198,12 @@ class Options:
                 "overwrite and resume are both given, expected one of them; overwrite replaces a "
                 "trace that exists, resume keeps it"
             )
-        if not (
-            self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
-        ):
-            raise CaptureError(f"progress is {self.progress!r}, expected a function, True or None")
-        if self.planned is not None and not callable(self.planned):
-            raise CaptureError(f"planned is {self.planned!r}, expected a function or None")
         if self.most_memory == 0:
             raise CaptureError(f"memory is {self.memory!r}, expected bytes, or a size such as 16GB")
         stop: Any = self.stop
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
-        if self.system is not None and not self.system.strip():
-            raise CaptureError("system is empty, expected the text of a system message")
         self.dense_rows(1)
         if self.rows is not None and not re.fullmatch(_ROWS, self.rows):
             raise CaptureError(

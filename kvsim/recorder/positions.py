@@ -137,16 +137,6 @@ def _positions(model: PreTrainedModel) -> tuple[int, list[Mapping[str, Any]]]:
     return int(getattr(config, "max_position_embeddings", None) or 0), kinds or [ropes]
 
 
-def check_new_tokens(model: PreTrainedModel, count: int | None) -> None:
-    """Raise CaptureError for more new tokens than a model has positions after any prompt."""
-    context = context_length(model)
-    if context is not None and count is not None and count >= context:
-        raise CaptureError(
-            f"max_new_tokens is {count}, and the model has {context} positions for prompt and "
-            "response together; give fewer new tokens"
-        )
-
-
 def has_rope(model: PreTrainedModel) -> bool:
     """Return whether a model has frequencies of a rotary embedding."""
     return any(name.endswith(_INV_FREQ) for name, _ in model.named_buffers())

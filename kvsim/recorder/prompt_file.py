@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, TextError, error_line, missing_extra, suggest
+from kvsim.files import read_input
 from kvsim.recorder.facts import check_labels, check_writer
 from kvsim.recorder.prompts import (
     Prompt,
@@ -25,7 +24,6 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
-from kvsim.store.metadata import ROOT_LIMIT
 from kvsim.text.answers import SCORERS, answer_text, language_of
 
 #: The keys of a prompt: text, a chat, token ids.
@@ -63,6 +61,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 _LONGEST_ID = 200
+
+#: Most bytes of a file.
+_LARGEST = 4 << 30
 
 
 def read_prompts(
@@ -145,61 +146,24 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
 def _lines(source: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not empty, with their numbers from 1."""
     try:
-        kind = stat.S_IFMT(source.stat().st_mode)
-        if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
-            raise CaptureError(f"{source} is not a regular file, expected a JSONL file of prompts")
-        if source.suffix in (".csv", ".parquet"):
-            table = source.suffix[1:]
-            raise CaptureError(
-                f"{source} is a table, expected one JSON object on each line; "
-                f"`polars.read_{table}(FILE).write_ndjson(FILE + '.jsonl')` converts it"
-            )
-        with source.open("rb") as file:
-            lines = iter(partial(file.readline, ROOT_LIMIT + 1), b"")
-            for number, raw in enumerate(lines, start=1):
-                if len(raw) > ROOT_LIMIT:
-                    raise CaptureError(
-                        f"{source}, line {number} is longer than {ROOT_LIMIT} bytes, expected one "
-                        "JSON object on each line"
-                    )
-                try:
-                    # a byte order mark can only be at the beginning
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError as error:
-                    raise CaptureError(
-                        f"{source}, line {number}: byte {error.start} is not UTF-8, expected a "
-                        "JSONL file in UTF-8; convert it first"
-                    ) from None
-                if line:
-                    yield number, line
-    except OSError as error:
+        text = read_input(source, _LARGEST).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise CaptureError(
-            f"{source} cannot be read ({error.strerror}), expected a JSONL file of prompts"
+            f"{source} cannot be read ({error_line(error)}), expected a JSONL file of prompts in "
+            "UTF-8"
         ) from error
+    lines = enumerate(text.split("\n"), start=1)
+    return ((number, line.strip()) for number, line in lines if line.strip())
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CaptureError(
-            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones"
-        ) from None
+        json.dumps(row, ensure_ascii=False).encode()  # half of a character is no text
     except (ValueError, RecursionError) as error:
-        if not line.startswith("["):
-            reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))
-            raise CaptureError(
-                f"{where}: {reason}, expected one JSON object on each line"
-            ) from None
-        row = []
-    if isinstance(row, list):
-        raise CaptureError(
-            f"{where}: a JSON array, expected one JSON object on each line; "
-            "`jq -c '.[]' FILE > FILE.jsonl` converts an array of objects"
-        )
+        raise CaptureError(f"{where}: {error_line(error)}, {_EXPECTED} on each line") from None
     if not isinstance(row, dict):
-        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
+        raise CaptureError(f"{where}: {_short(row)}, {_EXPECTED} on each line")
     return row
 
 

@@ -14,14 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
-from kvsim.recorder.generation import stop_tokens
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
 from kvsim.recorder.tokenization import (
     chat_text,
     encoding_notes,
-    end_notes,
     need_tokenizer,
     reasoning_begun,
     rendered,
@@ -172,9 +170,13 @@ def encode(
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
     given = None if whole.response is None else response_ids(whole.response, model, tokenizer)
     check_ids(ids, given or [], model)
-    notes = [] if text is None else encoding_notes(text, ids, tokenizer)
-    notes += _response_notes(whole, given or [], tokenizer)
-    notes += end_notes(ids, text, messages, stop_tokens(model, tokenizer), tokenizer)
+    texts = {"prompt": (text, ids), "response": (whole.response, given or [])}
+    notes = [
+        note
+        for what, (each, tokens) in texts.items()
+        if isinstance(each, str)
+        for note in encoding_notes(each, tokens, tokenizer, what)
+    ]
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:
@@ -189,19 +191,6 @@ def encode(
         context_len = tokens_before(end, text, tokenizer, special=special)
     opened = "" if text is None else reasoning_begun(text, messages)
     return Encoded(ids, text, messages, spans, given, context_len, notes, opened, template)
-
-
-def _response_notes(whole: Prompt, ids: list[int], tokenizer: Any) -> list[str]:
-    """Return notes on a response that is given as text."""
-    if not isinstance(whole.response, str):
-        return []
-    notes = encoding_notes(whole.response, ids, tokenizer, "response")
-    if whole.writer is not None:
-        notes.append(
-            "the response was given as text and encoded by itself, without a token that ends it; "
-            "if its writer split it otherwise, give its token ids to record those"
-        )
-    return notes
 
 
 def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:

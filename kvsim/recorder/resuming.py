@@ -10,12 +10,10 @@ from kvsim.core.trace import Trace
 from kvsim.recorder.choice import APPLIED
 from kvsim.recorder.generation import following, stop_tokens
 from kvsim.recorder.provenance import config_differences
+from kvsim.recorder.rows import GIVEN
 from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.recorder.turns import describe_turns
 from kvsim.schema import object_at
-
-#: What ended a response that was given (`generation.stopped`).
-GIVEN = "given"
 
 
 def differences(session: Any, trace: Trace) -> list[str]:
@@ -27,13 +25,9 @@ def differences(session: Any, trace: Trace) -> list[str]:
         pairs = enumerate(zip(prompt, ids, strict=False))
         first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
         expected = f"expected {len(ids)} tokens"
-        text = f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
-        kept, new = object_at(trace.meta, "text"), session.encoded
-        messages = [x if isinstance(x, list) else [] for x in (kept.get("messages"), new.messages)]
-        roles = [[_role(each) for each in x if isinstance(each, dict)] for x in messages]
-        chats: dict[str, list[Any]] = {"chat (--chat, --system)": roles}
-        chats["--chat-template-kwargs"] = [kept.get("template", {}), {**new.template}]
-        differing = [text, *(f"{k}: {a}, expected {b}" for k, (a, b) in chats.items() if a != b)]
+        differing = [
+            f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
+        ]
     else:
         differing = _prompt_differences(session, trace, given=generation.get("stopped") == GIVEN)
     model, options, shapes = session.described, session.options, trace.source.shapes
@@ -66,11 +60,6 @@ def differences(session: Any, trace: Trace) -> list[str]:
         if requested is not None and trace.has(name) != requested:
             differing.append(f"it has {'no ' if requested else ''}{name}")
     return differing
-
-
-def _role(message: dict[str, Any]) -> str:
-    role = str(message.get("role"))
-    return f"{role} {message.get('content')!r:.40}" if role == "system" else role
 
 
 def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]:

@@ -15,23 +15,16 @@ from transformers.cache_utils import Cache
 
 from kvsim.core.checks import DTYPES, compute_dtype
 from kvsim.core.header import Header
-from kvsim.core.left_out import left_out_before
 from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, answer_check, likelihoods, reasoning_notes, scoring
-from kvsim.recorder.batching import Written
+from kvsim.recorder.answers import agreement, likelihoods, scoring
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.choice import Choice
 from kvsim.recorder.contexts import SharedContext
-from kvsim.recorder.facts import check_facts
 from kvsim.recorder.generation import (
-    StopStrings,
-    chunk_rows,
     evaluating,
     generate,
     run_chunks,
@@ -40,24 +33,21 @@ from kvsim.recorder.generation import (
 )
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
-from kvsim.recorder.models import is_tiny, model_name, model_notes
+from kvsim.recorder.models import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
-from kvsim.recorder.positions import check_new_tokens, indexer_notes, read_ropes
-from kvsim.recorder.prompts import Prompt, encode
+from kvsim.recorder.positions import read_ropes
+from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import versions
-from kvsim.recorder.repetition import check_length, read_probe, repetition
-from kvsim.recorder.resuming import GIVEN, differences
+from kvsim.recorder.repetition import read_probe
+from kvsim.recorder.resuming import differences
+from kvsim.recorder.rows import Rows
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
 from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
 from kvsim.recorder.turns import (
     describe_turns,
-    encode_turns,
-    fitting_turns,
-    given_response,
-    rows_at_once,
 )
 from kvsim.store import open_trace
 from kvsim.store.layout import DENSE
@@ -65,16 +55,14 @@ from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 
 
-class Session:
+class Session(Rows):
     """One capture, checked as far as possible before the model runs.
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
-    to write the trace; None keeps it in memory. described: by `describe_model`. Raises CaptureError
-    for a prompt, a layer or an option that the model or its tokenizer has nothing for; TextError
-    for an unknown scorer, or an answer of which it cannot score responses.
+    to write the trace; None keeps it in memory. described: by `describe_model`. Raises as `Rows`,
+    and CaptureError for a layer that the model has not.
     """
 
-    probe: Probe | None = None
     #: the context that other prompts have, too
     shared: SharedContext | None = None
     #: the bar of several prompts, and what it says of this one
@@ -91,47 +79,16 @@ class Session:
         out: str | Path | None,
         described: Mapping[str, Any],
     ) -> None:
-        self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
-        self.longest = longest = options.max_new_tokens
-        self.own_length = None if longest is not None else prompt.max_new_tokens
-        if self.own_length is not None:
-            self.options = options = replace(options, max_new_tokens=self.own_length)
-        self.described = described
-        system = options.system if prompt.system is None else prompt.system
-        self.encoded = encoded = encode(
-            prompt, model, tokenizer, options.chat_template_kwargs, system=system, chat=options.chat
-        )
-        self.out = None if out is None else Path(out)
+        super().__init__(model, tokenizer, prompt, options)
+        self.described, self.out = described, None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
-        self.choice = choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
-        self.notes = [*encoded.notes]
-        check_facts(prompt, messages=encoded.messages, options=options.generation)
-        self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
-        self.response, spans = given_response(encoded, self.turns)
-        self.questions, self.scores, self.likeliest = [*spans], list[Any](), list[bool]()
-        self.step = rows_at_once(model, encoded.ids, self.turns)
-        #: a response that is known before it is recorded: given, or written in a batch
-        self.written = Written(self.response, GIVEN, 0.0) if self.response else None
-        check_new_tokens(model, options.max_new_tokens)
+        self.scores, self.likeliest = list[Any](), list[bool]()
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
-        most = 0 if self.response else options.longest
-        self.new_tokens, notes = fitting_turns(model, len(encoded.ids), most, self.turns)
-        self.context = encoded.ids[: encoded.context_len]
-        n = len(encoded.ids) + len(self.response)
-        if options.probe is not None:
-            chat, chunk = encoded.messages is not None, options.probe_chunk
-            self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
-            check_length(model, len(self.context), self.probe, n)
-        stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
-        self.left_out = None if stay is None else left_out_before(end, stay)
-        self.chunk, more = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
-        self.notes += [*notes, *more, *(choice.notes if self.new_tokens else ())]
-        self.limit = n + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         alike = options.attention, options.probe, self.left_out
         self.sizes = layer_sizes(model, self.layer_ids, *alike)
-        self.notes += [*indexer_notes(model, self.limit), *model_notes(model, self.layer_ids)]
-        self.stop, self._stack = StopStrings(options.stops, tokenizer), ExitStack()
+        self.notes += model_notes(model, self.layer_ids)
+        self._stack = ExitStack()
         self._writer: TraceWriter | None = None
         self.projections: ProjectionModules | None = None
         self.residual: Residual | None = None
@@ -164,15 +121,6 @@ class Session:
                 "of the same capture, give another --out, or overwrite=True (--overwrite)"
             )
         return trace
-
-    def answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response whose writer is known with the right one, ready for JSON."""
-        if response is None or (self.response and self.prompt.writer is None):
-            return None
-        prompt, encoded, tiny = self.prompt, self.encoded, is_tiny(self.model)
-        check = answer_check(prompt, encoded, response, tiny=tiny, longest=self.own_length)
-        self.notes += [] if check is None else reasoning_notes(encoded.opened + response)
-        return check
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -366,12 +314,6 @@ class Session:
             left_out=self.left_out,
             questions=tuple(self.questions),
         )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of generation; of a given response what wrote it, if that is known."""
-        given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
-        return given if self.response else self.options.generation | self.choice.settings
 
     def _final_header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
         """Return the header with the response, and with how close the recording is."""

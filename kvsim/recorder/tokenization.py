@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -119,30 +119,6 @@ def _normalised(text: str, tokenizer: Any) -> str:
     text = re.sub(rf"\s*({_special_tokens(text, tokenizer)})\s*", r"\1", text)
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     return (text if normalizer is None else str(normalizer.normalize_str(text))).rstrip()
-
-
-def end_notes(
-    ids: Sequence[int],
-    text: str | None,
-    messages: Sequence[Mapping[str, Any]] | None,
-    ends: Collection[int],
-    tokenizer: Any,
-) -> list[str]:
-    """Return notes on pads and ends of texts inside a prompt, and on a message that is continued.
-
-    ends: tokens that end a text, which the first or last one of a text may do.
-    """
-    special = {*ends, getattr(tokenizer, "pad_token_id", None)} - {None}
-    found = [str(n) for n, x in enumerate(ids) if x in special and (n or x not in ends)]
-    if text is not None:
-        written = "\n".join(str(x.get("content")) for x in messages) if messages else text[1:-1]
-        names = {str(tokenizer.decode([token])).strip() for token in special} - {""}
-        found = sorted(repr(name) for name in names if name in written)
-    what = "the prompt has tokens in it that pad or end a text, which the model reads as they stand"
-    notes = [f"{what}: {first_of(found, _SHOWN_WORDS)}"] if found else []
-    if messages and messages[-1].get("role") == "assistant":
-        notes.append("the last message is the assistant's, and the response continues it")
-    return notes
 
 
 def chat_text(

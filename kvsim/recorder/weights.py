@@ -1,4 +1,4 @@
-"""Weights of a model's folder: whole files, and as many as its configuration describes."""
+"""Weights of a model's folder: as many as its configuration describes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,7 +14,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from kvsim.errors import CaptureError, error_line
+from kvsim.errors import CaptureError
 
 #: Most parameters, and layers, for a byte of weights, which have a bit at least.
 _PER_BYTE, _LAYERS_PER_BYTE = 8, 1 / 64
@@ -28,27 +27,11 @@ UNUSABLE = (
 
 
 def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise CaptureError for a folder without safetensors, or with far fewer than it describes.
+    """Raise CaptureError for a folder with far fewer weights than its configuration describes.
 
     transformers allocates what the configuration says before it compares shapes.
     """
-    weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise CaptureError(
-                f"{path} is no whole safetensors file ({error_line(error)}); download it again, "
-                "with `git lfs pull` in a clone of a hub's repository"
-            ) from error
-    if not weights:
-        files = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
-        found = f"only {', '.join(files)}" if files else "no weights"
-        raise CaptureError(
-            f"{folder} has {found}, expected *.safetensors; pickled weights can run code and are "
-            "never loaded, convert them with save_pretrained first"
-        )
-    size = sum(weights)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     trust = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
@@ -61,8 +44,8 @@ def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
     except UNUSABLE:
         return  # loading says what is wrong
     raise CaptureError(
-        f"{folder} has {size:,} bytes of weights, expected those of the model in its config.json, "
-        "which is far larger; copy or convert it again, or correct its config.json"
+        f"{folder} has {size:,} bytes of safetensors, expected those of the model in its "
+        "config.json, which is far larger; copy or convert it again (save_pretrained)"
     )
 
 

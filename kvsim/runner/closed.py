@@ -32,7 +32,7 @@ from kvsim.recorder.generation import WHOLE, evaluating, following, stop_tokens
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
-from kvsim.recorder.resuming import GIVEN
+from kvsim.recorder.rows import GIVEN
 from kvsim.recorder.tokenization import response_text
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context

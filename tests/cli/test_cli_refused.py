@@ -93,7 +93,7 @@ REFUSED = {
     f"{CAPTURE} --prompt walk --prompts p.jsonl": "both --prompt and --prompts",
     f"{CAPTURE} --prompts nowhere.jsonl": "nowhere.jsonl cannot be read",
     f"{CAPTURE} --prompts WORDS --plan": "prompt 'b': ",
-    f"{CAPTURE} --prompts CSV": "is a table, expected one JSON object on each line; `polars.",
+    f"{CAPTURE} --prompts CSV": ", line 1: ",
     f"{CAPTURE} --prompt walk --limit 2": "--limit is given without a file of prompts",
     f"{CAPTURE} --prompt walk --device tpu": "--device is 'tpu'; expected cpu, cuda",
     f"{CAPTURE} --prompt walk --seed x": "see kvsim capture --help",

@@ -41,9 +41,6 @@ from kvsim.errors import KvsimError
 
 PROMPT, NEW, SECONDS = 120, 20, 60.0
 
-#: Largest relative gap to computations apart from kvsim.
-_GAP = 1e-3
-
 TABLE = json.loads(Path(__file__).with_name("census.json").read_text(encoding="utf-8"))
 
 #: Names of the number of layers, and of lists with one value for each layer.

@@ -1,7 +1,6 @@
 """Several prompts with one context: it runs once, is stored once, and each trace is whole."""
 
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -10,12 +9,11 @@ from recorder_models import four_layers, small
 
 import kvsim
 from families import ids
-from kvsim.errors import BudgetError, CaptureError, TraceError
+from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, Turn, capture, capture_many, contexts
 from kvsim.runner.judging import judge
 from kvsim.store import TraceWriter, open_trace, verify
 from kvsim.store import layout as stored_layout
-from live_runs import live_policies
 
 #: Tokens of the context, which end within a block.
 N, NEW, BUDGET = 300, 12, 150
@@ -144,29 +142,6 @@ def test_blocks_of_the_context_are_stored_once(branches, monkeypatch, tmp_path):
     assert shared(again[0]) == shared(branches[0])
 
 
-def test_kept_sets_of_the_context_are_equal(tmp_path):
-    """Every policy that compresses the context before its question keeps the same for each."""
-    policies = {**live_policies(), "kvzip": kvsim.policy("kvzip")}
-    given = {"calibration": "prefix:16", "protect_prompt": False}
-    policies["triattention"] = kvsim.policy("triattention", **given)
-    traces, idle = recorded(tmp_path, PROMPTS[:3], probe="repeat", o_proj=True), []
-    del policies["full"]
-
-    for name, policy in policies.items():
-        try:
-            replays = [kvsim.replay(x, policy, BUDGET, compress="context") for x in traces]
-        except BudgetError:  # it protects the prompt
-            idle.append(name)
-            continue
-        first, *others = (x.evicted_at[..., :N] == N - 1 for x in replays)
-        idle += [] if first.any() else [name]
-        for each in others:
-            assert np.array_equal(each, first), name
-    print(f"{len(policies)} policies, nothing evicted by {idle}")
-    assert len(policies) > 50
-    assert len(idle) < 7
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,17 +163,6 @@ def test_options_of_a_capture(options, tmp_path):
     assert traces[1].source.shapes == alone.source.shapes
     if "chunk" not in options:
         assert traces[1].digest == alone.digest
-
-
-def test_others_between_prompts_of_a_context(tmp_path):
-    """Prompts of one context follow each other, and traces come in the order of the prompts."""
-    prompts = [PROMPTS[0], Prompt("x", ids(20)), Prompt("y", ids(20), context=9), PROMPTS[1]]
-
-    traces = recorded(tmp_path, prompts)
-
-    assert [trace.name for trace in traces] == ["a", "x", "y", "b"]
-    assert shared(traces[0]) == shared(traces[3])
-    assert not shared(traces[1]) | shared(traces[2])
 
 
 def test_interrupted_capture_resumes(branches, tmp_path, monkeypatch):
@@ -239,23 +203,6 @@ def test_without_links_each_trace_has_its_own(branches, tmp_path, monkeypatch):
     assert not shared(traces[0])
 
 
-def test_a_branch_needs_no_other(tmp_path):
-    """Each trace stays whole without the others; a changed block is one line in each."""
-    first, second, third = recorded(tmp_path, PROMPTS[:3])
-    shutil.rmtree(first.path)
-    assert verify(second.path, deep=True).ok
-
-    chunk = third.path / "k/c/2/0/0/0"
-    data = bytearray(chunk.read_bytes())
-    data[-20] ^= 1
-    chunk.write_bytes(data)  # where it is, as no command of kvsim writes
-    for trace in (second, third):
-        (problem,) = verify(trace.path).problems
-        assert "'k/c/2/0/0/0' is damaged" in problem
-        with pytest.raises(TraceError, match=r"k/c/2/0/0/0. is damaged"):
-            open_trace(trace.path).read("k", slice(2, 3))
-
-
 def test_context_longer_than_the_model(tmp_path):
     """A context that the model has no room for is refused before anything runs."""
     prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
@@ -287,29 +234,3 @@ def test_plan_counts_the_context_once(tmp_path):
 
     one, two = (plan.written for plan in plans)
     assert one < two < 1.6 * one
-
-
-def test_plan_of_the_context_behind_kept_traces(tmp_path):
-    """With `resume` the disk has the blocks of the context already."""
-    plans = []
-    prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
-
-    recorded(tmp_path, prompts[:1])
-    recorded(tmp_path, prompts, resume=True, planned=plans.append)
-    recorded(tmp_path / "alone", prompts[1:], planned=plans.append)
-
-    resumed, alone = plans
-    assert resumed.written < 0.7 * alone.written
-
-
-def test_plan_of_a_batch_has_the_cache_of_the_context(tmp_path, monkeypatch):
-    """A batch is written while the cache of a shared context is kept."""
-    plans = []
-    prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
-
-    monkeypatch.setattr("kvsim.recorder.forecast.resident_bytes", lambda: None)
-    for folder, chosen in {"one": [*prompts[:1], Prompt("x", ids(603))], "two": prompts}.items():
-        recorded(tmp_path / folder, chosen, batch=2, planned=plans.append)
-
-    apart, shared_context = (plan.memory for plan in plans)
-    assert shared_context > apart

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from kvsim.errors import MemoryLimitError
-from kvsim.recorder import Prompt, Turn, capture_many, capturing, load_model
-from kvsim.recorder.forecast import planned
-from kvsim.recorder.options import Options
+from kvsim.recorder import Prompt, Turn, capture_many, capturing
 from kvsim.store import describe, verify
 from small_model import small, words_tokenizer
 
@@ -80,20 +78,6 @@ def test_what_a_batch_cannot_hold_is_written_alone_with_a_note(tmp_path):
             assert torch.equal(ours.tokens, theirs.tokens)
             note = f"the response was written alone, not in a batch: {reason}"
             assert any(note in text for text in describe(str(ours.path))["notes"])
-
-
-def test_the_plan_states_the_memory_of_a_batch(tmp_path):
-    """That of the caches of its sequences and their prompts, which are there at once."""
-    captures = [(Prompt(f"p{n}", [*range(3, n + 3)]), tmp_path / f"p{n}") for n in LENGTHS]
-    options = [Options(max_new_tokens=400, batch=batch) for batch in (1, 3, 99)]
-    plans = [planned("tiny", captures, each, device="cuda") for each in options]
-
-    config = load_model("tiny")[0].config
-    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    tokens = 400 + max(LENGTHS)
-    one, three, four = (each.device_memory for each in plans)
-    assert three - one == 5 * tokens * entry
-    assert four - one == 7 * tokens * entry
 
 
 def test_a_batch_beyond_the_memory_is_refused_in_a_line(tmp_path, monkeypatch):

@@ -1,14 +1,12 @@
 """Chats: what templates read, open thoughts, and the settings of generation of a response."""
 
 import copy
-import re
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
 import kvsim
-from kvsim import progress
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, Turn, capture, capture_many
 from kvsim.recorder.choice import Choice
@@ -17,12 +15,11 @@ from kvsim.recorder.turns import encode_turns
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import RunningModel
 from kvsim.text.answers import REASONING
-from small_model import bytes_tokenizer, small, words_tokenizer
+from small_model import bytes_tokenizer, small
 
 PARTS = "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
 TEXT = "{{ m.content | trim }}"
 BY_ROLE = "{% if m.role == 'system' %}{{ m.content[0]['text'] }}{% else %}" + TEXT + "{% endif %}"
-NO_SYSTEM = "{% if m.role != 'system' %}" + TEXT + "{% endif %}"
 OPENS = "{% if no_thought is not defined %}<think>{% endif %}"
 
 
@@ -51,17 +48,8 @@ def test_a_template_has_the_content_that_it_reads(content, question):
     assert found.notes == []
 
 
-@pytest.mark.parametrize("content", [NO_SYSTEM, "w", "{{ m.content[:2] }}"])
-def test_a_template_that_leaves_a_message_out_is_refused(content):
-    """Even where the message is so short that the template has the same characters."""
-    tokenizer = bytes_tokenizer(template=chat_template(content))
-
-    with pytest.raises(CaptureError, match=r"leaves out the text of message 0 \(system\), exp"):
-        encode(Prompt("a", "user?"), small(300), tokenizer, system="s", chat=True)
-
-
 def test_a_last_message_of_the_assistant_is_continued():
-    """As in pipelines of transformers, with a note; a thought that it begins is one."""
+    """As in pipelines of transformers; a thought that it begins is one."""
     begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>So"}]
     tokenizer = bytes_tokenizer(template=chat_template(TEXT, OPENS))
 
@@ -69,30 +57,9 @@ def test_a_last_message_of_the_assistant_is_continued():
 
     assert found.text == "<user>q;<assistant><think>So"
     assert found.opened == "<think>"
-    assert found.notes == ["the last message is the assistant's, and the response continues it"]
     turns = encode_turns(Prompt("a", begun, turns=[Turn("r")]), found, 4, small(300), tokenizer)
     assert tokenizer.decode(turns[0].ids) == ";<user>r;<assistant><think>"
     assert turns[0].opened == "<think>"
-
-
-@pytest.mark.parametrize(
-    ("content", "notes"),
-    [
-        ("a<end>b", ["'<end>'"]),
-        ([{"role": "user", "content": "b<pad><end>"}], ["'<end>', '<pad>'"]),
-        ([{"role": "user", "content": "b"}], []),
-        ([257, 40, 256, 41], ["0, 2"]),
-        ([256, 40], []),
-    ],
-)
-def test_ends_and_pads_inside_a_prompt_are_noted(content, notes):
-    """But for those that begin a text, or that the template writes."""
-    tokenizer = bytes_tokenizer(template=chat_template(TEXT).replace(";", "<end>"))
-    tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<pad>"})
-
-    found = encode(Prompt("a", content), small(300), tokenizer, system=None, chat=False)
-
-    assert [note.rpartition(" as they stand: ")[2] for note in found.notes] == notes
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -172,26 +139,6 @@ def test_settings_of_generation_are_applied(settings, tmp_path):
     assert record.response.full_tokens == record.response.tokens
 
 
-@pytest.mark.parametrize(
-    ("settings", "note"),
-    [
-        ({"num_beams": 3}, "num_beams 3"),
-        ({"do_sample": True, "top_k": 5}, "do_sample True, top_k 5"),
-        ({"penalty_alpha": 0.6}, "penalty_alpha 0.6"),
-        ({"stop_strings": ["x"]}, r"stop_strings ['x']"),
-    ],
-)
-def test_settings_that_are_not_applied_are_noted(settings, note):
-    """Beams and draws; of no response at all there is nothing to say."""
-    model = copy.deepcopy(small(300))
-    model.generation_config = GenerationConfig(**settings)
-
-    trace = capture(model, None, IDS, max_new_tokens=2)
-
-    assert trace.meta["notes"] == [f"not applied, of the model's generation_config: {note}"]
-    assert capture(model, None, IDS, max_new_tokens=0).meta["notes"] == []
-
-
 def test_draws_are_among_the_likeliest_tokens():
     """top_k and top_p cut what is drawn from, by the option or else by the model's settings."""
     model = copy.deepcopy(small(300))
@@ -209,17 +156,3 @@ def test_draws_are_among_the_likeliest_tokens():
     model.generation_config.repetition_penalty = -1.0
     with pytest.raises(CaptureError, match=r"^a setting of generation_config.json \(.*penalty"):
         capture(model, None, IDS)
-
-
-def test_a_log_has_lines_of_many_short_prompts(monkeypatch, tmp_path, capsys):
-    """A line every so often over all prompts, with the name and number of the present one."""
-    now = iter(range(0, 10_000, 5))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    prompts = [Prompt(name, "w1 w2") for name in "abcd"]
-
-    options = {"max_new_tokens": 3, "progress": True}
-    capture_many(small(), words_tokenizer(), prompts, tmp_path, **options)
-
-    lines = capsys.readouterr().err.splitlines()
-    assert 1 < len(lines) < 8
-    assert re.search(r" s: [cd] \([34] of 4\)$", lines[-1])

@@ -97,31 +97,6 @@ def test_token_ids(tmp_path):
         capture(small(300), None, [1, 2, 3], context=3, resume=True, **options)
 
 
-def test_digest_has_the_context_where_there_is_one():
-    """Traces without a context keep their digest, and others have one of their own."""
-    plain, one, other = (
-        capture(small(300), None, [1, 2, 3], context=at, max_new_tokens=0) for at in (None, 1, 2)
-    )
-
-    assert plain.context_len is None
-    assert len({plain.digest, one.digest, other.digest}) == 3
-
-
-def test_a_context_that_ends_within_the_first_token():
-    """It has no token of its own, and is refused."""
-    with pytest.raises(CaptureError, match="no token of the prompt ends in its context of 1 char"):
-        recorded(" b", "a")
-
-
-def test_template_that_shortens_earlier_messages():
-    """Where the first messages are rendered otherwise at the end, the context is not found."""
-    words = tokenizer("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-
-    with pytest.raises(CaptureError, match="renders the first 1 messages otherwise where others"):
-        recorded(chat, 1, tokenizer=words)
-
-
 def test_lines_of_a_file(tmp_path):
     """A line has its context."""
     source = tmp_path / "prompts.jsonl"

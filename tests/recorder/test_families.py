@@ -15,7 +15,6 @@ import kvsim
 from families import FAMILIES, NEW, PROMPT, Family, ids
 from kvsim import store
 from kvsim.errors import CaptureError
-from kvsim.recorder import hooks
 from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.positions import context_length
 
@@ -137,16 +136,6 @@ def test_attention_follows_from_the_trace(name, kernel):
 
 
 @pytest.mark.parametrize(("name", "kernel"), CASES)
-def test_the_output_is_what_the_model_goes_on_with(name, kernel):
-    """In the prompt the recorded output is, bit for bit, what the output projection is given."""
-    model, trace = recorded(name, kernel)
-
-    rows = PROMPT + NEW * FAMILIES[name].given  # that went through the model together
-    found = trace.read("attn_out", pos=slice(0, rows))
-    assert torch.equal(found, own_outputs(model, trace.tokens[:rows], trace.n_qheads))
-
-
-@pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_the_header_says_what_the_configuration_says(name, kernel):
     """Scale, softcap, window and sinks; how many dimensions turn, and which with which."""
     model, trace = recorded(name, kernel)
@@ -243,17 +232,6 @@ def test_a_stored_trace_is_whole(name, tmp_path):
     assert 0 < mass.min() < 1
 
 
-def test_a_window_that_hides_nothing_is_no_window():
-    """What is recorded depends on what was computed, so a short text has plain attention."""
-    model, _ = recorded("mistral", "sdpa")
-
-    trace = kvsim.capture(model, None, ids(90), max_new_tokens=10)
-    longer = kvsim.capture(model, None, ids(90), max_new_tokens=11)
-
-    assert [formula.window for formula in trace.formulas] == [None, None]
-    assert [formula.window for formula in longer.formulas] == [100, 100]
-
-
 def test_a_softcap_that_the_kernel_does_not_apply_is_no_part_of_the_trace(monkeypatch):
     """torch's kernel has none; what it computed is recorded, and a note says what is missing."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -269,28 +247,6 @@ def test_a_softcap_that_the_kernel_does_not_apply_is_no_part_of_the_trace(monkey
 
     assert [formula.softcap for formula in trace.formulas] == [None, None]
     assert any("softcap of 5.0" in note and "eager" in note for note in trace.meta["notes"])
-
-
-def test_a_model_with_a_softcap_is_loaded_with_the_kernel_that_has_one(tmp_path, monkeypatch):
-    """By default the model's own attention is what is loaded."""
-    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    FAMILIES["gemma2"].build().save_pretrained(tmp_path / "gemma2")
-
-    model, _ = kvsim.recorder.load_model(tmp_path / "gemma2")
-    other, _ = kvsim.recorder.load_model(tmp_path / "gemma2", attention="sdpa")
-
-    assert model.config._attn_implementation == "eager"
-    assert other.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama"])
-def test_a_folder_of_weights_alone_has_no_tokenizer(name, tmp_path):
-    """transformers makes an empty tokenizer for some families, which would cut responses."""
-    FAMILIES[name].build().save_pretrained(tmp_path / name)
-
-    _, tokenizer = kvsim.recorder.load_model(tmp_path / name)
-
-    assert tokenizer is None
 
 
 @pytest.mark.parametrize(("prompt", "new", "factor"), [(500, 12, 1), (520, 0, 2), (520, 30, 2)])
@@ -347,24 +303,6 @@ def test_responses_end_where_frequencies_change(name, prompt, kept, end):
     assert trace.meta["generation"]["stopped"] == "context"
 
 
-def test_a_probe_has_the_frequencies_of_its_text():
-    """A probe after a short context is refused where the response is beyond the change."""
-    model = FAMILIES["phi4-mini"].build("sdpa")
-
-    with pytest.raises(CaptureError, match=r"beyond 512 tokens the frequencies .* leave the"):
-        kvsim.capture(model, None, ids(400), response=ids(200), probe="repeat:64")
-    trace = kvsim.capture(model, None, ids(520), response=ids(20), probe="repeat:64")
-    assert trace.header.probe is not None
-
-
-def test_live_runs_end_where_dynamic_frequencies_change():
-    """A live run takes its tokens in parts, which would have keys of two kinds."""
-    trace = kvsim.capture(DYNAMIC.build("sdpa"), None, ids(PROMPT), response=ids(NEW))
-
-    with pytest.raises(CaptureError, match="may have 300 tokens; expected at most 256"):
-        kvsim.live(DYNAMIC.build("sdpa"), trace, "tova", 64)
-
-
 def test_frequencies_that_change_on_the_way_are_refused(monkeypatch):
     """Keys of two kinds are noticed even where the configuration says nothing of a change."""
     model = FAMILIES["phi4-mini"].build()
@@ -404,11 +342,6 @@ def test_the_context_has_the_scaling_of_positions(rope, positions, expected):
             kvsim.capture(model, None, ids(90), response=ids(over))
 
 
-def test_layers_without_scaling_bound_the_context():
-    """Gemma 3 states positions that its scaling reaches; local layers have none."""
-    assert context_length(FAMILIES["gemma3"].random()) == 1024
-
-
 def test_a_rotation_that_differs_late_is_refused(monkeypatch):
     """Keys are checked in every row, not only in the first ones."""
     model, _ = recorded("llama", "sdpa")
@@ -422,18 +355,6 @@ def test_a_rotation_that_differs_late_is_refused(monkeypatch):
     monkeypatch.setattr(home, "apply_rotary_pos_emb", off)
     with pytest.raises(CaptureError, match=r"keys of layer 0 from position 256 on differ by 0\.0"):
         kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW)
-
-
-@pytest.mark.parametrize("prompt", [1, 20])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_the_function_that_rotates_may_have_any_name(family, prompt, monkeypatch):
-    """Where no hook gives keys before RoPE, the module's own keys at other positions show it."""
-    expected = recorded(family, "sdpa")[1].ropes
-    monkeypatch.setattr(hooks, "_ROTARY", "unknown")
-
-    trace = kvsim.capture(recorded(family, "sdpa")[0], None, ids(prompt), max_new_tokens=3)
-
-    assert trace.ropes == expected
 
 
 REFUSED = {
@@ -489,17 +410,6 @@ def test_models_that_compute_something_else_are_refused(case, tmp_path):
     assert "\n" not in str(caught.value)
     assert not any(module._forward_hooks for module in model.modules())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_token_is_recorded():
-    """Position 0 does not turn, so any rotary embedding fits; the first of the model is named."""
-    model, _ = recorded("gemma3", "sdpa")
-
-    trace = kvsim.capture(model, None, [3], max_new_tokens=0)
-
-    assert trace.n_pos == 1
-    longer = kvsim.capture(model, None, [3], max_new_tokens=20)
-    assert longer.ropes == recorded("gemma3", "sdpa")[1].ropes
 
 
 def test_the_families_named_by_the_documentation_are_all_tested():
@@ -607,48 +517,6 @@ def test_the_stream_begins_as_the_model_begins(tmp_path):
         assert torch.allclose(trace.residual[0, : len(tokens)], expected[name], rtol=1e-6)
         assert torch.equal(trace.residual[0, 1], trace.residual[0, 2]) == (name != "gpt2")
         assert store.verify(trace.path, deep=True).ok
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere"])
-def test_attention_that_was_given_something_else_is_refused(name):
-    """The norm in front of attention is found under its names, also where the MLP is parallel."""
-    model = FAMILIES[name].build("sdpa")
-    norm = "ln_1" if name == "gpt2" else "input_layernorm"
-    getattr(own_layers(model)[1], norm).register_forward_hook(lambda _, __, out: out.roll(1, 1))
-
-    capture = functools.partial(kvsim.capture, model, None, ids(40), max_new_tokens=0)
-    assert capture().n_pos == 40
-    with pytest.raises(CaptureError, match=rf"layer 1 differs by .* from {norm} of the res"):
-        capture(residual=True)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_projections_of_other_names_are_measured(name):
-    """What is not the matrix of the module is refused, whatever it is called."""
-    model = FAMILIES[name].build("sdpa")
-    projections(model)[1].register_forward_hook(lambda _, __, out: out * 1.01)
-
-    called = "c_proj" if name == "gpt2" else "dense"
-    with pytest.raises(CaptureError, match=rf"{called} of layer 1 differs by 0\.0"):
-        kvsim.capture(model, None, ids(40), max_new_tokens=0, o_proj=True)
-
-
-def test_opt_has_both(tmp_path):
-    """Its projection is called out_proj, and its positions are learned."""
-    changes = {"ffn_dim": 64, "word_embed_proj_dim": 48, "hidden_size": 48, "pad_token_id": 1}
-    model = Family("OPT", "", changes=changes).build("sdpa")
-
-    trace = kvsim.capture(
-        model, None, ids(40), max_new_tokens=5, residual=True, o_proj=True, out=tmp_path / "a.zarr"
-    )
-
-    with torch.no_grad():
-        states = model(trace.tokens[None], output_hidden_states=True).hidden_states
-    assert gap(trace.residual, torch.cat(states[:-1])) < 1e-5
-    weights = [layer.self_attn.out_proj.weight for layer in model.model.decoder.layers]
-    expected = torch.stack([weight.T.unflatten(0, (6, 8)) for weight in weights])
-    assert torch.equal(trace.o_proj, expected)
-    assert store.verify(trace.path, deep=True).ok
 
 
 def test_a_model_with_other_layers_beside_attention_gets_their_caches():

@@ -9,9 +9,8 @@ import torch
 from recorder_models import build
 
 from kvsim.errors import CaptureError, MemoryLimitError, OutputError
-from kvsim.recorder import Options, Prompt, capture, capture_many, generation
+from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder import forecast as forecasts
-from kvsim.recorder.generation import on_meta
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.sizes import calls_of_two
 from kvsim.store import forecast as store_forecast
@@ -91,34 +90,6 @@ def test_a_plan_reads_no_numbers_of_a_model(tmp_path, family):
         for call in (calls_of_two(each)[0] for each in (outline, model))
     ]
     assert shapes[0] == shapes[1]
-
-
-def test_other_devices_keep_their_autocast_beside_a_plan():
-    """Forwards of models with weights, in the same time or inside, change nothing of torch."""
-    asked, loaded = torch.is_autocast_enabled, build("llama")
-    outline = build("llama").to("meta")
-
-    with torch.autocast("cpu"), on_meta(outline), on_meta(loaded):
-        assert torch.is_autocast_enabled("cpu")
-        assert not torch.is_autocast_enabled("meta")
-        with on_meta(outline):
-            pass
-        assert not torch.is_autocast_enabled("meta")
-
-    assert torch.is_autocast_enabled is asked
-
-
-def test_keys_are_repeated_for_all_heads_on_a_gpu(tmp_path, monkeypatch):
-    """Chunks of a prompt go over a mask there whole, whatever the CPU takes at once."""
-    monkeypatch.setattr(generation, "PAIRS", 1 << 12)
-    captures = [(Prompt("p", [5] * 900), tmp_path / "p.zarr")]
-    options, peaks = Options(max_new_tokens=0, sensitivity=False), set()
-    for size in (0, 1 << 40):
-        monkeypatch.setattr(forecasts, "REPEATED", size)
-        plan = forecasts.planned("tiny", captures, options, device="cuda")
-        peaks.add(plan.device_memory)
-
-    assert len(peaks) == 1
 
 
 def test_a_capture_without_room_is_refused_before_it_runs(tmp_path, monkeypatch):

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 import kvsim
-from families import FAMILIES, Family, ids
+from families import Family, ids
 from kvsim import store
 from kvsim.analysis.output.error import output_error
 from kvsim.engine.source import TraceSource
-from kvsim.errors import CaptureError
 from kvsim.policies.criticalkv import projected_size
 from kvsim.recorder.hooks import attention_modules
 from kvsim.recorder.sensitivity import _Copies
-from kvsim.runner.model import RunningModel
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "num_dense_layers": 1}
 AFMOE = Family("Afmoe", "", changes={**EXPERTS, "layer_types": ["full_attention"] * 2})
@@ -60,20 +58,6 @@ def test_the_gate_is_the_models_own(tmp_path):
     assert torch.equal(stored.o_proj, trace.o_proj)
     assert stored.meta["notes"] == []
     assert store.verify(stored.path, deep=True).ok
-
-
-def test_a_trace_without_projections_has_no_gate():
-    """Nothing reads it then; and a norm in front of the projection is no gate."""
-    model, _ = recorded()
-    assert not kvsim.capture(model, None, ids(20), max_new_tokens=0).has("gate")
-    other = FAMILIES["llama"].build("sdpa")
-    assert not kvsim.capture(other, None, ids(20), max_new_tokens=0, o_proj=True).has("gate")
-    norm = torch.nn.LayerNorm(96)
-    for module in attention_modules(other).values():
-        module.o_proj.register_forward_pre_hook(lambda _, args: (norm(args[0]),))
-
-    with pytest.raises(CaptureError, match=r"differs by .*: there is an adapter or a norm"):
-        kvsim.capture(other, None, ids(20), max_new_tokens=0, o_proj=True)
 
 
 def test_the_layer_error_is_that_of_the_gated_output():
@@ -133,13 +117,3 @@ def test_sensitivity_counts_the_gated_error(monkeypatch):
         rows = out.double().unflatten(0, (3, -1))
         expected = float((rows[layer + 1] - rows[0]).square().sum())
         assert of_layers._squared[layer] == pytest.approx(expected, rel=1e-3)
-
-
-def test_live_runs_that_read_the_projection_are_refused():
-    """The gates of a live prompt are not recorded; other policies run live."""
-    model, trace = recorded()
-
-    with pytest.raises(CaptureError, match="has a gate, expected none in a live run") as caught:
-        RunningModel(model).sketch(kvsim.policy("criticalkv+tova"), 60, 80, None, "live")
-    assert "\n" not in str(caught.value)
-    assert not kvsim.live(model, trace, "tova", 24).failures

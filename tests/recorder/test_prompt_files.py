@@ -3,14 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from recorder_models import four_layers
 
 from families import ids
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
-from kvsim.recorder.generation import StopStrings
 from small_model import TEMPLATE, words_tokenizer
 
 
@@ -41,15 +38,6 @@ def test_what_a_line_may_hold(tmp_path):
         Prompt("prompt-0003", chat),
         Prompt("prompt-0004", [5, 6]),
     ]
-
-
-def test_files_from_elsewhere(tmp_path):
-    """A byte order mark, Windows line ends, empty lines and a separator inside a text are fine."""
-    rows = [{"prompt": "w1 \u2028 w2"}, {"prompt": "w3"}]
-    plain = write(tmp_path / "a.jsonl", *rows)
-    odd = write(tmp_path / "b.jsonl", *rows, start=b"\xef\xbb\xbf\r\n", end=b"\r\n  \r\n")
-
-    assert read_prompts(odd) == read_prompts(plain)
 
 
 @pytest.mark.parametrize(
@@ -98,28 +86,6 @@ def test_numbers_that_are_none_are_refused(row, message, tmp_path):
 
     with pytest.raises(CaptureError, match=message):
         read_prompts(tmp_path / "p.jsonl")
-
-
-@pytest.mark.parametrize("name", ["p.parquet", "p.csv", "p.jsonl"])
-def test_files_that_are_refused_before_they_are_read(name, tmp_path):
-    """A table is converted by one command; a line without an end is not read to it."""
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(1 << 38)
-
-    with pytest.raises(CaptureError, match=r"is longer than 67108864|polars.read_\w+\(FILE\)"):
-        read_prompts(tmp_path / name, limit=1)
-
-
-def test_a_file_is_read_no_further_than_asked(tmp_path):
-    """With a limit, what follows is not looked at."""
-    source = tmp_path / "p.jsonl"
-    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\nnonsense\n')
-
-    assert [one.content for one in read_prompts(source, limit=2)] == ["a", "b"]
-    with pytest.raises(CaptureError, match="limit is -1, expected at least 1 prompt"):
-        read_prompts(source, limit=-1)
-    with pytest.raises(CaptureError, match="line 3"):
-        read_prompts(source, limit=10**30)
 
 
 def test_misspelled_keys_are_told_once(tmp_path):
@@ -212,46 +178,3 @@ def test_the_response_ends_with_the_token_that_completes_a_string():
     assert alone.digest == stopped.digest
     assert free.meta["generation"]["stopped"] == "length"
     assert free.meta["generation"]["stop"] == []
-
-
-def test_the_prompt_does_not_stop_the_response():
-    """A stop string in the prompt is none in the response."""
-    prompt = [60, 61, *ids(10)]
-    free = capture(four_layers(), words_tokenizer(), prompt, max_new_tokens=5)
-    assert "w60 w61" not in free.meta["text"]["response"]
-
-    trace = capture(four_layers(), words_tokenizer(), prompt, max_new_tokens=5, stop="w60 w61")
-
-    assert trace.n_pos == free.n_pos
-
-
-class Pieces:
-    """A tokenizer of bytes, some tokens of which are several, decoded as byte-level ones are."""
-
-    TABLE = (*(bytes([b]) for b in "aé€<".encode()), b"ab", b"<a", b"\xc3", b"a<ab")
-
-    def __init__(self):
-        self.most = 0
-
-    def decode(self, tokens, *, skip_special_tokens):
-        """Bytes that make no character become the replacement character."""
-        assert not skip_special_tokens
-        self.most = max(self.most, len(tokens))
-        return b"".join(self.TABLE[token] for token in tokens).decode(errors="replace")
-
-
-@given(
-    tokens=st.lists(st.integers(0, len(Pieces.TABLE) - 1), max_size=60),
-    strings=st.lists(st.text(alphabet="abé€<", min_size=1, max_size=4), min_size=1, max_size=3),
-)
-def test_the_end_is_where_the_whole_text_says(tokens, strings):
-    """Looking at the last tokens alone finds the end that decoding all of them does."""
-    tokenizer, whole = Pieces(), Pieces()
-    stop = StopStrings(strings, tokenizer)
-
-    found = next((n for n in range(1, len(tokens) + 1) if stop.completed(tokens[:n], 0)), None)
-
-    texts = (whole.decode(tokens[:n], skip_special_tokens=False) for n in range(1, len(tokens) + 1))
-    expected = (n for n, text in enumerate(texts, start=1) if any(one in text for one in strings))
-    assert found == next(expected, None)
-    assert tokenizer.most <= 8 + max(len(one.encode()) for one in strings)

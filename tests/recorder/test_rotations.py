@@ -196,22 +196,6 @@ def test_a_factor_of_queries_is_stated():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", ["one tensor a call, from a table", "a slice", "one tensor a call"]
-)
-def test_rotations_in_16_bits_are_those_of_32(name, dtype):
-    """Also from a table of 16 bits; rounding is no factor of queries."""
-    if recorded(name)[1] is None:
-        return
-    trace = kvsim.capture(KINDS[name].build().to(dtype), None, ids(40), max_new_tokens=8)
-
-    for rope, expected in zip(trace.ropes, recorded(name)[1].ropes, strict=True):
-        assert (rope.layout, rope.rotary_dim) == (expected.layout, expected.rotary_dim)
-        assert rope.inv_freq == pytest.approx(expected.inv_freq, rel=1e-2, abs=1e-4)
-    assert not [note for note in trace.meta["notes"] if "before RoPE" in note]
-
-
 def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp_path):
     """The weight of a norm after RoPE scales the dimensions of a pair apart."""
     model = KINDS["a norm after RoPE"].build()

@@ -56,22 +56,6 @@ def test_a_judge_needs_tokens_and_kept_sets_alone(tmp_path):
     assert tables[0].drop("trace").equals(tables[1].drop("trace"))
 
 
-def test_a_response_may_be_empty(tmp_path):
-    """The last row of the prompt stays, from which policies score."""
-    few = record(tmp_path / "few.zarr", rows="response+0", max_new_tokens=0)
-
-    assert few.left_out == LEFT_OUT
-    assert kvsim.replay(few, "tova", 96).events[0] == PROMPT - 1
-
-
-def test_a_short_prompt_leaves_nothing_out(tmp_path):
-    """Then the trace is the usual one, in the usual version of the format."""
-    few = record(tmp_path / "few.zarr", rows="response")
-
-    assert few.left_out is None
-    assert few.digest == whole(tmp_path).digest
-
-
 @pytest.mark.parametrize("rows", ["prompt", "response+-1", "response+x", "response+", "", "64"])
 def test_other_rows_are_refused(rows):
     """One line says what is expected."""

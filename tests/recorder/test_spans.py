@@ -2,20 +2,14 @@
 
 import json
 
-import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.folder import read_run
-from kvsim.analysis.table import COLUMNS
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, capture_many, load_model, read_prompts
+from kvsim.recorder import capture, capture_many, read_prompts
 from kvsim.recorder.spans import located
 from kvsim.store import describe
-from kvsim.sweeps.driver import replay_all
-from kvsim.testing.strategies import make_case
 from small_model import bytes_tokenizer, small, words_tokenizer
-from traces import changed
 
 #: A token of each byte, and merges that cross words.
 MERGES = (("a", "Ġ"), ("aĠ", "b"), ("Ġ", "c"))
@@ -62,23 +56,6 @@ def test_spans_are_those_of_the_rendered_chat(tmp_path):
     assert kvsim.open_trace(stored.save(tmp_path / "copy.zarr")).spans == stored.spans
 
 
-def test_the_shipped_tokenizer_locates():
-    """The tokens of the tiny model's words, behind the one that begins a text."""
-    model, tokenizer = load_model("tiny")
-
-    trace = capture(model, tokenizer, "facts : kuga", needle=":", max_new_tokens=0)
-
-    assert trace.spans == {"needle": ((2, 3),)}
-    assert trace.token_text[2] == ":"
-
-
-def test_token_ids_have_token_spans():
-    """Spans of a prompt of token ids are kept as they are given."""
-    trace = capture(small(), None, [1, 2, 3], needle=[[0, 1], [1, 3]], max_new_tokens=0)
-
-    assert trace.spans == {"needle": ((0, 1), (1, 3))}
-
-
 def test_tokenizer_without_offsets():
     """A slow tokenizer is one line, with what to give instead."""
     slow = type("Slow", (), {"is_fast": False})()
@@ -96,27 +73,3 @@ def test_resume_compares_the_needle(tmp_path):
     assert capture(model, tokenizer, "w1 w2", needle="w1", **again).path == out
     with pytest.raises(CaptureError, match=r"needle is at tokens \(\(0, 1\),\), expected \(\(1, 2"):
         capture(model, tokenizer, "w1 w2", needle="w2", **again)
-
-
-def test_numeric_labels_are_columns_only_where_they_are(tmp_path):
-    """Tables of traces without length and depth are as before; mixed ones have nulls."""
-    bare = make_case("normal", n=60, prompt_len=20).trace()
-    plain = changed(bare, name="plain")
-    meta = {"labels": {"task": "needle", "length": 60, "depth": 0.25}}
-    labelled = changed(bare, name="b", meta=meta)
-    options = {"metrics": ["output_error"], "interval": 10}
-    policies = [kvsim.policy("streaming_llm", sink=2)]
-
-    without = replay_all([plain], policies, [9], **options)
-    mixed = replay_all([plain, labelled], policies, [9], **options)
-    mixed.save(tmp_path / "run")
-
-    assert without.table.columns == list(COLUMNS)
-    assert without.table["model"].is_null().all()
-    assert set(mixed.table.columns) == {*COLUMNS, "length", "depth"}
-    assert mixed.table.schema["length"] == pl.Int64
-    assert mixed.table.schema["depth"] == pl.Float64
-    rows = mixed.table.filter(trace="b").unique(["length", "depth"]).select("length", "depth")
-    assert rows.rows() == [(60, 0.25)]
-    assert mixed.table.filter(trace="plain").drop("length", "depth").equals(without.table)
-    assert read_run(tmp_path / "run").table.equals(mixed.table)

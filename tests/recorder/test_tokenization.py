@@ -8,10 +8,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.recorder.provenance import describe_model
-from kvsim.recorder.repetition import repetition
 from kvsim.recorder.tokenization import describe_tokenizer
-from kvsim.runner.recorded import check_recorded
 from small_model import UNKNOWN, small, words_tokenizer
 
 END, FIRST = "<|endoftext|>", "<s>"
@@ -74,32 +71,6 @@ def test_special_tokens_in_a_text(pieces):
     inside = [x for x in prompt.meta["notes"] if x.endswith(f"as they stand: {END!r}")]
     assert len(inside) == (END in END.join(pieces)[1:-1])
     assert (prompt.meta["notes"], answered.meta["notes"]) == (inside, [])
-
-
-def test_chats_of_a_tokenizer_whose_first_token_is_the_unknown_one():
-    """A template that begins with the unknown token makes no prompt unknown."""
-    trace = capture(small(300), bytes_tokenizer(template=CHAT), "a b", chat=True, max_new_tokens=0)
-
-    assert trace.token_text == [END, "a", " ", "b"]
-
-
-def test_a_request_to_repeat_ends_as_a_chat_whose_turns_end_with_the_unknown_token():
-    """What a template writes between two messages is kept where the unknown token is part of it."""
-    template = "{% for m in messages %}{{ m.content }}" + END + "{% endfor %}A:"
-    tokenizer = bytes_tokenizer(template=template)
-
-    probe = repetition([1, 2, 3], tokenizer, chat=True)
-
-    request = "\n\nRepeat the previous context exactly." + END + "A:"
-    assert list(probe.tokens) == [*tokenizer(request)["input_ids"], 1, 2, 3]
-
-
-def test_unknown_words_next_to_special_tokens_are_refused():
-    """Only the words are named, and not the special tokens at their sides."""
-    tokenizer = words_tokenizer()
-
-    with pytest.raises(CaptureError, match=r"does not know 'hello', 'world', expected words"):
-        capture(small(), tokenizer, "w1 <unk>hello <unk> world<unk>")
 
 
 @pytest.mark.parametrize(("adds", "verb", "text"), [("bos", "begins", END + "a"),
@@ -205,12 +176,3 @@ def test_another_tokenizer_is_refused(kind, tmp_path):
     )
     assert kept[0].digest == trace.digest
     kvsim.live(small(), trace, "tova", 2, tokenizer=words_tokenizer())
-
-
-def test_traces_without_a_digest_are_accepted():
-    """Traces of earlier versions say nothing of their tokenizer, and run live with any."""
-    sample = kvsim.open_trace("sample")
-    model, tokenizer = kvsim.recorder.load_model("tiny")
-
-    assert "tokenizer" not in sample.meta
-    assert check_recorded(sample, describe_model(model), tokenizer) == sample.tokens.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.errors import CaptureError, TextError, TraceError
+from kvsim.errors import CaptureError, TextError
 from kvsim.recorder import Prompt, Turn, read_prompts
 from kvsim.recorder.capturing import capture_one
 from kvsim.recorder.options import Options
@@ -163,14 +163,6 @@ def test_a_trace_of_other_turns_is_not_kept(turns, message, tmp_path):
         capture_one("tiny", None, replace(whole, turns=turns), out, Options(resume=True))
 
 
-def test_turns_without_labels_of_their_own_have_those_of_the_prompt():
-    """Arrays of one's own say nothing of each turn."""
-    trace = capture(labels={"task": "get"}, max_new_tokens=3)
-    meta = {name: value for name, value in trace.meta.items() if name != "turns"}
-
-    assert replace(trace.header, meta=meta).labels_of(2) == {"task": "get"}
-
-
 def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
     """Two commands make a table by turn, and the trace is the same after resuming."""
     source, traces, out = tmp_path / "p.jsonl", tmp_path / "traces", tmp_path / "run"
@@ -249,13 +241,6 @@ def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("turn", [Turn(5), Turn(None), Turn([]), Turn([1], max_new_tokens="5")])
-def test_turns_of_another_kind_are_refused(turn):
-    """After token ids, too, before the model runs."""
-    with pytest.raises(CaptureError, match=r"turn 2 has|the question is"):
-        kvsim.capture("tiny", None, Prompt("", [1, 2, 3], turns=[turn]))
-
-
 def test_a_template_of_unequal_shape_is_refused():
     """One that renders the last turn otherwise than earlier ones."""
     unequal = CHAT.replace(
@@ -265,22 +250,3 @@ def test_a_template_of_unequal_shape_is_refused():
 
     with pytest.raises(CaptureError, match="renders a turn otherwise where another turn follows"):
         kvsim.capture(small(), words_tokenizer(unequal), prompt, chat=True)
-
-
-@pytest.mark.parametrize(
-    "questions", [[(33, 40)], [(40, 62)], [(50, 52), (41, 43)], [(40, 41, 42)], [("a", 41)]]
-)
-def test_questions_outside_the_response_are_refused(questions):
-    """A header whose questions do not lie between answers is not a trace's."""
-    trace = capture()
-    arrays = {name: trace.read(name) for name in "qkv"}
-
-    with pytest.raises(TraceError, match=r"questions are .*; expected a list of"):
-        kvsim.Trace.from_arrays(**arrays, prompt_len=33, questions=questions, rope=trace.rope)
-
-
-def test_what_a_prompt_says_is_not_given_again():
-    """A Prompt has its own answer, labels and name; a second one is refused in a line."""
-    with pytest.raises(CaptureError, match="answer, name and a Prompt are given") as caught:
-        kvsim.capture(small(), None, Prompt("p", [1, 2]), answer="w1", name="q")
-    assert "\n" not in str(caught.value)

@@ -39,7 +39,9 @@ def compiled_in_place(model):
     return model
 
 
-@pytest.mark.parametrize("wrap", [compiled, compiled_in_place])
+@pytest.mark.parametrize(
+    "wrap", [compiled, pytest.param(compiled_in_place, marks=pytest.mark.deep)]
+)
 def test_a_compiled_model_is_recorded(wrap, tmp_path):
     """Hooks see every call, and nothing of the recorder is compiled."""
     expected = recorded(small("llama"), tmp_path / "plain.zarr")

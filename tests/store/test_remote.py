@@ -1,9 +1,6 @@
 """Traces behind URLs, in fsspec's memory and on a server on loopback."""
 
-import json
-import re
 import shutil
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -11,7 +8,6 @@ import torch
 
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.store import describe, layout, open_trace, verify
-from kvsim.studies.language import tasks
 from saved_traces import projected, same
 from web import Quiet, served
 
@@ -133,44 +129,3 @@ def test_urls_that_cannot_be_read(url, message, run):
 
     status, out, error = run("info", url)
     assert (status, out, error.count("\n")) == (2, "", 1)
-
-
-def test_a_capture_goes_to_a_url(memory, run, tmp_path):
-    """`kvsim capture --out URL` writes there; what is there or cannot be written is refused."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(run("prompts", "--n", "2")[1])
-    words = ["capture", "--model", "tiny", "--prompts", prompts, "--max-new-tokens", "3"]
-    folder = memory.replace("made.zarr", "several")
-
-    status, out, _ = run(*words, "--out", folder, "--json")
-
-    assert status == 0
-    paths = [one["path"] for one in json.loads(out)["traces"]]
-    assert len(paths) == 2
-    assert all(path.startswith(f"{folder}/") and verify(path).ok for path in paths)
-    for more, message in (
-        ([paths[0], "--limit", "1"], "exists, expected a free URL"),
-        (["https://127.0.0.1:1/a.zarr", "--limit", "1"], "HTTP is read-only"),
-    ):
-        status, out, error = run(*words, "--out", *more)
-        assert (status, out, error.count("\n")) == (2, "", 1)
-        assert message in error
-
-
-def test_what_was_not_uploaded_is_kept(memory, run, monkeypatch):
-    """A recording outlives a store that refuses it, and is said to."""
-
-    def refuse(folder, url):
-        raise TraceError(f"{url} refuses {folder.name}")
-
-    monkeypatch.setattr("kvsim.store.remote.upload", refuse)
-    monkeypatch.setattr("kvsim.store.projections.upload", refuse)
-    prompt = tasks.prompts(1, task="walk", level=1)[0].prompt
-    words = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", "2"]
-    status, _, error = run(*words, "--out", memory)
-
-    assert status == 2
-    assert "refuses" in error
-    kept = Path(re.search(r"files that were not uploaded are kept in (\S+)", error)[1])
-    assert verify(kept / "made.zarr").ok
-    shutil.rmtree(kept)

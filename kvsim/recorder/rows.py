@@ -1,0 +1,87 @@
+"""The rows of a capture: its tokens, as far as they are known, and how they run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvsim.core.left_out import left_out_before
+from kvsim.core.probe import Probe
+from kvsim.recorder.answers import answer_check, reasoning_notes
+from kvsim.recorder.batching import Written
+from kvsim.recorder.choice import Choice
+from kvsim.recorder.facts import check_facts
+from kvsim.recorder.generation import StopStrings, chunk_rows, stop_tokens
+from kvsim.recorder.models import is_tiny
+from kvsim.recorder.options import Options
+from kvsim.recorder.positions import indexer_notes
+from kvsim.recorder.prompts import Prompt, encode
+from kvsim.recorder.repetition import check_length, repetition
+from kvsim.recorder.turns import encode_turns, fitting_turns, given_response, rows_at_once
+
+#: What ended a response that was given (`generation.stopped`).
+GIVEN = "given"
+
+
+class Rows:
+    """The prompt of a capture as tokens, its response if that is given, and its limits.
+
+    Raises CaptureError for a prompt or an option that the model or its tokenizer has nothing for;
+    TextError for an unknown scorer, or an answer of which it cannot score responses.
+    """
+
+    probe: Probe | None = None
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, prompt: Prompt, options: Options
+    ) -> None:
+        self.longest = longest = options.max_new_tokens
+        self.own_length = None if longest is not None else prompt.max_new_tokens
+        if self.own_length is not None:
+            options = replace(options, max_new_tokens=self.own_length)
+        self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        system = options.system if prompt.system is None else prompt.system
+        self.encoded = encoded = encode(
+            prompt, model, tokenizer, options.chat_template_kwargs, system=system, chat=options.chat
+        )
+        self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
+        self.stop = StopStrings(options.stops, tokenizer)
+        check_facts(prompt, messages=encoded.messages, options=options.generation)
+        self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
+        self.response, spans = given_response(encoded, self.turns)
+        self.questions = [*spans]
+        self.step = rows_at_once(model, encoded.ids, self.turns)
+        #: a response that is known before it is recorded: given, or written in a batch
+        self.written = Written(self.response, GIVEN, 0.0) if self.response else None
+        most = 0 if self.response else options.longest
+        self.new_tokens, cut = fitting_turns(model, len(encoded.ids), most, self.turns)
+        self.context = encoded.ids[: encoded.context_len]
+        n = len(encoded.ids) + len(self.response)
+        if options.probe is not None:
+            chat, chunk = encoded.messages is not None, options.probe_chunk
+            self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
+            check_length(model, len(self.context), self.probe, n)
+        stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
+        self.left_out = None if stay is None else left_out_before(end, stay)
+        self.chunk, whole = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
+        self.limit = n + self.new_tokens
+        drawn = self.choice.notes if self.new_tokens else ()
+        indexed = indexer_notes(model, self.limit)
+        self.notes = [*encoded.notes, *cut, *whole, *drawn, *indexed]
+
+    def answer_check(self, response: str | None) -> dict[str, Any] | None:
+        """Compare a response whose writer is known with the right one, ready for JSON."""
+        if response is None or (self.response and self.prompt.writer is None):
+            return None
+        prompt, encoded, tiny = self.prompt, self.encoded, is_tiny(self.model)
+        check = answer_check(prompt, encoded, response, tiny=tiny, longest=self.own_length)
+        self.notes += [] if check is None else reasoning_notes(encoded.opened + response)
+        return check
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of generation; of a given response what wrote it, if that is known."""
+        given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
+        return given if self.response else self.options.generation | self.choice.settings
