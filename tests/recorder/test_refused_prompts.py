@@ -86,17 +86,12 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
             {"system": "w3"},
             "the chat has a system message, and another one is given",
         ),
-        ("w1", {"metadata": {"a": 2**64}}, "metadata .* JSON .*has 18446744073709551616, expected"),
         ("w1", {"metadata": [float("inf")]}, "metadata cannot be stored as JSON .*not .*compliant"),
         ("w1", {"metadata": dt.date(2024, 1, 2)}, "metadata cannot be .*date is not JSON"),
-        ("w1", {"metadata": nested(59)}, "metadata cannot be .*is nested more than 64 deep"),
         ("w1", {"metadata": nested(2000)}, "metadata cannot be stored as JSON"),
-        ("w1", {"turn_labels": {"level": -(2**63) - 1}}, "turn_labels cannot be .* 64 bits"),
-        ("w1", {"max_new_tokens": 2**64}, "max_new_tokens cannot be .* at most 64 bits"),
-        ("w1", {"answer": "a" * 2**23}, "answer cannot be .*bytes, expected at most 8388608"),
+        ("w1", {"answer": "a" * 2**23}, "answer cannot be .*more than 8388608 bytes"),
         ("w1", {"writer": {"p": float("nan")}, "response": "w2"}, "writer cannot be stored"),
         ("w1", {"turns": [Turn("w2", labels={"length": 2**63})]}, "turn 2: length is 9223372036"),
-        ([{**chat("w1")[0], "tool_calls": nested(60)}], {}, "messages cannot be stored"),
     ],
 )
 def test_prompts_that_are_refused(prompt, given, message, tmp_path):
