@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "KvsimError",
