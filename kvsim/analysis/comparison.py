@@ -8,7 +8,7 @@ changes nothing (`verdict`). Where tasks are labelled, each counts the same in a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.results import HELD, REQUESTED, extent, is_live, labelled, mixed, of_policies
 from kvsim.analysis.significance import ALPHA, FEWEST, excess, holm, sign_flip
 from kvsim.analysis.summaries import (
+    ROUNDING,
     WEAKEST,
     Interval,
     layers_of,
@@ -77,7 +78,8 @@ class Comparison:
     budget with two policies. better: the direction in which `metric` is better. scale: the margin,
     and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts
     behind any mean. remarks: limits of the comparison. unranked: candidates without a value of
-    `metric`.
+    `metric`. weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget
+    where none of them could be the best by `metric`.
     """
 
     table: pl.DataFrame
@@ -90,6 +92,7 @@ class Comparison:
     traces: tuple[str, ...]
     remarks: tuple[str, ...]
     unranked: tuple[str, ...]
+    weaker: Mapping[str, Mapping[str, tuple[str, ...]]]
 
     @property
     def overall(self) -> pl.DataFrame:
@@ -208,6 +211,7 @@ def compare(
         tuple(sorted({trace for budget in budgets for trace in budget.traces})),
         tuple(remarks),
         tuple(name for name in measured if name not in names and name not in outside),
+        _weaker(table, metric, budgets, verdicts),
     )
 
 
@@ -331,6 +335,28 @@ def _joined(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
     more = more.with_columns(task=pl.lit(None, pl.String))
     rows = rows.drop(more.columns[2:-1])
     return rows.join(more, on=[*_AT, "task"], how="left", nulls_equal=True, maintain_order="left")
+
+
+def _weaker(
+    table: pl.DataFrame, metric: str, budgets: Sequence[Budget], verdicts: Sequence[Verdict]
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By weaker metrics than this, the policies of the lowest mean that could not be the best."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    weights = {x.requested: dict(zip(x.traces, x.weights, strict=True)) for x in budgets}
+    for name in EVIDENCE[EVIDENCE.index(metric) + 1 :] if metric in EVIDENCE else ():
+        values = per_prompt(main_variants(table, [name])).drop_nulls("value")
+        for verdict in verdicts:
+            of, weight = verdict.policies, weights[verdict.requested]
+            chosen = pl.col("trace").is_in([*weight]) & pl.col("policy").is_in(of)
+            part = values.filter(chosen, requested=verdict.requested)
+            if part.height == len(of) * len(weight):
+                weighted = pl.col("value") * pl.col("trace").replace_strict(weight)
+                means = part.group_by("policy", maintain_order=True).agg(weighted.mean())
+                lowest = pl.col("value") <= pl.col("value").min() * (1 + ROUNDING)
+                first = tuple(means.filter(lowest)["policy"])
+                if not {*first} & {*(verdict.best or verdict.first)}:
+                    found.setdefault(name, {})[verdict.requested] = first
+    return found
 
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil, inf
 
 import polars as pl
@@ -16,6 +17,7 @@ from kvsim.analysis.evidence import ANSWERS, EVIDENCE, WORTH, ranking
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
+from kvsim.analysis.summaries import ROUNDING
 from kvsim.analysis.verdict import Scale, Standing, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
@@ -50,11 +52,25 @@ def answer(
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences for each verdict, then what the metric is worth."""
+    """Yield sentences for each verdict, then what is odd, then what the metric is worth."""
     for verdict in comparison.verdicts:
         yield said(verdict, comparison.metric, comparison.scale)
     if comparison.verdicts:
+        yield from _reversed(comparison)
         yield basis(comparison)
+
+
+def _reversed(comparison: Comparison) -> Iterator[str]:
+    """Yield which policies have a worse mean with more entries."""
+    sign, found = -1 if comparison.better == "higher" else 1, list[str]()
+    for part in comparison.overall.drop_nulls("rank").partition_by("policy", maintain_order=True):
+        for less, more in pairwise(part.sort("entries").iter_rows(named=True)):
+            worse = sign * (more["mean"] - less["mean"]) > ROUNDING * abs(less["mean"])
+            if worse and less["n"] == more["n"]:
+                of = (f"{rounded(x['mean'], '.3g')} at {x['requested']}" for x in (less, more))
+                found.append(f"{less['policy']} ({', '.join(of)})")
+    if found:
+        yield f"Worse with more entries on these prompts: {_listed(found)}."
 
 
 def said(verdict: Verdict, metric: str, scale: Scale) -> str:
@@ -191,7 +207,7 @@ def _listed(names: Sequence[str], last: str = "and") -> str:
 
 
 def basis(comparison: Comparison) -> str:
-    """What the metric of a comparison is worth here."""
+    """What the metric of a comparison is worth here, and what weaker evidence says."""
     rows = comparison.table.drop_nulls("rank")
     levels, metric = {*comparison.table["fidelity"]}, comparison.metric
     kind = {"closed": "of live runs", "judged": "of the replay's kept sets, judged by the model"}
@@ -213,6 +229,16 @@ def basis(comparison: Comparison) -> str:
             f"KL does not count answers: its ranking and that by wrong answers correlated at "
             f"{low:.2f} to {high:.2f} in four cases"
         )
+    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name, budgets in comparison.weaker.items():
+        for budget, names in budgets.items():
+            found.setdefault((names, budget), []).append(name)
+    weaker = [
+        f"at budget {budget} the lowest {_listed(by)} has {_listed(names)}"
+        for (names, budget), by in found.items()
+    ]
+    if weaker:
+        parts.append(f"Weaker evidence differs: {'; '.join(weaker)}")
     if any(verdict.prompts < FEWEST for verdict in comparison.verdicts):
         parts.append(FEW)
     return f"{'. '.join(parts)}."

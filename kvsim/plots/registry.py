@@ -84,7 +84,8 @@ class Figure:
             "plans": "one policy, one budget",
             "sweep": "one policy, one budget" if self.single == "record" else "policies, budgets",
         }[self.replay]
-        parts = (f"{traces}, {policies}", "or runs" * self.runs, self.requires)
+        runs = "or a trace and runs" if self.single else "or runs"
+        parts = (f"{traces}, {policies}", runs * self.runs, self.requires)
         return "; ".join(filter(None, parts))
 
 
@@ -134,6 +135,9 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "token_text": _text(
         "The text, each token retained, evicted or not yet scored by one head.",
         ("trace", "record"), _PLACE, "G-KV, App. J"),
+    "kl_text": _text(
+        "The response, each token coloured by its KL, and where the most likely one changes first.",
+        ("trace", "table"), metrics=("response_kl_tokens",)),
     "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",
         ("trace", "record"), ("layer",), "G-KV, App. I", requires="text of tokens"),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.states import TOKEN_STATES, token_states
+from kvsim.analysis.kept.states import TOKEN_STATES, text_of, token_states
+from kvsim.analysis.live.metrics import KL_TOKENS
+from kvsim.analysis.live.table import kl_by_token
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
+from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
     KEPT,
@@ -58,6 +64,8 @@ KL_LEGEND = "KL in nats: " + " &ensp; ".join(
         ("the first", "outline:2px solid"),
     )
 )
+#: Results that a figure has room for.
+MOST = 4
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
 #: Characters of a token up to which a page shows it whole.
@@ -96,20 +104,9 @@ def token_text(
         f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
         f"KV head {head}\nafter row {states.row}{part}"
     )
-    height = 1 + max((line for line, _, _ in placed), default=0)
-    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
-    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
-    across, high = COLUMNS * _WIDTH, 0.155 * height
-    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
-    total = high + above + 0.45
-    figure.set_figheight(total)
-    wide = figure.get_figwidth()
-    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
-    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
-    axis.set_axis_off()
+    figure, axis = _page(_height(placed), subject, {fidelity(trace, record, "sets", layer)})
     for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
-        look: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
-        axis.text(column, line + 0.8, shown, parse_math=False, **look)
+        _write(axis, line, column, shown, _STYLE[code])
     counts = zip(states.counts().items(), _STYLE, strict=True)
     handles = {
         f"{name} ({n})": Patch(color=style["color"])
@@ -117,6 +114,60 @@ def token_text(
         if name != "missed" and (n or name != "held, not read")
     }
     legend_of(figure, handles, columns=3)
+    return figure
+
+
+def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
+    """The response, each token on a background by its KL; up to 4 results one below the other.
+
+    A frame marks the first token whose most likely one is not that of the full cache, a line below
+    the later ones. Grey tokens have no value, because no event before them can reach them. Text is
+    as in `token_text`; results share 60 lines.
+
+    table: with `response_kl_tokens` of the trace, such as that of `kvsim.judge(..., tokens=True)`.
+    Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
+    such values, or of more results.
+    """
+    trace = as_trace(trace).evicting
+    results, start = kl_by_token(table, trace), trace.prompt_len
+    if len(results) > MOST:
+        raise PolicyError(
+            f"{len(results)} results of {trace.name} do not fit a figure; expected at most {MOST}: "
+            "choose policies and budgets (--policy, --budget)"
+        )
+    placed = _placed(text_of(trace)[start:], LINES // len(results))
+    high, response = _height(placed), trace.n_pos - start
+    part = "" if len(placed) == response else f"\nthe first {len(placed)} of {response} tokens"
+    subject = f"{trace.name}: KL(full || evicted) of each token of the response{part}"
+    levels = set(table.filter(metric=KL_TOKENS, trace=trace.name)["fidelity"])
+    figure, axis = _page(len(results) * (high + 2), subject, levels)
+    for number, ((policy, budget), tokens) in enumerate(results.items()):
+        top = number * (high + 2) + 1.3
+        changed = tokens.filter(pl.col("changed") > 0)["position"].to_list()
+        where = f", first at position {changed[0]}" if changed else ""
+        mean = float(tokens["kl"].to_numpy().mean())
+        heading = (
+            f"{policy}, budget {budget}: {mean:.3g} nats a token, {len(changed)} of "
+            f"{tokens.height} changed{where}"
+        )
+        _write(axis, top - 1, 0, short_text(heading, COLUMNS), {"fontweight": "bold"})
+        codes = dict(zip(tokens["position"], kl_classes(tokens["kl"].to_numpy()), strict=True))
+        for position, (line, column, shown) in enumerate(placed, start=start):
+            style = {} if position in codes else _STYLE[0]
+            box = (column, top + line), len(shown), 0.92
+            if position in codes:
+                axis.add_patch(Rectangle(*box, color=_KL[codes[position]], lw=0))
+            if position in changed[:1]:
+                axis.add_patch(Rectangle(*box, fill=False, lw=1.4, zorder=3))
+            elif position in changed:
+                ends = [column, column + len(shown)]
+                axis.plot(ends, [top + line + 0.9] * 2, color="black", lw=0.7)
+            _write(axis, top + line, column, shown, style)
+    pairs = list(zip(_KL_NAMES, _KL, strict=True))
+    handles: dict[str, Artist] = {name: Patch(color=colour, lw=0) for name, colour in pairs[1:]}
+    handles["most likely token changed"] = Line2D([], [], color="black", lw=0.7)
+    handles["the first"] = Patch(fill=False, lw=1.4)
+    legend_of(figure, handles, columns=len(handles))
     return figure
 
 
@@ -150,7 +201,7 @@ def token_html(
 
 
 def kl_html(text: Sequence[str], tokens: pl.DataFrame) -> str:
-    """Tokens in colours by their KL as an HTML fragment, escaped as in `token_html`.
+    """Tokens in the colours of `kl_text` as an HTML fragment, escaped as in `token_html`.
 
     text: of all tokens. tokens: those to show, of `kl_by_token`.
     """
@@ -175,6 +226,30 @@ def styled_html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str
         spans.append(f'<span title="{html.escape(title)}" style="{css}">{text}</span>')
         first = last
     return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
+
+
+def _page(height: float, subject: str, levels: Iterable[str]) -> tuple[Figure, Axes]:
+    """A figure with a caption above so many lines of characters, and room for a legend below."""
+    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
+    caption(figure, subject, levels)
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
+    total = high + above + 0.45
+    figure.set_figheight(total)
+    wide = figure.get_figwidth()
+    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
+    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
+    axis.set_axis_off()
+    return figure, axis
+
+
+def _height(placed: Sequence[tuple[int, int, str]]) -> int:
+    return 1 + max((line for line, _, _ in placed), default=0)
+
+
+def _write(axis: Axes, line: float, column: int, shown: str, style: Mapping[str, Any]) -> None:
+    look: dict[str, Any] = {**style, "family": "monospace", "fontsize": _SIZE}
+    axis.text(column, line + 0.8, shown, parse_math=False, **look)
 
 
 def _placed(text: Sequence[str], lines: int) -> list[tuple[int, int, str]]:

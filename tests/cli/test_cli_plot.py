@@ -101,6 +101,29 @@ def test_a_run_is_drawn_as_its_traces_are(run, paths, finished, tmp_path, name):
     assert out[0].read_bytes() == out[1].read_bytes()
 
 
+def test_a_text_by_kl_is_that_of_a_run_or_judged_for_it(run, tmp_path):
+    """Of one trace with a text; a run without the KL of tokens says what has it."""
+    policies = ["--policy", "h2o", "--budget", "64", "--interval", "32"]
+    names, out = ["judged", "plain"], [tmp_path / "run.svg", tmp_path / "trace.svg"]
+    more = {"judged": ["--judge", "--metric", "response_kl_tokens"], "plain": ["--judge"]}
+    for name in names:
+        run("replay", "sample", *policies, *more[name], "--out", tmp_path / name)
+
+    run("plot", "kl_text", "sample", tmp_path / "judged", "--out", out[0])
+    run("plot", "kl_text", "sample", *policies, "--out", out[1])
+
+    assert out[0].read_bytes() == out[1].read_bytes()
+    refused = {
+        ("sample", tmp_path / "plain"): "the table has no response_kl_tokens of the tokens of sam",
+        ("sample", "sample-smollm2", tmp_path / "judged"): "kl_text shows one trace, but 2 were",
+        (tmp_path / "judged",): "kl_text shows one trace, but 0 were given",
+    }
+    for sources, message in refused.items():
+        status, _, err = run("plot", "kl_text", *sources, "--out", tmp_path / "none.png")
+        assert status == 2
+        assert message in err
+
+
 def test_layers_with_a_window_are_passed_over(run, tmp_path):
     """A figure of one layer takes one that was replayed, and one that was not is refused."""
     formulas = [Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)]

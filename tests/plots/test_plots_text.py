@@ -15,7 +15,7 @@ from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.live.table import kl_by_token, measure_judged
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.plots.records import lift_bars
-from kvsim.plots.text import kl_html, token_html, token_text
+from kvsim.plots.text import kl_html, kl_text, token_html, token_text
 from traces import random_trace
 
 HOSTILE = [
@@ -165,18 +165,41 @@ def judged(trace, *policies, seed=0):
 
 
 def test_tokens_of_the_response_are_coloured_by_their_kl():
-    """A class each by half a decade; the page has its own tags alone."""
+    """A class each by half a decade; a frame around the first that changes, a line below others."""
     trace = made(HOSTILE, name="$x^2$ <b>")
-    table, kl, _ = judged(trace, "tova")
-    expected = [sum(x > end for end in (0.03, 0.1, 0.3, 1, 3)) for x in kl[0, 1:]]
-    words, read = spaced(HOSTILE * 6), Read()
+    table, kl, changed = judged(trace, "tova", "knorm")
 
-    read.feed(kl_html(words, kl_by_token(table, trace)["tova", "20"]))
+    figure = kl_text(trace, table)
 
+    (axis,) = figure.axes
+    (shades, frames) = ([x for x in axis.patches if x.get_fill() is fill] for fill in (True, False))
+    expected = [sum(x > end for end in (0.03, 0.1, 0.3, 1, 3)) for x in kl[:, 1:].ravel()]
+    colours = [to_hex(x.get_facecolor(), keep_alpha=True) for x in shades]
+    by_class = dict(zip(expected, colours, strict=True))
+    assert colours == [by_class[x] for x in expected]
+    alphas = [int(by_class[x][-2:], 16) for x in sorted(by_class)]
+    assert alphas == sorted({*alphas})
+    assert len(by_class) == 6
+    counts = changed[:, 1:].sum(1).astype(int)
+    firsts = [int(np.flatnonzero(x[1:])[0]) + 1 for x in changed]
+    edges = [shades[n * 59 + first - 1].get_xy() for n, first in enumerate(firsts)]
+    assert [frame.get_xy() for frame in frames] == edges
+    assert len(axis.lines) == sum(counts) - 2
+    headings = [t.get_text() for t in axis.texts if t.get_fontweight() == "bold"]
+    assert headings == [
+        f"{name}, budget 20: {of[1:].mean():.3g} nats a token, {count} of 59 changed, "
+        f"first at position {30 + first}"
+        for name, of, count, first in zip(("tova", "knorm"), kl, counts, firsts, strict=True)
+    ]
+    of_first, words, read = kl_by_token(table, trace)["tova", "20"], spaced(HOSTILE * 6), Read()
+    read.feed(kl_html(words, of_first))
     names = ("up to 0.03", "> 0.03", "> 0.1", "> 0.3", "> 1", "> 3 nats")
     assert "".join(text for _, text in read.runs) == "".join(map(shown, words[31:90]))
-    assert {title for title, _ in read.runs} == {f"KL {names[x]}" for x in expected}
+    assert {title for title, _ in read.runs} == {f"KL {names[x]}" for x in expected[:59]}
     assert {tag for tag, _ in read.tags} == {"pre", "span"}
+    assert "fidelity: judged" in figure.get_suptitle()
+    figure.draw_without_rendering()
+    assert figure.bbox.width < 1280
 
 
 def test_bars_are_lifts_with_wilsons_interval():
