@@ -104,7 +104,7 @@ def test_a_trace_is_read_over_http(web, stored, run):
     assert (status, error) == (0, "")
     shutil.rmtree(stored / "v")
     trace = open_trace(url)
-    with pytest.raises(TraceError, match=r"'v/c/\d/0/0/0' is missing"):
+    with pytest.raises(TraceError, match=r"'v/c/\d/0/\d/0' is missing"):
         trace.read("v")
     with pytest.raises(TraceNotFoundError, match=r"zarr\.json is missing"):
         open_trace(f"{web}/other.zarr")
