@@ -99,8 +99,13 @@ def _echo_each(documents: Sequence[Mapping[str, Any]]) -> None:
         show.echo_text() if place else None
         if "name" in facts:
             _echo_facts(facts)
-        for problem in facts.get("problems", ()):
-            show.echo_text(f"{show.one_line(facts['path'])}: {show.one_line(problem)}")
+        _echo_problems(facts)
+
+
+def _echo_problems(facts: Mapping[str, Any]) -> None:
+    for problem in facts.get("problems", ()):
+        found = problem.removeprefix(f"{facts['path']}: ")
+        show.echo_text(f"{show.one_line(facts['path'])}: {show.one_line(found)}")
 
 
 def _echo_list(folder: str, documents: Sequence[Mapping[str, Any]]) -> None:
@@ -124,8 +129,7 @@ def _echo_list(folder: str, documents: Sequence[Mapping[str, Any]]) -> None:
         show.echo_rows(rows, right=list(rows[0]).index("tokens"))
         show.echo_text()
     for facts in documents:
-        for problem in facts.get("problems", ()):
-            show.echo_text(f"{show.one_line(facts['path'])}: {show.one_line(problem)}")
+        _echo_problems(facts)
     checked = ", complete and undamaged" * all("check" in facts for facts in documents)
     bad = sum(bool(facts.get("problems")) for facts in documents)
     state = f", {bad} damaged" if bad else checked

@@ -130,12 +130,14 @@ class Parts:
         number, _, sha = path.stem.partition("-")
         try:
             data = read_input(path, _LARGEST)
+            if sha != _sha(data):
+                return
             document = json.loads(pl.read_parquet_metadata(io.BytesIO(data))["kvsim"])
             done = {int(cell): dict(columns) for cell, columns in document["done"].items()}
             records = b""
             if document["records"] is not None:
                 records = read_input(path.with_suffix(".records"), _LARGEST)
-            if sha != _sha(data) or (records and document["records"] != _sha(records)):
+            if records and document["records"] != _sha(records):
                 return
             held = {x for part in self.outcomes.get(int(number), ()) for x in part.done}
             if held.isdisjoint(done):

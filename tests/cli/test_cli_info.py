@@ -94,6 +94,7 @@ def test_a_check_goes_through_all_traces(run, tmp_path):
 
     assert status == 2
     assert "complete and undamaged" in text
+    assert f"{bad}: {bad}" not in text
     assert one_line(err).startswith("error: 1 of 2 traces: ")
     shutil.rmtree(good)
     status, _, err = run("info", bad, good, "--deep")
