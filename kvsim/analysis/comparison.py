@@ -36,7 +36,7 @@ from kvsim.analysis.summaries import (
 from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
 from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, PREFILL, schedule
+from kvsim.schema import FIDELITY, PREFILL, plural, schedule
 
 #: Of a policy beside another one: `equal` where no prompt shows a difference.
 VERDICTS = ("better", "worse", "equivalent", "undecided", "equal")
@@ -205,7 +205,13 @@ def compare(
     )
     remarks += _remarks(rows, [name for name in names if name in outside])
     remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
-    measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
+    results = table.drop_nulls(["policy", "value"]).with_columns(requested=REQUESTED)
+    for name, column in (("budget", "requested"), ("prompt", "trace")):
+        there = results[column].unique(maintain_order=True).drop_nulls()
+        if lost := [x for x in there if x not in {*means[column]}]:
+            some = ", ".join(lost[:5]) + ", ..." * (len(lost) > 5)
+            remarks.append(f"{plural(len(lost), name)} without a value of {metric}: {some}")
+    measured = results["policy"].unique(maintain_order=True)
     return Comparison(
         *(rows, verdicts, metric, entry.better, against, target, scale),
         tuple(sorted({trace for budget in budgets for trace in budget.traces})),

@@ -169,6 +169,16 @@ def test_a_larger_budget_that_is_worse_is_said():
     assert lines[2] == "Worse with more entries on these prompts: tova (0.1 at 64, 0.2 at 128)."
 
 
+def test_budgets_without_a_value_of_what_ranks_are_named():
+    """Of a run that measured less than another one."""
+    more = table({"tova": [1.0], "h2o": [2.0]}, "layer_error")
+    less = table({"tova": [1.0], "h2o": [2.0]}, budget=128)
+
+    comparison, _ = answer(pl.concat([more, less]), ["output_error"], "layer_error")
+
+    assert "1 budget without a value of layer_error: 128" in comparison.remarks
+
+
 def judged(values, **more):
     """A Table of judged divergences."""
     judged = pl.lit("judged", pl.Enum(FIDELITY))
