@@ -37,7 +37,8 @@ class Stages:
             (proc / "clear_refs").write_text("5")  # the peak begins here
         before, start = _resident("VmRSS"), time.process_time()
         yield
-        values = time.process_time() - start, before, _resident("VmHWM")
+        peak = max(before, _resident("VmHWM"))  # counted apart, it can lag behind
+        values = time.process_time() - start, before, peak
         self.rows.extend((name, stage, x) for name, x in zip(MEASURED, values, strict=True))
 
     def table(self) -> pl.DataFrame:

@@ -29,6 +29,7 @@ from zarr.storage import LocalStore, WrapperStore, ZipStore
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import KvsimError, TraceError, TraceNotFoundError, error_line
+from kvsim.files import LOCK
 from kvsim.schema import is_url, object_at
 from kvsim.store.metadata import ROOT_LIMIT, decode_document
 from kvsim.store.remote import open_url
@@ -306,7 +307,7 @@ def seal_group(folder: Path, attributes: Mapping[str, Any]) -> bytes:
     paths = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / ROOT
+        if path.is_file() and path not in (folder / ROOT, folder / LOCK)
     }
     documents = {
         key.removesuffix(f"/{ROOT}"): json.loads(path.read_bytes())

@@ -259,8 +259,6 @@ class TraceWriter:
             }
             self._shard()
             self._link()
-            self._lock.close()
-            (self.folder / LOCK).unlink()
             move_projections(self.folder, self.path.parent)
             document = seal_group(self.folder, attributes)
             try:
@@ -270,7 +268,11 @@ class TraceWriter:
                     f"{where}: what describes it {error}; nothing was published, change its `meta`"
                 ) from error
             self._kept = f"the whole trace is {self.folder}, rename it, or "
-            sync_tree(self.folder)
+            try:
+                sync_tree(self.folder)
+            finally:  # without its lock it is not abandoned, whatever comes
+                self._lock.close()
+                (self.folder / LOCK).unlink()
             rename(self.folder, self.path, overwrite=self.overwrite)
         return self.path
 
