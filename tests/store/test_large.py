@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -94,11 +95,11 @@ print(json.dumps(said))
 
 
 @pytest.mark.deep
-def test_a_long_trace_takes_the_memory_of_its_layers(tmp_path, warm_python):
+def test_a_long_trace_takes_the_memory_of_its_layers(tmp_path):
     """No step holds more than three layers beside its logits, whatever the trace has."""
     facts = json.dumps([TOKENS, PROMPT, LAYERS, QHEADS, HEADS, DIM, str(tmp_path / "long.zarr")])
     done = subprocess.run(
-        [warm_python, "-c", CHILD, facts, str(MEMORY)],
+        [sys.executable, "-c", CHILD, facts, str(MEMORY)],
         env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # others keep what zarr's threads have freed
         capture_output=True,
         text=True,
