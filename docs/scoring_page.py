@@ -305,18 +305,19 @@ def opening(every: Mapping[str, Values]) -> str:
             continue
         numbers = {each: shown.count(each) for each in (BETTER, WORSE, SAME, OPEN)}
         most.append(next((name for name, n in numbers.items() if 2 * n > len(shown)), OPEN))
+        better = f"{numbers[BETTER]} of {len(shown)}"
+        if not sentences:
+            better += " pairs of a scorer and a workload are better than random sets at all budgets"
         sentences.append(
-            f"With {called} protected, {numbers[BETTER]} of {len(shown)} pairs of a scorer and a "
-            f"workload are better than random sets at all budgets, {numbers[WORSE]} worse, "
-            f"{numbers[SAME]} equivalent within {100 * MARGIN:.0f} %; {numbers[OPEN]} are not "
-            "decided."
+            f"With {called} protected, {better} ({numbers[WORSE]} worse, {numbers[SAME]} "
+            f"equivalent within {100 * MARGIN:.0f} %, {numbers[OPEN]} not decided)."
         )
     prompts = [values.prompts for values in every.values()]
     planned = max(each.prompts for each in WORKLOADS.values())
     if len(every) < len(WORKLOADS) or min(prompts) < planned:
         sentences.append(
-            f"Measured so far: {len(every)} of {len(WORKLOADS)} workloads, {min(prompts)} to "
-            f"{max(prompts)} of {planned} prompts each; what is said may still change."
+            f"Measured so far: {len(every)} of {len(WORKLOADS)} workloads, at least {min(prompts)} "
+            f"of {planned} prompts each; what is said may still change."
         )
     first = {BETTER: "It does here.", WORSE: "It harms here.", SAME: "It hardly does here."}
     alike = len({*most}) == 1
