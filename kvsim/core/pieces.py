@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
-from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER, Compress, Spans
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
 
 
 class Piece:

@@ -1,31 +1,43 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and its lines in `catalogue.py`, of a reader or codec in `access.py`.
-`policy` builds one from its name.
+A new policy is one file here and its entry in `catalogue.py`, of a reader or codec in `access.py`.
+`policy` builds one from its name. The names below are imported on first use, so that the file of a
+policy imports what it needs alone.
 """
 
-from kvsim.policies.access import ACCESS
-from kvsim.policies.catalogue import CATALOGUE
-from kvsim.policies.description import Description, describe
-from kvsim.policies.entry import Entry, Preset
-from kvsim.policies.naming import (
-    access_names,
-    as_policies,
-    as_policy,
-    declared,
-    has_parameter,
-    names,
-    policy,
-    variants,
-)
-from kvsim.policies.naming import parameter_names as parameters
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvsim.policies.access import ACCESS
+    from kvsim.policies.catalogue import CATALOGUE
+    from kvsim.policies.description import Description, describe
+    from kvsim.policies.entry import Entry
+    from kvsim.policies.naming import (
+        access_names,
+        as_policies,
+        as_policy,
+        declared,
+        has_parameter,
+        names,
+        parameters,
+        policy,
+        variants,
+    )
+
+_HOME = {
+    "ACCESS": "access",
+    "CATALOGUE": "catalogue",
+    "Description": "description",
+    "Entry": "entry",
+    "describe": "description",
+}
 
 __all__ = [
     "ACCESS",
     "CATALOGUE",
     "Description",
     "Entry",
-    "Preset",
     "access_names",
     "as_policies",
     "as_policy",
@@ -37,3 +49,11 @@ __all__ = [
     "policy",
     "variants",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"kvsim.policies.{_HOME.get(name, 'naming')}")
+    globals()[name] = getattr(module, name)
+    return globals()[name]

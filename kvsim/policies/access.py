@@ -1,124 +1,97 @@
-"""Readers, codecs and mergers by their names."""
+"""Readers, codecs and mergers by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvsim.policies.clairvoyant import TopK, TopP
-from kvsim.policies.d2o import D2O
-from kvsim.policies.double_sparsity import DoubleSparsity
-from kvsim.policies.entry import Entry, Preset
-from kvsim.policies.infllm import InfLLM
-from kvsim.policies.kivi import Kivi
-from kvsim.policies.kvquant import KVQuant
-from kvsim.policies.lookm import LookM
-from kvsim.policies.magicpig import MagicPIG
-from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
-from kvsim.policies.pqcache import PQCache
-from kvsim.policies.quest import Quest
-from kvsim.policies.rocketkv import RocketKV
-from kvsim.policies.skip_softmax import SkipSoftmax
-from kvsim.policies.think import ThinK
-from kvsim.policies.turboquant import TurboQuant
+from kvsim.policies.entry import Entry, variant
 
 #: Readers, codecs and mergers, which stand behind an eviction, or alone.
 ACCESS: Mapping[str, Entry] = {
     "quest": Entry(
         "reads pages whose keys could have the largest logits",
-        Quest,
-        None,
-        presets={"release": Preset("reads at least three pages", params={"least": 3})},
+        "quest:Quest",
+        presets={"release": variant("reads at least three pages", least=3)},
     ),
     "double_sparsity": Entry(
         "reads entries with the largest products over a few channels",
-        DoubleSparsity,
-        None,
+        "double_sparsity:DoubleSparsity",
         required={"calibration": "prefix:64"},
     ),
     "infllm": Entry(
         "reads the first and last entries, and blocks by representative ones",
-        InfLLM,
-        None,
+        "infllm:InfLLM",
         presets={
-            "release": Preset(
-                "blocks of 128, 128 first and 4,096 last entries",
-                params={"page": 128, "sink": 128, "local": 4096},
+            "release": variant(
+                "blocks of 128, 128 first and 4,096 last entries", page=128, sink=128, local=4096
             )
         },
     ),
     "pqcache": Entry(
         "reads the first and last entries, and those whose coded keys have the largest logits",
-        PQCache,
-        None,
-        presets={"release": Preset("32 first entries", params={"sink": 32})},
+        "pqcache:PQCache",
+        presets={"release": variant("32 first entries", sink=32)},
     ),
     "magicpig": Entry(
         "reads the first and last entries, and samples others by hashing, with weights",
-        MagicPIG,
-        None,
-        presets={"release": Preset("adds 1e-4 to probabilities", params={"epsilon": 1e-4})},
+        "magicpig:MagicPIG",
+        presets={"release": variant("adds 1e-4 to probabilities", epsilon=1e-4)},
     ),
     "rocketkv": Entry(
         "reads pages by a few channels, of what stays after the prompt",
-        RocketKV,
-        None,
+        "rocketkv:RocketKV",
         default="snapkv",
         inner={"snapkv": {"pool_kernel": 63}},
     ),
     "skip_softmax": Entry(
         "reads all keys, and the values of blocks with a logit not far below the largest so far",
-        SkipSoftmax,
-        None,
+        "skip_softmax:SkipSoftmax",
         presets={
-            "modelopt": Preset(
-                "blocks of 128, a threshold of 1e-5", params={"page": 128, "threshold": 1e-5}
-            )
+            "modelopt": variant("blocks of 128, a threshold of 1e-5", page=128, threshold=1e-5)
         },
     ),
-    "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
-    "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),
-    "kivi": Entry("stores few bits: keys per channel, values per token", Kivi, None),
-    "kvquant": Entry("stores few bits as kivi does, and outliers exactly", KVQuant, None),
+    "topk": Entry("reads the entries that a row attends to most: a bound", "clairvoyant:TopK"),
+    "topp": Entry("reads the fewest entries with a share of a row's attention", "clairvoyant:TopP"),
+    "kivi": Entry("stores few bits: keys per channel, values per token", "kivi:Kivi"),
+    "kvquant": Entry("stores few bits as kivi does, and outliers exactly", "kvquant:KVQuant"),
     "turboquant": Entry(
         "stores few bits of the rotated vector, with one codebook for all",
-        TurboQuant,
-        None,
+        "turboquant:TurboQuant",
         presets={
-            "prod": Preset(
-                "a bit of each key's number for what is left", params={"objective": "prod"}
-            ),
-            "vllm": Preset(
+            "prod": variant("a bit of each key's number for what is left", objective="prod"),
+            "vllm": variant(
                 "Hadamard matrix, levels of norm 1, values not rotated",
-                params={"rotation": "hadamard", "unit": True, "uniform_values": True},
+                rotation="hadamard",
+                unit=True,
+                uniform_values=True,
             ),
         },
     ),
     "think": Entry(
         "stores the channels of keys that matter to the last queries of the prompt",
-        ThinK,
-        None,
-        presets={"kvpress": Preset("prunes the recent keys, too", params={"recent": 0})},
+        "think:ThinK",
+        presets={"kvpress": variant("prunes the recent keys, too", recent=0)},
     ),
-    "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
+    "int8": Entry("stores 8 bits, with a scale per token", "per_token:Integers"),
     "int4": Entry(
-        "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}
+        "stores 4 bits, with a scale per token", "per_token:Integers", params={"bits_per_number": 4}
     ),
-    "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
+    "fp8": Entry("stores 8-bit floating-point numbers", "per_token:ShortFloats"),
     "nvfp4": Entry(
-        "stores 4-bit floating-point numbers, with a scale per block", BlockFloats, None
+        "stores 4-bit floating-point numbers, with a scale per block", "per_token:BlockFloats", None
     ),
     "lookm": Entry(
-        "merges what is evicted into the nearest kept entries", LookM, None, default="h2o"
+        "merges what is evicted into the nearest kept entries", "lookm:LookM", default="h2o"
     ),
     "d2o": Entry(
         "merges what is evicted into the nearest kept entries, if similar enough",
-        D2O,
-        None,
+        "d2o:D2O",
         default="h2o",
         presets={
-            "release": Preset(
+            "release": variant(
                 "weights are cosines, and heads share a threshold",
-                params={"weights": "cosine", "across_heads": True},
+                weights="cosine",
+                across_heads=True,
             )
         },
     ),

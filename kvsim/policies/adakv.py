@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Between
-from kvsim.core.policy import Allocator, Plan
+from kvsim.core.pieces import Allocator, Plan
 from kvsim.core.select import compete
 from kvsim.core.view import View
 

@@ -53,7 +53,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Allocator, Plan, Protection
+from kvsim.core.pieces import Allocator, Plan, Protection
 from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError

@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
-from kvsim.core.policy import LayerBudgets
+from kvsim.core.pieces import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 from kvsim.core.weights import by_heads

@@ -19,8 +19,7 @@ from typing import ClassVar, Self, cast
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Piece
-from kvsim.core.policy import Schedule, Scorer
+from kvsim.core.pieces import Piece, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError

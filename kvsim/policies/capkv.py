@@ -24,7 +24,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 from kvsim.policies.expected_attention import quadratic, seen_moments
 

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Allocator, Plan
+from kvsim.core.pieces import Allocator, Plan
 from kvsim.core.select import select
 from kvsim.core.view import View
 

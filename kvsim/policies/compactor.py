@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.pieces import Protection, Scorer, Scores
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.core.weights import by_heads
 from kvsim.policies.window import smooth

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
-from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
+from kvsim.core.pieces import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.select import select
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.gkv import check_sign

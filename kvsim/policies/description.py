@@ -56,10 +56,10 @@ def describe(name: str) -> Description:
         )
     if ":" in name:
         built = policy(name)
-        pieces = [type(piece) for level in built.levels for piece in level]
-        text = documentation(defining(built)).partition("\n")[0] or "a policy of your own"
-        entry = Entry(text, type(defining(built)), built.schedule)
-        declares = [parameters(piece) for piece in reversed(pieces)]
+        of = defining(built)
+        text = documentation(of).partition("\n")[0] or "a policy of your own"
+        entry = Entry(text, type(of), built.schedule)
+        declares = [parameters(type(x)) for level in reversed(built.levels) for x in level]
         accepted = {key: each for of_piece in declares for key, each in of_piece.items()}
     else:
         entry = entry_of(name)

@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Allocator, Plan
+from kvsim.core.pieces import Allocator, Plan
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, integer, is_finite
-from kvsim.core.policy import Allocator, Plan, Protection
+from kvsim.core.pieces import Allocator, Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View

@@ -6,52 +6,68 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Literal
 
-from kvsim.core.merging import Merger
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import Allocator, Schedule, Scorer, Wrapper
-from kvsim.core.propagation import Propagation
-from kvsim.core.reading import Reader
-from kvsim.core.storing import Codec
+from kvsim.core.pieces import Schedule, Uniform
+
+#: A class, or "FILE:CLASS" of one in kvsim.policies.
+Class = type[Any] | str
+KINDS = ("propagation", "allocator", "wrapper", "scorer", "reader", "merger", "codec")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Differences of an implementation: other pieces, parameters or schedule."""
+def load(given: Class) -> type[Any]:
+    """The class that a text names, imported if need be; a class as it is."""
+    if not isinstance(given, str):
+        return given
+    file, _, name = given.partition(":")
+    loaded: type[Any] = getattr(import_module(f"kvsim.policies.{file}"), name)
+    return loaded
 
-    summary: str
-    piece: type[Any] | None = None
-    layer_budgets: type[Any] | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    inner: Mapping[str, Mapping[str, Any]] | None = None
-    meant_for: Mapping[str, int] | None = None
+
+def variant(summary: str, **changes: Any) -> Mapping[str, Any]:
+    """A preset: the fields of an Entry in which an implementation differs, and parameters."""
+    of_entry = {key: changes.pop(key) for key in changes.keys() & Entry.__dataclass_fields__.keys()}
+    return {"summary": summary, **of_entry, **({"params": changes} if changes else {})}
+
+
+def with_presets(
+    entries: Mapping[str, Entry], presets: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Entry]:
+    """Entries by name, with the presets called NAME@PRESET."""
+    of: dict[str, dict[str, Any]] = {name: {} for name in entries}
+    for full, changes in presets.items():
+        name, _, preset = full.partition("@")
+        of[name][preset] = changes
+    return {name: replace(entry, presets=of[name]) for name, entry in entries.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
     """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
 
-    piece: a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a propagation.
-    schedule: its own; None where the scorer inside decides. paper: by default the first one that
-    the piece's file names in the first two paragraphs of its docstring. layer_budgets: takes the
-    piece's parameters of the same names. policy: other fields of the Policy. inner: parameters that
-    a scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
-    named, of a reader the eviction in front. shares: of a propagation, parameters whose values that
-    scorer takes over. required: parameters without a default, and an example of each. meant_for:
-    parameters that are lengths, and the budget that their values are meant for; the preset `scaled`
-    shrinks them with it.
+    target: the class of a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a
+    propagation, a reader, a codec or a merger. schedule: its own; None where the scorer inside
+    decides. cites: the paper, by default the first one that the piece's file names in the first two
+    paragraphs of its docstring. by_layer: budgets of the layers, which take the piece's parameters
+    of the same names. inner: parameters that a scorer inside, by name, takes for its defaults
+    there. default: the scorer inside where none is named, of a reader the eviction in front.
+    shares: of a propagation, parameters whose values that scorer takes over. required: parameters
+    without a default, and an example of each. meant_for: parameters that are lengths, and the
+    budget of the paper that their values are meant for; the preset `scaled` shrinks them with it.
     """
 
     summary: str
-    piece: type[Any]
-    schedule: Schedule | None
-    paper: str = ""
-    presets: Mapping[str, Preset] = field(default_factory=dict)
-    layer_budgets: type[Any] | None = None
+    target: Class
+    schedule: Schedule | None = None
+    cites: str = ""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_layer: Class | None = None
+    allocator: Class = Uniform
+    positions: Literal["absolute", "slot"] = "absolute"
+    per_query_head: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
     inner: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     default: str = ""
     shares: tuple[str, ...] = ()
@@ -59,12 +75,23 @@ class Entry:
     meant_for: Mapping[str, int] = field(default_factory=dict)
     scaled: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.paper:
-            module = sys.modules.get((self.layer_budgets or self.piece).__module__)
-            head = (getattr(module, "__doc__", None) or "").split("\n\n")[:2]
-            cited = re.search(r"(arXiv|openreview) [\w.]*\w", " ".join(" ".join(head).split()))
-            object.__setattr__(self, "paper", cited[0] if cited else "")
+    @property
+    def piece(self) -> type[Any]:
+        """The class of its piece."""
+        return load(self.target)
+
+    @property
+    def layer_budgets(self) -> type[Any] | None:
+        """The class of its budgets of layers."""
+        return None if self.by_layer is None else load(self.by_layer)
+
+    @property
+    def paper(self) -> str:
+        """The paper, such as `arXiv 2404.14469`; empty without one."""
+        module = sys.modules.get((self.layer_budgets or self.piece).__module__)
+        head = (getattr(module, "__doc__", None) or "").split("\n\n")[:2]
+        cited = re.search(r"(arXiv|openreview) [\w.]*\w", " ".join(" ".join(head).split()))
+        return self.cites or (cited[0] if cited else "")
 
     @property
     def kind(self) -> str:
@@ -72,8 +99,8 @@ class Entry:
 
         It says where in a name the entry may stand.
         """
-        bases = (Propagation, Allocator, Wrapper, Scorer, Reader, Merger, Codec)
-        return next(base.__name__.lower() for base in bases if issubclass(self.piece, base))
+        bases = (base for base in self.piece.__mro__ if base.__module__.startswith("kvsim.core."))
+        return next((x for base in bases if (x := base.__name__.lower()) in KINDS), "")
 
     @property
     def innermost(self) -> bool:
@@ -82,24 +109,9 @@ class Entry:
 
     def preset(self, name: str) -> Entry:
         """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths."""
-        name, scaled = self.split(name)
-        if scaled:
-            return replace(self.preset(name), scaled=True)
-        if not name:
-            return self
-        preset = self.presets[name]
-        policy = {**self.policy, **preset.policy}
-        return replace(
-            self,
-            summary=preset.summary,
-            piece=preset.piece or self.piece,
-            layer_budgets=preset.layer_budgets or self.layer_budgets,
-            schedule=policy.pop("schedule", self.schedule),
-            params={**self.params, **preset.params},
-            policy=policy,
-            inner=self.inner if preset.inner is None else preset.inner,
-            meant_for=self.meant_for if preset.meant_for is None else preset.meant_for,
-        )
+        rest, scaled = self.split(name)
+        entry = replace(self, cites=self.paper, **self.presets[rest]) if rest else self
+        return replace(entry, scaled=True) if scaled else entry
 
     @staticmethod
     def split(preset: str) -> tuple[str, bool]:

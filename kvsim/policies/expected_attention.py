@@ -42,7 +42,7 @@ from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Schedule, Scorer
+from kvsim.core.pieces import Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.core.weights import row_grid

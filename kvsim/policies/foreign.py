@@ -9,63 +9,57 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import Allocator, Policy, Schedule, Scorer, Wrapper
-from kvsim.core.reading import Reader
-from kvsim.core.storing import Codec
-from kvsim.errors import KvsimError, PolicyError, error_line, suggest
-from kvsim.policies.catalogue import CATALOGUE
-from kvsim.policies.duo import Duo, HeadPlan
+from kvsim.core.parameters import parameters
+from kvsim.core.policy import Policy, Scorer, Uniform
+from kvsim.errors import KvsimError, PolicyError, error_line
+from kvsim.policies.catalogue import CATALOGUE, EVERY_ROW, PROMPT
 from kvsim.policies.entry import Entry
-from kvsim.policies.headkv import HeadKV
-from kvsim.policies.lukv import LUKV, PARAMS, SCORER, SINK
-from kvsim.policies.snapkv import SnapKV
-from kvsim.policies.tova import TOVA
-from kvsim.schema import NEVER
 
-# Policies of a plan of heads: allocator, scorer, its parameters there, and the schedule. The scorer
-# is None where the plan names it.
-_PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
-    "duo": (Duo, TOVA, {"heads": "group"}, Schedule(interval=1)),
-    "headkv": (HeadKV, SnapKV, {}, Schedule(interval=None)),
-    "lukv": (LUKV, None, {}, Schedule(interval=None)),
+#: Policies of a plan of heads, the first class that of the allocator, and the scorer inside; that
+#: of `lukv` is named by the plan.
+_PLANNED = {
+    "duo": Entry("", "duo:Duo", EVERY_ROW, params={"heads": "group"}, default="tova"),
+    "headkv": Entry("", "headkv:HeadKV", PROMPT, default="snapkv"),
+    "lukv": Entry("", "lukv:LUKV", PROMPT),
 }
 
 
-def entry_of(name: str) -> Entry | None:
-    """The entry of a class of the user's own that needs a scorer inside, or stands behind one.
+def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
+    """Entry and parameters of a policy of the user's own, and whether `build` builds it.
 
-    None for any other policy.
+    False for the class of a piece that stands around a scorer, or behind one.
     """
-    target = None if name.partition(":")[0] in _PLANNED else _target(name)
-    if isinstance(target, type) and issubclass(target, Allocator | Wrapper | Reader | Codec):
-        return Entry("of your own", target, None)
-    return None
-
-
-def named(name: str) -> Mapping[str, Any]:
-    """The parameters that its class or function names. Raises PolicyError where there is none."""
     kind, _, file = name.partition(":")
+    own = Entry("a policy of your own", Scorer)
     if kind in _PLANNED:
-        return _of_plan(_pieces(kind, file))
+        return own, _of_plan(kind, file)[0], True
     target = _target(name)
-    if isinstance(target, type) and (fields := parameters(target)):
-        return fields
+    if isinstance(target, type):
+        entry = Entry("of your own", target)
+        if entry.kind not in ("", "scorer", "propagation"):
+            return entry, entry.parameters, False
+        if fields := parameters(target):
+            return own, fields, True
     try:
-        return inspect.signature(target).parameters if callable(target) else {}
+        return own, inspect.signature(target).parameters if callable(target) else {}, True
     except (TypeError, ValueError):  # of a callable without a signature
-        return {}
+        return own, {}, True
 
 
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """Build a policy of the user's own. Raises PolicyError where that fails."""
-    module_name, _, attribute = name.partition(":")
-    if module_name in _PLANNED:
-        return _planned(module_name, attribute, params)
+    kind, _, attribute = name.partition(":")
+    if kind in _PLANNED:
+        _, pieces, values = _of_plan(kind, attribute)
+        values = {**values, **params}
+        allocator, scorer = (
+            piece(**{key: values[key] for key in parameters(piece) if key in values})
+            for piece in pieces
+        )
+        return Policy(name, scorer, allocator, schedule=_PLANNED[kind].schedule or PROMPT)
     target = built = _target(name)
     if callable(target):
         with _explained(f"{name!r} cannot be built from {params}"):
@@ -80,50 +74,32 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
     return built
 
 
-def _pieces(kind: str, file: str) -> tuple[Any, Any, Mapping[str, Any], Schedule]:
-    """Allocator, scorer, its parameters and the schedule of the policy of a plan."""
-    allocator, scorer, there, schedule = _PLANNED[kind]
-    if scorer is None:
-        training = HeadPlan.open(Path(file), kind, allocator.axes).training
-        defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK}
-        name, params, sink = ({**defaults, **training}[key] for key in defaults)
-        scorer = plain_scorer(f"{kind}: {file}", name)
-        if not isinstance(params, dict) or not params.keys() <= parameters(scorer).keys():
-            raise PolicyError(f"{kind}: {file}: its scorer {name} has no parameters {params!r}")
-        if type(sink) is not int or not 0 <= sink < NEVER:
-            raise PolicyError(f"{kind}: {file}: its sink is {sink!r}; expected a number of entries")
-        there = {"sink": sink, **params}
-    return allocator, scorer, there, schedule
+def takes_more(name: str) -> bool:
+    """Whether a policy of the user's own may take parameters that it does not name."""
+    return name.partition(":")[0] not in _PLANNED
 
 
-def plain_scorer(where: str, name: Any) -> Any:
+def plain_scorer(where: str, name: Any) -> type[Any]:
     """The class of a scorer that evicts equally in all heads. Raises PolicyError for others."""
     entry = CATALOGUE.get(name) if isinstance(name, str) else None
-    if entry is None or entry.kind != "scorer" or entry.layer_budgets or entry.policy:
+    if entry is None or entry.kind != "scorer" or entry.by_layer or entry.allocator is not Uniform:
         raise PolicyError(f"{where}: its scorer is {name!r}; expected one such as snapkv")
     return entry.piece
 
 
-def _of_plan(of: tuple[Any, Any, Mapping[str, Any], Schedule]) -> dict[str, Parameter]:
-    """The parameters of a policy of a plan: those of its allocator and of its scorer."""
-    return {**parameters(of[0]), **parameters(of[1])}
-
-
-def _planned(kind: str, file: str, params: Mapping[str, Any]) -> Policy:
-    """The policy of a plan of heads."""
-    of = _pieces(kind, file)
-    (*pieces, there, schedule), accepted = of, _of_plan(of)
-    values = {"file": file, **there, **params}
-    for key in params.keys() - accepted.keys():
-        raise PolicyError(
-            f"{kind}:{file} has no parameter {key!r}{suggest(key, accepted)}; "
-            f"parameters: {', '.join(accepted)}"
-        )
-    allocator, scorer = (
-        piece(**{key: values[key] for key in parameters(piece) if key in values})
-        for piece in pieces
-    )
-    return Policy(f"{kind}:{file}", scorer, allocator, schedule=schedule)
+def _of_plan(kind: str, file: str) -> tuple[Mapping[str, Any], list[type[Any]], dict[str, Any]]:
+    """The parameters of the policy of a plan, its allocator and scorer, and values of the plan."""
+    entry = _PLANNED[kind]
+    allocator, name, values = entry.piece, entry.default, {"file": file, **entry.params}
+    if name:
+        scorer = CATALOGUE[name].piece
+    else:
+        name, of_scorer, sink = allocator.scoring(file)
+        scorer = plain_scorer(f"{kind}: {file}", name)
+        if not isinstance(of_scorer, dict) or not of_scorer.keys() <= parameters(scorer).keys():
+            raise PolicyError(f"{kind}: {file}: its scorer {name} has no parameters {of_scorer!r}")
+        values |= {"sink": sink, **of_scorer}
+    return {**parameters(allocator), **parameters(scorer)}, [allocator, scorer], values
 
 
 def _target(name: str) -> Any:
@@ -143,12 +119,9 @@ def _explained(failed: str) -> Iterator[None]:
     except KvsimError:
         raise
     except (Exception, SystemExit) as error:  # a user's file is anybody's code
-        raise PolicyError(f"{failed}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Say what a user's code raised, and in which line of its file, if that is known."""
-    frames = ((x.filename, x.lineno) for x in traceback.extract_tb(error.__traceback__))
-    user = (x for x in frames if x[0] not in (__file__, importlib.__file__) and x[0][0] != "<")
-    where = "".join(f" ({file}, line {line})" for file, line in islice(user, 1))
-    return f"{type(error).__name__}: {error_line(error)}{where}"
+        frames = ((x.filename, x.lineno) for x in traceback.extract_tb(error.__traceback__))
+        user = (x for x in frames if x[0] not in (__file__, importlib.__file__) and x[0][0] != "<")
+        where = next((f" ({file}, line {line})" for file, line in user), "")
+        raise PolicyError(
+            f"{failed}: {type(error).__name__}: {error_line(error)}{where}"
+        ) from error

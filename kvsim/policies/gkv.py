@@ -35,7 +35,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
+from kvsim.core.pieces import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.redundancy import mean_similarity

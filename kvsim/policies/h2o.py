@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Schedule, Scorer, Scores
+from kvsim.core.pieces import Protection, Schedule, Scorer, Scores
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Plan
+from kvsim.core.pieces import Plan
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 from kvsim.policies.duo import Planned

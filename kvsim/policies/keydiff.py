@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 

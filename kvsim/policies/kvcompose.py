@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Allocator, Plan
+from kvsim.core.pieces import Allocator, Plan
 from kvsim.core.select import compete
 from kvsim.core.view import View
 from kvsim.policies.kvzip import KVzip, largest_weights

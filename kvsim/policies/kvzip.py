@@ -37,7 +37,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Allocator, Plan, Schedule, Scorer, Scores
+from kvsim.core.pieces import Allocator, Plan, Schedule, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View

@@ -33,7 +33,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Scorer, Scores
+from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 

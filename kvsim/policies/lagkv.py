@@ -21,7 +21,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 

@@ -31,15 +31,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Plan, Protection
+from kvsim.core.pieces import Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
-from kvsim.policies.duo import Planned, refused
+from kvsim.policies.duo import HeadPlan, Planned, refused
 
 #: Whole per cents at which a plan has shares.
 PERCENTS = 99
@@ -64,6 +64,13 @@ class LUKV(Planned):
         if len(shares) != PERCENTS or shares.min() < 0 or shares.max() > 1:
             reason = f"its {len(shares)} shares are not {PERCENTS} between 0 and 1"
             raise refused(self.label, Path(self.file), reason)
+
+    @classmethod
+    def scoring(cls, file: str) -> tuple[Any, Any, Any]:
+        """The scorer of a plan by name, its parameters, and the first positions that stay."""
+        training = HeadPlan.open(Path(file), cls.label, cls.axes).training
+        defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK, **training}
+        return defaults["scorer"], defaults["params"], defaults["sink"]
 
     @property
     def enforces(self) -> bool:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsim.core.arguments import listed
-from kvsim.core.parameters import Length, Parameter, parameters
+from kvsim.core.parameters import Length, Parameter
+from kvsim.core.parameters import parameters as fields_of
 from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Uniform
-from kvsim.core.reading import Reader
-from kvsim.core.storing import Codec, Spec
+from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign
 from kvsim.policies.access import ACCESS
 from kvsim.policies.catalogue import CATALOGUE
-from kvsim.policies.entry import Entry
+from kvsim.policies.entry import Entry, load
 from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
 BEHIND = ("reader", "codec", "merger")
+_ALLOWED = ("", "reader", "codec", "reader codec", "merger")
+
+
+class Part(NamedTuple):
+    """A part of a name, and its parameters; own: a policy of the user's own, or of a plan."""
+
+    name: str
+    entry: Entry
+    accepts: Mapping[str, Any]
+    own: bool = False
+    written: bool = True
 
 
 def as_policy(given: PolicyLike) -> Policy:
@@ -76,32 +88,28 @@ def _default(name: str) -> Policy | None:
 
 
 def _built(name: str, params: dict[str, Any]) -> Policy:
-    protect = _protect(name, params.pop("protect", None))
-    chain, behind = _parse(name)
-    part, innermost = chain[-1]
-    outer = [entry for _, entry in chain[:-1] if entry is not None]
-    own = len(outer) if innermost is None else None
-    routed = _route(name, _levels(chain, behind), params, own)
-    of_innermost = routed[len(outer)]
-    if innermost is None:
-        built = foreign.build(part, of_innermost)
-    else:
-        around = (*outer, *behind)
-        inside = {key: value for entry in around for key, value in entry.inner.items()}
-        inner = inside.get(part.partition("@")[0], {})
-        inner = {key: inner[key] for key in inner.keys() & innermost.parameters.keys()}
-        shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
-        given = {**innermost.params, **inner, **shared, **of_innermost}
-        built = _explained(name, params, lambda: _base(name, innermost, given))
-    rearranged = any(entry.kind != "propagation" for entry in outer)
-    if rearranged and built.allocator.yields:
-        built = replace(built, allocator=Uniform())
-    if rearranged and not isinstance(built.allocator, Uniform):
+    protect = params.pop("protect", Protection())
+    if isinstance(protect, Mapping):
+        with suppress(TypeError):
+            protect = Protection(**protect)
+    if not isinstance(protect, Protection):
         raise PolicyError(
-            f"{name}: {part} decides itself how many entries each head keeps, so nothing can be "
-            f"put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
+            f"{name}: protect is {protect!r}; expected Protection(sink=..., recent=..., prompt=...)"
         )
-    for entry, level in reversed(list(zip(outer, routed, strict=False))):
+    chain, behind = _parse(name)
+    *outer, innermost = chain
+    routed = _route(name, chain + behind, params)
+    built = _innermost(name, outer, innermost, behind, routed)
+    if any(part.entry.kind != "propagation" for part in outer):
+        if built.allocator.yields:
+            built = replace(built, allocator=Uniform())
+        if not isinstance(built.allocator, Uniform):
+            raise PolicyError(
+                f"{name}: {innermost.name} decides itself how many entries each head keeps, so "
+                f"nothing can be put around it; expected a scorer after {outer[-1].name!r}, such "
+                "as tova"
+            )
+    for (_, entry, *_), level in reversed([*zip(outer, routed, strict=False)]):
         arguments = {**entry.params, **level}
         if entry.kind == "propagation":
             built = replace(built, propagation=entry.piece(**arguments))
@@ -109,33 +117,75 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
             built = replace(built, scorer=entry.piece(scorer=built.scorer, **arguments))
         else:
             built = replace(built, allocator=entry.piece(**arguments))
-            if built.allocator.ordinal and "log" not in of_innermost:
+            if built.allocator.ordinal and "log" not in routed[len(outer)]:
                 built = replace(built, scorer=built.scorer.logarithm())
-        if entry.schedule is not None:
-            built = replace(built, schedule=entry.schedule)
-    for entry, level in zip(behind, routed[len(chain) :], strict=True):
-        quarter = {"share": 0.25} if built.bounded and "share" in entry.parameters else {}
+        built = replace(built, schedule=entry.schedule or built.schedule)
+    for (_, entry, accepts, *_), level in zip(behind, routed[len(chain) :], strict=True):
+        quarter = {"share": 0.25} if built.bounded and "share" in accepts else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
-        field = "reader" if entry.kind == "reader" else "codec"  # in which a merger is, too
-        built = replace(built, **{field: piece})
-    title = built.name if innermost is None and not outer and not behind else name
+        # a merger is a codec, too
+        built = replace(built, **{"reader" if entry.kind == "reader" else "codec": piece})
+    title = built.name if innermost.own and not outer and not behind else name
     built = replace(built, name=title, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)
     return replace(built, lengths=lengths, scaled=scaled)
 
 
+def _innermost(
+    name: str,
+    outer: Sequence[Part],
+    part: Part,
+    behind: Sequence[Part],
+    routed: Sequence[Mapping[str, Any]],
+) -> Policy:
+    """The innermost policy: a scorer and what belongs to it, with defaults of its place."""
+    given = routed[len(outer)]
+    if part.own:
+        return foreign.build(part.name, given)
+    inner: Mapping[str, Any] = {}
+    for around in (*outer, *behind):
+        inner = around.entry.inner.get(part.name.partition("@")[0], inner)
+    values = {key: inner[key] for key in inner.keys() & part.accepts.keys()}
+    if outer and part.name == (first := outer[0].entry).default:
+        # a propagation's own scorer takes values of its parameters over
+        defaults = {key: each.default for key, each in first.parameters.items()}
+        of_first = {**defaults, **first.params, **routed[0]}
+        values |= {key: of_first[key] for key in first.shares}
+    values = {**part.entry.params, **values, **given}
+
+    def piece(kind: type[Any]) -> Any:
+        return kind(**{key: values[key] for key in values.keys() & fields_of(kind).keys()})
+
+    entry, extra = part.entry, {}
+    try:
+        scorer = piece(entry.piece)
+        if entry.layer_budgets is not None:
+            extra["layer_budgets"] = piece(entry.layer_budgets)
+    except PolicyError as error:  # perhaps meant for a part behind that has the key, too
+        for other, key, full, _ in _keys((*outer, part, *behind)):
+            if key in given and full != key and other in behind and f" {key} is " in str(error):
+                hidden = full.replace("scorer__", "scorer.")
+                raise PolicyError(f"{error}; the {key} of {other.name} is {hidden}") from None
+        raise
+    if entry.schedule is not None:
+        extra["schedule"] = entry.schedule
+    if entry.kind == "propagation":  # caches hold all that propagates
+        return Policy(name, Full(), Everything(), propagation=scorer, **extra)
+    allocator = load(entry.allocator)()
+    extra |= {"positions": entry.positions, "per_query_head": entry.per_query_head}
+    return Policy(name, scorer, allocator, **extra)
+
+
 def _lengths(
-    built: Policy, chain: Sequence[tuple[str, Entry | None]], routed: Sequence[Mapping[str, Any]]
+    built: Policy, chain: Sequence[Part], routed: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[Length, ...], tuple[Length, ...]]:
     """The lengths of a policy that are not given, and those that its name wants scaled."""
     every: list[Length] = []
     scaled: list[Length] = []
-    outer, alike = chain[0][1], isinstance(built.layer_budgets, Even)
-    for depth, (part, entry) in enumerate(chain):
-        if entry is None:
-            continue
+    outer, alike = chain[0].entry, isinstance(built.layer_budgets, Even)
+    for depth, (part, entry, *_) in enumerate(chain):
         meant_for, given, scales = dict(entry.meant_for), set(routed[depth]), entry.scaled
-        if depth and outer is not None and part == outer.default:  # it takes values over
+        if depth and part == outer.default:  # it takes values over
             meant_for |= {x: y for x, y in outer.meant_for.items() if x in outer.shares}
             given |= set(routed[0]) & set(outer.shares)
             scales |= outer.scaled
@@ -150,10 +200,7 @@ def _lengths(
 def canonical(name: str) -> str:
     """Return a name as the catalogue has it, so that `TOVA` is `tova`; a user's own as it is."""
     if not isinstance(name, str):
-        raise PolicyError(
-            f"the name of the policy is {name!r}; expected text such as 'ams+tova', "
-            "`kvsim policies` lists them"
-        )
+        raise PolicyError(f"the name of the policy is {name!r}; expected text such as 'ams+tova'")
     parts = map(str.strip, name.split("+"))
     return "+".join(part if ":" in part else part.lower() for part in parts)
 
@@ -178,113 +225,85 @@ def _names(entries: Mapping[str, Entry]) -> list[str]:
 
 def entry_of(name: str) -> Entry:
     """The entry or preset `name` by itself. Raises PolicyError for an unknown one."""
-    ((_, entry),) = _entries(name)
-    if entry is None:
-        raise PolicyError(f"{name} is a policy of your own; expected a name of kvsim's")
-    return entry
+    return _parts(name)[0].entry
 
 
-def parameter_names(name: str) -> tuple[str, ...]:
+def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
     return tuple(declared(name))
-
-
-def _levels(
-    chain: Sequence[tuple[str, Entry | None]], behind: Sequence[Entry]
-) -> list[Mapping[str, Any]]:
-    """The parameters of each part from the outside in, then reader and codec, as `scorer__` counts.
-
-    Of a policy of the user's own, those that its class or function names.
-    """
-    inside = [entry.parameters if entry else foreign.named(part) for part, entry in chain]
-    return [*inside, *(entry.parameters for entry in behind)]
 
 
 def declared(name: str) -> dict[str, Parameter]:
     """The parameters that `policy` takes for `name`, as their pieces declare them."""
     chain, behind = _parse(name)
-    ours = [*(entry is not None for _, entry in chain), *(True for _ in behind)]
-    out: dict[str, Parameter] = {}
-    last: dict[str, int] = {}
-    for depth, level in enumerate(_levels(chain, behind)):
-        for key, parameter in level.items():
-            if ours[depth]:
-                out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
-            last[key] = depth
-    return out
+    return {full: each for part, _, full, each in _keys(chain + behind) if not part.own}
 
 
 def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
     chain, behind = _parse(name)
-    levels, written = _levels(chain, behind), canonical(name).split("+")
-    depths = [*range(len(written) - len(behind)), *range(len(chain), len(levels))]
-    out = []
-    for part, depth in zip(written, depths, strict=True):
-        before = {key: at for at, level in enumerate(levels[:depth]) for key in level}
-        keys = {key: "scorer__" * (before.get(key, -1) + 1) + key for key in levels[depth]}
-        out.append((part, keys))
-    return out
+    parts = chain + behind
+    keys = [(part, key, full) for part, key, full, _ in _keys(parts)]
+    return [
+        (part.name, {key: full for of, key, full in keys if of is part})
+        for part in parts
+        if part.written
+    ]
 
 
-def hidden_key(name: str, key: str) -> tuple[str, str] | None:
-    """The part of `name` whose parameter `key` one before it has too; its key in `--set`.
-
-    None where `key` alone reaches it, or is taken over from the one before.
-    """
-    outer = _entries(name)[0][1]
-    for part, keys in parts_of(name):
-        shared = outer is not None and part == outer.default and key in outer.shares
-        if keys.get(key, key) != key and not shared:
-            return part, keys[key].replace("scorer__", "scorer.")
-    return None
+def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Any]]:
+    """Parts from the outside in, with each parameter's name, its key in `policy`, and itself."""
+    last: dict[str, int] = {}
+    for depth, part in enumerate(parts):
+        for key, parameter in part.accepts.items():
+            yield part, key, "scorer__" * (last.get(key, -1) + 1) + key, parameter
+        last |= dict.fromkeys(part.accepts, depth)
 
 
 def has_parameter(name: str, key: str) -> bool:
     """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
+    chain, behind = _parse(name)
     try:
-        _route(name, _levels(*_parse(name)), {key: 0}, rest=None)
+        _route(name, chain + behind, {key: 0}, declared_alone=True)
     except PolicyError:
         return False
     return True
 
 
-def _parse(name: str) -> tuple[list[tuple[str, Entry | None]], list[Entry]]:
+def _parse(name: str) -> tuple[list[Part], list[Part]]:
     """The parts of a name from the outside in, and the reader and the codec behind them.
 
-    None for a policy of the user's own; without an eviction the reader's own, or `full`.
+    Without an eviction the reader's own, or `full`.
     """
-    parts = _entries(name)
-    at = next((at for at, (_, x) in enumerate(parts) if x and x.kind in BEHIND), len(parts))
+    parts = _parts(name)
+    at = next((at for at, part in enumerate(parts) if part.entry.kind in BEHIND), len(parts))
     chain, behind = parts[:at], parts[at:]
-    kinds = [entry.kind if entry else "" for _, entry in behind]
-    if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"], ["merger"]):
-        written = ["EVICTION"] * at + [x.upper() if x in BEHIND else "EVICTION" for x in kinds]
+    kinds = [part.entry.kind for part in parts]
+    if " ".join(kinds[at:]) not in _ALLOWED:
+        written = [kind.upper() if kind in BEHIND else "EVICTION" for kind in kinds]
         raise PolicyError(
             f"{name} is {'+'.join(written)}; expected EVICTION+READER+CODEC, such as "
             "snapkv+quest+kivi, each at most once, or EVICTION+MERGER, such as snapkv+lookm"
         )
-    front = next((entry.default for _, entry in behind if entry and entry.default), "full")
-    chain = chain or [(front, CATALOGUE[front])]
-    innermost = chain[-1][1]
-    if innermost is not None and not innermost.innermost:
-        if not innermost.default:
-            _check_order(name, chain)
-            raise PolicyError(
-                f"{name!r} says how entries are chosen but not how they are scored; "
-                f"name a scorer too, such as {name}+tova or {name}+expected_attention"
-            )
-        chain.append((innermost.default, CATALOGUE[innermost.default]))
+    defaults = (part.entry.default for part in behind)
+    chain = chain or [_implied(next(filter(None, defaults), "full"))]
+    innermost = chain[-1].entry
+    if not innermost.innermost and innermost.default:
+        chain.append(_implied(innermost.default))
     _check_order(name, chain)
-    return chain, [entry for _, entry in behind if entry is not None]
+    return chain, behind
 
 
-def _entries(name: str) -> list[tuple[str, Entry | None]]:
-    """The parts of a name and their entries; None for a policy of the user's own."""
-    chain: list[tuple[str, Entry | None]] = []
+def _implied(name: str) -> Part:
+    return Part(name, CATALOGUE[name], CATALOGUE[name].parameters, written=False)
+
+
+def _parts(name: str) -> list[Part]:
+    """The parts of a name as written."""
+    parts = []
     for part in canonical(name).split("+"):
         if ":" in part:
-            chain.append((part, foreign.entry_of(part)))
+            parts.append(Part(part, *foreign.described(part)))
             continue
         base, at, preset = part.partition("@")
         if base not in CATALOGUE and base not in ACCESS:
@@ -300,122 +319,74 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
                 f"{base} has no preset {preset!r}{suggest(preset, available)}; "
                 f"presets of {base}: {presets}"
             )
-        chain.append((part, entry.preset(preset)))
-    return chain
+        entry = entry.preset(preset)
+        parts.append(Part(part, entry, entry.parameters))
+    return parts
 
 
 def _entry(name: str) -> Entry:
     return CATALOGUE[name] if name in CATALOGUE else ACCESS[name]
 
 
-def codec_of(spec: Codec | Spec) -> Codec:
-    """The codec that a record names. Raises PolicyError for one that is not in the catalogue."""
-    return _stored(spec, "codec", "merger") if isinstance(spec, Spec) else spec
+def stored_piece(given: Any) -> Any:
+    """The reader, codec or merger that a record names; a piece as it is.
 
-
-def reader_of(spec: Reader | Spec) -> Reader:
-    """The reader that a record names, as `codec_of`."""
-    return _stored(spec, "reader") if isinstance(spec, Spec) else spec
-
-
-def _stored(spec: Spec, *kinds: str) -> Any:
-    entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
-    known = entry is not None and spec.params.keys() <= entry.parameters.keys()
-    if entry is None or not known or entry.kind not in kinds:
+    Raises PolicyError for one that is not in the catalogue.
+    """
+    if not isinstance(given, Spec):
+        return given
+    entry = ACCESS.get(given.name) or CATALOGUE.get(given.name)
+    if entry is None or not given.params.keys() <= entry.parameters.keys():
         raise PolicyError(
-            f"the record names the {kinds[0]} {spec.name!r} with {dict(spec.params)}, which kvsim "
-            "does not have; measure it where it was replayed, before it is stored"
+            f"the record names {given.name!r} with {dict(given.params)}, which kvsim does not "
+            "have; measure it where it was replayed, before it is stored"
         )
-    return entry.piece(**spec.params)
+    return entry.piece(**given.params)
 
 
-def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
+def _check_order(name: str, chain: Sequence[Part]) -> None:
     """Raise PolicyError where a part of a name stands where it cannot."""
-    for place, (part, entry) in enumerate(chain):
-        kind, inside = (entry.kind, not entry.innermost) if entry else ("policy of your own", False)
-        before, around = chain[place - 1] if place else ("", None)
-        in_front = around is None or around.kind == "propagation"
-        reasons = {
-            f"{part} scores by itself and takes no scorer inside; expected it last (adakv+tova)": (
-                place < len(chain) - 1 and not inside
-            ),
-            f"{part} says which rows reach deeper layers; expected it in front of all, or alone": (
-                kind == "propagation" and place > 0
-            ),
-            f"{part} is an allocator and {before} around it needs a scorer; expected {part} in "
-            "front, and at most one": kind == "allocator" and place > 0 and not in_front,
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise PolicyError(f"{name}: {reason}")
+    for place, part in enumerate(chain):
+        reason = ""
+        kind = part.entry.kind
+        if place < len(chain) - 1 and part.entry.innermost:
+            reason = "scores by itself and takes no scorer inside; expected it last (adakv+tova)"
+        elif kind == "propagation" and place:
+            reason = "says which rows reach deeper layers; expected it in front of all, or alone"
+        elif kind == "allocator" and place and chain[place - 1].entry.kind != "propagation":
+            reason = (
+                f"is an allocator and {chain[place - 1].name} around it needs a scorer; expected "
+                f"{part.name} in front, and at most one"
+            )
+        if reason:
+            raise PolicyError(f"{name}: {part.name} {reason}")
+    if not chain[-1].entry.innermost:
+        raise PolicyError(
+            f"{name!r} says how entries are chosen but not how they are scored; "
+            f"name a scorer too, such as {name}+tova or {name}+expected_attention"
+        )
 
 
 def _route(
-    name: str, levels: Sequence[Mapping[str, Any]], params: Mapping[str, Any], rest: int | None
+    name: str, parts: Sequence[Part], params: Mapping[str, Any], *, declared_alone: bool = False
 ) -> list[dict[str, Any]]:
-    """The values for each level: the outermost that has the name, `scorer__` one level in.
+    """The values for each part: the outermost that has the name, `scorer__` one part in.
 
-    rest: the level of a policy of the user's own, which also gets what no level has, because a
-    function may take more than its signature names.
+    A policy of the user's own also gets what no part has, because a function may take more than its
+    signature names, unless `declared_alone`.
     """
-    out: list[dict[str, Any]] = [{} for _ in levels]
+    own = (at for at, part in enumerate(parts) if part.own and foreign.takes_more(part.name))
+    rest = None if declared_alone else next(own, None)
+    out: list[dict[str, Any]] = [{} for _ in parts]
     for given, value in params.items():
-        depth, key = 0, given
-        while key.startswith("scorer__"):
-            depth, key = depth + 1, key.removeprefix("scorer__")
-        level = next((at for at in range(depth, len(levels)) if key in levels[at]), rest)
+        depth, key = given.count("scorer__"), given.replace("scorer__", "")
+        found = (at for at in range(depth, len(parts)) if key in parts[at].accepts)
+        level = next(found, rest)
         if level is None or level < depth:
-            available = dict.fromkeys(k for each in levels[depth:] for k in each)
+            available = dict.fromkeys(k for each in parts[depth:] for k in each.accepts)
             raise PolicyError(
                 f"{name} has no parameter {given!r}{suggest(key, available)}; "
                 f"parameters: {', '.join(available) or 'none'}"
             )
         out[level][key] = value
     return out
-
-
-def _explained(name: str, params: Mapping[str, Any], build: Callable[[], Policy]) -> Policy:
-    """Return what `build` does; its error names the key of a reader or codec that it hides."""
-    try:
-        return build()
-    except PolicyError as error:
-        for key in (key for key in params if f" {key} is " in str(error)):
-            if hidden := hidden_key(name, key):
-                raise PolicyError(f"{error}; the {key} of {hidden[0]} is {hidden[1]}") from None
-        raise
-
-
-def _base(name: str, entry: Entry, params: Mapping[str, Any]) -> Policy:
-    """The innermost policy: a scorer and what belongs to it."""
-    extra: dict[str, Any] = dict(entry.policy)
-    if entry.layer_budgets is not None:
-        extra["layer_budgets"] = entry.layer_budgets(**_part(entry.layer_budgets, params))
-    if entry.schedule is not None:
-        extra["schedule"] = entry.schedule
-    piece = entry.piece(**_part(entry.piece, params))
-    if entry.kind == "propagation":  # caches hold all that propagates
-        return Policy(name, Full(), Everything(), propagation=piece, **extra)
-    return Policy(name, piece, **extra)
-
-
-def _shared(entry: Entry, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a propagation that the scorer which belongs to it takes over."""
-    defaults = {key: each.default for key, each in entry.parameters.items()}
-    return {key: {**defaults, **entry.params, **params}[key] for key in entry.shares}
-
-
-def _part(piece: type[Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key in parameters(piece)}
-
-
-def _protect(name: str, given: object) -> Protection:
-    if given is None or isinstance(given, Protection):
-        return given or Protection()
-    if isinstance(given, Mapping):
-        try:
-            return Protection(**given)
-        except TypeError:
-            pass
-    raise PolicyError(
-        f"{name}: protect is {given!r}; expected Protection(sink=..., recent=..., prompt=...)"
-    )

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 from kvsim.policies.future import best, future_mass
 

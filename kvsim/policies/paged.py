@@ -38,7 +38,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Allocator, Plan, Scorer
+from kvsim.core.pieces import Allocator, Plan, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError

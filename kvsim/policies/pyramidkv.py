@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import LayerBudgets
+from kvsim.core.pieces import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 

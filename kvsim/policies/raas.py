@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
-from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.pieces import Protection, Scorer, Scores
 from kvsim.core.view import View
 
 # Rows whose stamps are found at once.

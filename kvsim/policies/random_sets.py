@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 

@@ -38,7 +38,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Protection, Scorer, Scores, protected_by
+from kvsim.core.pieces import Protection, Scorer, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_score
 from kvsim.policies.redundancy import mean_similarity

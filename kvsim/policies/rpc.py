@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.policy import LayerBudgets, Protection
+from kvsim.core.pieces import LayerBudgets, Protection
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, shares, smooth
 

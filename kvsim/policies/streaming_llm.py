@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Scorer
+from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvsim.core.lazy import Tensor
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.pieces import Protection, Scorer
 from kvsim.core.view import View
 
 

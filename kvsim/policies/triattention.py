@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Protection, protected_by
+from kvsim.core.pieces import Protection, protected_by
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Scores, Wrapper, protected_by
+from kvsim.core.pieces import Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 

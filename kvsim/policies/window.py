@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.pieces import Protection, Scorer
 from kvsim.core.view import LOGIT_BYTES, View
 
 Pooling = Literal["max", "avg"] | None

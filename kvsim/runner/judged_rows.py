@@ -21,7 +21,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended
-from kvsim.policies.naming import codec_of, reader_of
+from kvsim.policies.naming import stored_piece
 from kvsim.recorder.hooks import Attention, kernel_mask
 from kvsim.runner.cache import computable
 from kvsim.runner.full import FullPass
@@ -107,7 +107,7 @@ class JudgedRows:
         if codec is None:
             keys, values = tables
             return _Layer(keys, values, at, at, self._pos, first, last)
-        if isinstance(merger := codec_of(codec), Merger):
+        if isinstance(merger := stored_piece(codec), Merger):
             return self._merged(merger, tables, gone[0], last[0])
         return self._rounded(layer, tables, last, first, at)
 
@@ -149,7 +149,7 @@ class JudgedRows:
                 rows.append(torch.full_like(gone, NEVER))
                 if layer not in record.layers:  # such as one whose window bounds its cache
                     continue
-                codec = codec_of(cast("Codec", record.codec))
+                codec = stored_piece(cast("Codec", record.codec))
                 begin = first_row(record, self._trace) - 1
                 rows[-1] = stored_after(gone, codec.clocks[which], begin)
                 channels = None if which else kept_channels(codec, self._trace, layer, gone, begin)
@@ -242,7 +242,7 @@ class JudgedRows:
         record, trace = self._records[number], ended(self._trace, self._start)
         if record.reads is None or layer not in record.layers:
             return None
-        reader, gone = reader_of(record.reads.reader), self._gone(layer, record, len(of.keys))
+        reader, gone = stored_piece(record.reads.reader), self._gone(layer, record, len(of.keys))
         bits = account(trace, reader, [layer], DEFAULT_MEMORY)
         if not reads_all(trace, reader, layer):
             mine = self._rows[number]  # exact ones come first

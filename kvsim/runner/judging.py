@@ -42,7 +42,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies.model import model_of
-from kvsim.policies.naming import codec_of
+from kvsim.policies.naming import stored_piece
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import evaluating, last_logits
@@ -151,7 +151,7 @@ class Judge:
         kinds = []
         for number, record in enumerate(records, 1):
             check_judged(record, self.trace)
-            codec = None if record.codec is None else codec_of(record.codec)
+            codec = None if record.codec is None else stored_piece(record.codec)
             compared_from = first_compared(self.running, self.trace, [record.schedule])
             start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
             merges = number * isinstance(codec, Merger)  # what mergers add differs by record

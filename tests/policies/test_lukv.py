@@ -248,7 +248,7 @@ def test_what_cannot_be_planned_is_said(folder):
         ({"scorer": "adakv"}, "its scorer is 'adakv'; expected one such as snapkv"),
         ({"scorer": "pyramidkv"}, "its scorer is 'pyramidkv'"),
         ({"scorer": "tova"}, "its scorer tova has no parameters {'epsilon': 0.02}"),
-        ({"sink": -1}, "its sink is -1; expected a number of entries"),
+        ({"sink": -1}, "sink is -1; expected an integer"),
         ({"params": {"epsilon": -1}}, "epsilon is -1; expected a finite number of at least 0"),
     ):
         with pytest.raises(PolicyError, match=message):

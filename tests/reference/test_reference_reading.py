@@ -22,7 +22,7 @@ from kvsim.engine import reading as engine
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies import policy, rocketkv
 from kvsim.policies.clairvoyant import TopK
-from kvsim.policies.naming import parameter_names
+from kvsim.policies.naming import parameters
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 from reference import reading
@@ -136,7 +136,7 @@ def generated(
         params["share"] = float(rng.choice([0.01, 0.5, 1.0]))
     evicts = front not in ("", "any")
     full = f"{front if evicts else 'full'}+{name}"
-    alike = parameter_names(front) if evicts else ()  # they go to the eviction
+    alike = parameters(front) if evicts else ()  # they go to the eviction
     given = {f"scorer__{key}" if key in alike else key: value for key, value in params.items()}
     interval = 1 if front == "tova" else int(rng.integers(1, 6))
     record = kvsim.replay(

@@ -20,7 +20,7 @@ from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.storing import stored_after
 from kvsim.core.trace import Trace
-from kvsim.policies.naming import codec_of
+from kvsim.policies.naming import stored_piece
 
 #: Bits of a number that is stored as recorded.
 EXACT = 16
@@ -63,7 +63,7 @@ def _of_layer(
     trace: Trace, record: Record, index: int, gone: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
-    codec = None if record.codec is None else codec_of(record.codec)
+    codec = None if record.codec is None else stored_piece(record.codec)
     key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
     exact = float(key), float(value)
     late, short = [], exact

@@ -23,7 +23,7 @@ from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
-from kvsim.policies.naming import codec_of, reader_of
+from kvsim.policies.naming import stored_piece
 from kvsim.schema import NEVER
 
 #: Rows of a block.
@@ -70,7 +70,7 @@ def _stored(
     """The keys and the values of a layer, the record's `index`-th, under its codec."""
     if record.codec is None:
         return Stored.as_recorded(layer.k), Stored.as_recorded(layer.v)
-    codec, start = codec_of(record.codec), first_row(record, trace) - 1
+    codec, start = stored_piece(record.codec), first_row(record, trace) - 1
     if isinstance(codec, Merger):  # `partial` overwrites them at each event
         always = torch.full_like(gone, -1)
         return Stored(layer.k, layer.k.clone(), always), Stored(layer.v, layer.v.clone(), always)
@@ -136,7 +136,7 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     gone: after which row each entry of a layer has left, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
-    if record.codec is not None and codec_of(record.codec).clocks:
+    if record.codec is not None and stored_piece(record.codec).clocks:
         return min(begin, first_row(record, trace))
     return begin if record.reads is None else min(begin, record.reads.first)
 
@@ -151,7 +151,7 @@ def log_weights(
     """
     if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
         return None
-    reader, late = reader_of(reads.reader), slice(max(rows.start, reads.first), rows.stop)
+    reader, late = stored_piece(reads.reader), slice(max(rows.start, reads.first), rows.stop)
     k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
     learned = reader.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
     weights = reader.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
@@ -169,7 +169,7 @@ def partial(
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
     changes: set[int] = set()
-    if record.codec is not None and isinstance(merger := codec_of(record.codec), Merger):
+    if record.codec is not None and isinstance(merger := stored_piece(record.codec), Merger):
         keys, values = stored
         folds = merger.folds(keys.rounded, values.rounded, gone)
         changes = {row + 1 for row in events(gone) if row + 1 < end}
