@@ -49,7 +49,7 @@ kvsim capture --model tiny --prompts many.jsonl --out traces
 kvsim replay traces/walk*.zarr --policy h2o,tova --budget 64,96 --interval 16 --fit --judge
  --metric response_kl_tokens --out runs/tokens
 kvsim replay traces/*.zarr --policy streaming_llm,h2o,tova,snapkv --budget 64,96 --interval 16 --fit
- --regret --judge --out runs/many
+ --judge --out runs/many
 """.replace("\n ", " ")
 
 

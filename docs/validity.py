@@ -29,6 +29,7 @@ from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.summaries import per_prompt
+from kvsim.analysis.table import REGRET
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
@@ -195,7 +196,7 @@ def _answered(
 def measure() -> pl.DataFrame:
     """Record every prompt, replay, judge and run live every policy at every budget."""
     parts = []
-    options: dict[str, Any] = {"metrics": OFFLINE, "regret": True}
+    options: dict[str, Any] = {"metrics": [*OFFLINE, *REGRET]}
     for name, loaded, trace, cells, terms in recorded(residual=True, o_proj=True):
         replayed = replay_all([trace], *cells, judge=name, **options, **terms)
         live = kvsim.live(loaded[0], [trace], *cells, tokenizer=loaded[1], **terms)

@@ -22,29 +22,18 @@ else:
     PolicyLike = Protection = Traces = Any
 
 
-class Interval(TypedDict, total=False):
-    """When policies that are compared evict."""
-
-    interval: Annotated[
-        int | None,
-        AtLeast(1),
-        Help(
-            "Rows between events. All policies then have the same events, one of them after the "
-            "prompt; default: 32 for two or more policies, the schedule of its paper for one."
-        ),
-    ]
-    own_schedule: Annotated[
-        bool,
-        Help(
-            "Each policy evicts when its paper says, instead of all after the same rows.",
-            default=False,
-        ),
-    ]
-
-
 class OfCells(TypedDict, total=False):
     """What all cells have in common, replays and live runs."""
 
+    interval: Annotated[
+        int | str | Sequence[int | str] | None,
+        Help(
+            "Rows between events; of replays also several. All policies then have the same events, "
+            "one of them after the prompt; own: each evicts when its paper says. Default: 32 for "
+            "two or more policies, own for one.",
+            "N|own[,...]",
+        ),
+    ]
     prefill: Annotated[
         bool | None,
         Help(
@@ -88,8 +77,8 @@ class OfCells(TypedDict, total=False):
     events: Annotated[bool, Help("Write a row for every event to the results.", default=False)]
 
 
-class Computing(TypedDict, total=False):
-    """What replays run on."""
+class Options(OfCells, total=False):
+    """What replays of a grid have in common."""
 
     memory: Annotated[
         int | str | None,
@@ -101,25 +90,6 @@ class Computing(TypedDict, total=False):
         ),
     ]
     device: Annotated[str, Help("cpu, cuda, or auto for a GPU if there is one.", default="cpu")]
-
-
-class Jobs(TypedDict, total=False):
-    """How many processes compute."""
-
-    jobs: Annotated[
-        int | None,
-        AtLeast(1),
-        Help(
-            "Processes here, with one thread each.",
-            default=1,
-            unset="one for small work, else one per processor",
-        ),
-    ]
-
-
-class Judging(TypedDict, total=False):
-    """The model that judges what replays decided."""
-
     judge: Annotated[
         bool | str,
         Help(
@@ -128,36 +98,12 @@ class Judging(TypedDict, total=False):
             default=False,
         ),
     ]
-
-
-class Protected(TypedDict, total=False):
-    """What every policy protects; keys of `protect`."""
-
-    sink: Annotated[
-        int,
-        AtLeast(0),
-        Help("First positions that every policy protects; not with asl and its like.", default=0),
-    ]
-    recent: Annotated[
-        int, AtLeast(0), Help("Last positions that every policy protects.", default=0)
-    ]
-    prompt: Annotated[
-        bool, Help("Every policy protects the prompt.", default=False, flag="--protect-prompt")
-    ]
-
-
-class Options(OfCells, Computing, Judging, total=False):
-    """What replays of a grid have in common."""
-
     protect: Annotated[
-        Protection | Protected,
-        Help("What every policy protects: sink, recent, prompt.", default={}),
-    ]
-    regret: Annotated[
-        bool,
+        Protection | Mapping[str, int | bool],
         Help(
-            "Show how much more attention the best possible kept sets retain.",
-            default=False,
+            "What every policy protects too: sink and recent, so many positions, and prompt, all "
+            "of it or not.",
+            default={},
         ),
     ]
 
@@ -191,13 +137,6 @@ class Keys(Options, total=False):
             flag="--budget",
         ),
     ]
-    intervals: Annotated[
-        int | str | Sequence[int | str | None] | None,
-        Help(
-            "Rows between events; own: each policy's own schedule. Default: 32 for two or more "
-            "policies, the schedule of its paper for one."
-        ),
-    ]
     records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
 
 
@@ -206,22 +145,24 @@ class Out(TypedDict, total=False):
 
     out: Annotated[
         str | Path | None,
-        Help("The run folder: run.json, results.parquet and records.zarr.", "DIR"),
+        Help(
+            "The run folder: run.json, results.parquet and records.zarr. A run of the same call "
+            "that is there is continued.",
+            "DIR",
+        ),
     ]
 
 
-class Spread(Jobs, Out, total=False):
+class Spread(Out, total=False):
     """Where a sweep is computed and kept."""
 
-
-class Resume(Out, total=False):
-    """The run folder, and whether a run that is there is continued."""
-
-    resume: Annotated[
-        bool,
+    jobs: Annotated[
+        int | None,
+        AtLeast(1),
         Help(
-            "Resume the run that is there: cells that are done are not computed again.",
-            default=False,
+            "Processes here, with one thread each.",
+            default=1,
+            unset="one for small work, else one per processor",
         ),
     ]
 
@@ -255,11 +196,6 @@ class Writing(TypedDict, total=False):
             default=1,
         ),
     ]
-
-
-class Paged(TypedDict, total=False):
-    """A cache in blocks."""
-
     paged: Annotated[
         int | None,
         AtLeast(1),
@@ -283,11 +219,11 @@ class SweepOptions(Keys, Spread, total=False):
     """Keywords of `kvsim.sweep`."""
 
 
-class ReplayOptions(Options, Interval, Jobs, Resume, total=False):
+class ReplayOptions(Options, Spread, total=False):
     """Keywords of `kvsim.sweeps.replay_all`."""
 
 
-class LiveOptions(OfCells, Interval, Writing, Paged, Resume, total=False):
+class LiveOptions(OfCells, Writing, Out, total=False):
     """Keywords of `kvsim.live`."""
 
 

@@ -16,7 +16,6 @@ from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
 from kvsim.plots import NEEDED, token_html
 from kvsim.plots.style import KEPT, MISSED, UNREAD
-from kvsim.sweeps.terms import shared_prefill
 
 from . import cache, controls, elements, readings
 from .tiles import Tile
@@ -132,7 +131,7 @@ def replay(settings: Settings, name: str) -> Replayed | str:
     try:
         check_unwindowed(trace, layer)
         params = controls.settings(name, settings.params)
-        prefill = shared_prefill(settings.interval, None)  # the same events for all policies
+        prefill = True if settings.interval else None  # the same events for all policies
         terms = (settings.budget, settings.interval, prefill, settings.fit)
         choice = cache.Choice(name, params, *terms)
         alone = None if cache.together(choice) else layer

@@ -27,7 +27,7 @@ from kvsim.analysis.summaries import (
     stages,
     strongest,
 )
-from kvsim.analysis.table import available, columns_of
+from kvsim.analysis.table import REGRET, available, columns_of
 from kvsim.errors import KvsimError, OutputError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.store.records import read_records
@@ -104,16 +104,15 @@ def load(origin: Origin) -> Run:
         saved = read_run(origin.path)
         return _run(origin, saved.path.name, saved.table, saved.parameters)
     trace = cache.trace(origin.source)
+    measured = (*MEASURED, *REGRET) if origin.regret else MEASURED
     swept = replay_all(
         [trace],
         [kvsim.policy(name) for name in origin.policies],
         list(origin.budgets),
         interval=origin.interval,
         fit=True,
-        metrics=available(MEASURED, [trace]),
-        regret=origin.regret,
+        metrics=available(measured, [trace]),
         judge=origin.judge,
-        accounts=False,
     )
     return _run(origin, trace.name, swept.table, swept.describe())
 
@@ -214,7 +213,7 @@ def run() -> Run:
         )
         st.code(
             "kvsim replay traces/*.zarr --policy tova,snapkv,ams+tova --budget 64,128,25% "
-            "--interval 32 --fit --regret --out runs/first",
+            "--interval 32 --fit --out runs/first",
             language="bash",
             wrap_lines=True,
         )
@@ -240,7 +239,7 @@ def _replayed(trace: Trace) -> Run:
     offered = [*dict.fromkeys((*sizes, "32", "64", "128", "256", "512", "1024", *_SHARES))]
     about = controls.about("budgets")
     budgets = controls.several("Budgets", "budgets", offered, sizes, help=about)
-    regret = controls.switch("Regret", "regret", controls.about("regret"))
+    regret = controls.switch("Regret", "regret", METRICS["regret"].summary)
     judged = trace.whole and trace.tokens is not None
     judge = judged and controls.switch("Judge", "judge", controls.about("judge"))
     if not policies or not budgets:

@@ -106,10 +106,9 @@ class Replays:
                 together.setdefault((sum(pieces, ()), turns[policy.name]), []).append(policy)
                 turns[policy.name] += 1
         for (metrics, _), policies in together.items():
-            regret = {"regret": not set(REGRET).isdisjoint(metrics)}
             judged = (*JUDGED, ANSWER)
             replayed = [name for name in metrics if name not in judged] or ["entries_seen"]
-            options = {**regret, **self.options, "device": self.device}
+            options = {**self.options, "device": self.device}
             with stages.on("replay"):
                 run = replay_all([trace], policies, budgets, metrics=replayed, **options)
             if run.failures:
@@ -206,7 +205,7 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     """Return the replays of a prompt."""
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
-    tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
+    tried, each_own = plan.tried or plan.budgets, {"interval": "own"}
     overlap = {"expected_attention": ("value_norm_overlap",)}
     if plan.only:
         more = overlap if plan.claimed and plan.once else {}

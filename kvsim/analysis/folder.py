@@ -39,7 +39,7 @@ CONFIG = "grid.json"
 #: logits of float32 are rounded by 1e-6, which moves a KL of 1e-3 nats by some 1e-8.
 TOLERANCE, _LEAST = 1e-5, 1e-3
 
-_AGAIN = "give the command that wrote it again, `kvsim replay` and `kvsim live` with --resume"
+_AGAIN = "give the command that wrote it again, which continues"
 
 #: Most bytes of the results; what they decode to is bounded by them (`kvsim.analysis.parquet`).
 _RESULTS = 8 << 30

@@ -93,7 +93,7 @@ def measure(
         events: add a row for every event, with the row after which it fired.
         device: cpu, cuda or auto; of an `Analysis` its own.
         optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
-            `kvsim.sweeps.replay_all(..., regret=True)` computes them.
+            `kvsim.sweep(metrics="regret")` computes them.
         unprotected: for `possible_share`, the same with nothing protected.
         progress: called with (metrics done, metrics, current metric).
 
@@ -218,7 +218,7 @@ def choose(
         if entry.beside and entry.beside not in beside:
             raise PolicyError(
                 f"{name} compares with the {BESIDE[entry.beside]}, which was not replayed; give "
-                "--regret (kvsim.sweeps.replay_all(..., regret=True))"
+                "it as a metric of `kvsim replay` or kvsim.sweep"
             )
     return chosen
 

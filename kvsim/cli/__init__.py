@@ -63,7 +63,7 @@ _COMMANDS: dict[str, Command] = {
 COMMANDS: Registry[Command] = Registry(
     "command", "kvsim.commands", (FunctionType, typer.Typer), _COMMANDS
 )
-#: Commands of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
+#: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
     "trace compact": "use kvsim.open_trace(TRACE).compacted(0).save(OUT) in Python",
     "trace discard": "remove the hidden folder; kvsim capture --resume records what is missing",
@@ -79,6 +79,14 @@ GONE = {
     "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "sweep": "`kvsim replay` takes the file of a grid, and all options",
+    "--figure": "kvsim plot over_budgets RUN --out FILE",
+    "--zoom": "kvsim plot draws the whole sequence; in Python, set the limits of its axes",
+    "--records": "--out keeps records; `records: true` in the file of a grid",
+    "--own-schedule": "--interval own",
+    "--regret": "--metric regret,regret_gap,possible_share",
+    "--sink": "--set protect.sink=N",
+    "--recent": "--set protect.recent=N",
+    "--protect-prompt": "--set protect.prompt=true",
 }
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
@@ -199,6 +207,9 @@ def _status(argv: list[str]) -> int:
             raise OptionError(f"an argument is {halves[0]!a}, expected text in UTF-8; convert it")
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
+        if argv[:1] in (["replay"], ["live"]) and "--resume" in argv:
+            argv = [each for each in argv if each != "--resume"]
+            echo_error("--resume is not needed any more: the same command continues")
         alone = argv[:1] if argv and argv[0] in COMMANDS else None
         for name in (" ".join(argv[:2]), *argv[:1]):
             if name in GONE and name not in COMMANDS:
@@ -234,9 +245,11 @@ def _end(line: str, status: int) -> int:
 
 def _usage(error: Exception) -> str:
     """Return one line: what is wrong with the command, and how to see its help."""
-    context = getattr(error, "ctx", None)
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
     command = context.command_path if context is not None else "kvsim"
     message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]  # click's
+    if option in GONE:
+        return f"{option} was removed: {GONE[option]}"
     return f"{message.rstrip('.')}; see {command} --help"
 
 

@@ -20,8 +20,6 @@ def echo_plan(
     plan: Plan, out: Path | None, jobs: int | None, *, overwrite: bool, as_json: bool
 ) -> None:
     """Print what is left of a plan of replays or live runs; out: the run folder or None."""
-    from kvsim.analysis.sentences import FEW
-    from kvsim.analysis.significance import FEWEST
     from kvsim.sweeps.folder import Parts
     from kvsim.sweeps.forecast import forecast
     from kvsim.sweeps.pool import processes
@@ -31,12 +29,10 @@ def echo_plan(
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
     echo_forecast(forecast(plan, rest, written=out is not None), out, counts, as_json=as_json)
-    if len(plan.traces) < FEWEST and not as_json:
-        show.echo_notes([FEW])
 
 
 def echo_forecast(
-    forecast: Forecast, folder: Path | None, counts: Mapping[str, Any] | None, *, as_json: bool
+    forecast: Forecast, folder: Path | None, counts: Mapping[str, Any], *, as_json: bool
 ) -> None:
     """Print a forecast; folder: of the outputs, None without. counts: of cells, traces, tasks."""
     from kvsim.store.forecast import free_bytes
@@ -44,23 +40,18 @@ def echo_forecast(
     facts, fields = forecast.describe(), dict[str, str]()
     free = None if folder is None else free_bytes(folder)
     if as_json:
-        show.echo_json({**(counts or {}), **facts, "free": free})
+        show.echo_json({**counts, **facts, "free": free})
         return
     if counts:
         tasks = f"{counts['tasks_left']} of {counts['tasks']} left"
         fields["cells"] = f"{counts['cells']} on {plural(counts['traces'], 'trace')}"
         fields["tasks"] = f"{tasks}, {plural(counts['jobs'], 'job')}"
-    if facts["bytes_to_read"]:
-        fields["to read"] = size(facts["bytes_to_read"])
     if free is not None:
         arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
         most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
-        fields["disk"] = f"{_files(facts)}{most}, {size(free)} free"
+        files = f" in {facts['files']} files" * bool(facts["files"])
+        fields["disk"] = f"{size(facts['bytes'])}{files}{most}, {size(free)} free"
     fields["memory"] = size(facts["memory"])
     if facts["device_memory"]:
         fields["memory"] += f" of the CPU, {size(facts['device_memory'])} of the GPU"
     show.echo_fields(fields)
-
-
-def _files(facts: Mapping[str, Any]) -> str:
-    return f"{size(facts['bytes'])} in {facts['files']} files"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_type_hints
@@ -28,7 +27,7 @@ from kvsim.experiment import Experiment
 from kvsim.schema import PREFILL
 
 if TYPE_CHECKING:
-    from kvsim.core.policy import Policy, Protection
+    from kvsim.core.policy import Policy
     from kvsim.core.trace import Trace
 
 
@@ -70,7 +69,7 @@ def offered(*names: str, of: type = Experiment, **unset: str) -> Offered:
 
 
 #: When policies that are compared evict.
-SCHEDULE = ("interval", "prefill", *PREFILL, "own_schedule")
+SCHEDULE = ("interval", "prefill", *PREFILL)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -122,9 +121,9 @@ class Chosen:
     settings: shared.Settings = None
     fit: Annotated[bool, shared.option("fit")] = False
 
-    def built(self, protect: Protection | None = None) -> list[Policy]:
-        """The policies, which all protect what is given."""
-        return shared.build_policies(self.policy, self.settings, protect, fit=self.fit)
+    def built(self) -> list[Policy]:
+        """The policies."""
+        return shared.build_policies(self.policy, self.settings, fit=self.fit)
 
 
 @dataclass(frozen=True)
@@ -195,26 +194,14 @@ class Folder:
 
     events: Annotated[bool, shared.option("events")] = False
     out: Annotated[Path | None, shared.option("out", parser=shared.local_path)] = None
-    resume: Annotated[bool, shared.option("resume")] = False
     overwrite: shared.Overwrite = False
 
     def check(self) -> None:
         """Raise OptionError for options without a run folder, OutputError where no run can be."""
-        if self.overwrite and self.resume:
-            raise OptionError(
-                "--overwrite replaces the run that --resume continues; give one of them"
-            )
-        flags = {"overwrite": self.overwrite, "resume": self.resume, "events": self.events}
-        for flag, given in flags.items():
+        for flag, given in {"overwrite": self.overwrite, "events": self.events}.items():
             if given and self.out is None:
                 raise OptionError(f"--{flag} is about the run in --out; give --out DIR as well")
-        if self.out is not None and not self.overwrite:
-            from kvsim.sweeps.output import check_output
+        if self.out is not None:
+            from kvsim.sweeps.folder import check_output
 
-            check_output(self.out, resume=self.resume)
-
-    def replacing(self) -> AbstractContextManager[None]:
-        """Let a run be written in the place of the one in the folder, if that was requested."""
-        from kvsim.sweeps.output import replaced
-
-        return replaced(self.out) if self.out is not None and self.overwrite else nullcontext()
+            check_output(self.out, overwrite=self.overwrite)

@@ -14,7 +14,7 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, NewPrompts, grouped, offered
-from kvsim.cli.replaying import interrupted, show_run
+from kvsim.cli.replaying import begun, interrupted, show_run
 from kvsim.cli.shared import OptionError
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def live(
 
     from kvsim.analysis.live.table import choose_live
     from kvsim.analysis.overview import LIVE_SUMMARY
-    from kvsim.core.policy import Protection
     from kvsim.runner.checks import check_live
-    from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.closed_loop import plan_live
 
     choose_live(options["metrics"])
@@ -107,31 +105,13 @@ def live(
                 probe = "repeat" if repeats else None
                 how = {"probe": probe, "batch": options["batch"]}
                 recorded = _record(decoder, tokenizer, prompts, at, new_tokens, how)
-            stack.enter_context(folder.replacing())
-            run = run_live(
-                decoder,
-                recorded,
-                policies,
-                budget,
-                tokenizer=tokenizer,
-                **options,
-                events=folder.events,
-                out=out,
-                resume=folder.resume,
-                progress=report,
-            )
-        shown = options["metrics"] or LIVE_SUMMARY
-        show_run(
-            run,
-            recorded,
-            Protection(),
-            shown,
-            out,
-            as_json=printed.as_json,
-            whole=printed.show_text,
-        )
+            terms = {"tokenizer": tokenizer, "events": folder.events, **options}
+            planned, loops = plan_live(decoder, recorded, policies, budget, **terms)
+            run = loops.finish(planned, begun(planned, folder), options["batch"], report)
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise interrupted(out) from None
+    shown = options["metrics"] or LIVE_SUMMARY
+    show_run(run, recorded, shown, out, as_json=printed.as_json, whole=printed.show_text)
 
 
 def _record(

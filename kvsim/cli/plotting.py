@@ -14,6 +14,7 @@ from kvsim.cli import shared
 from kvsim.cli.groups import grouped
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import bar, echo_error
+from kvsim.core.arguments import value_of
 from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure, plotted
@@ -61,9 +62,8 @@ class Replayed:
             "of a run those to show, by default all.",
         ),
     ] = None
-    interval: Annotated[int | None, shared.option("interval")] = None
+    interval: Annotated[list[str] | None, shared.option("interval")] = None
     prefill: Annotated[bool | None, shared.option("prefill")] = None
-    own_schedule: Annotated[bool, shared.option("own_schedule")] = False
     settings: shared.Settings = None
     fit: Annotated[bool, shared.option("fit")] = False
 
@@ -125,7 +125,6 @@ def plot(
         "interval": replayed.interval,
         "prefill": replayed.prefill,
         "set": replayed.settings,
-        "own-schedule": replayed.own_schedule or None,
     }
     _check_given(name, figure, sources, runs, given)
     texts = [source for source in sources if source not in runs]
@@ -149,7 +148,8 @@ def plot(
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:
             layer = _unwindowed(traces[0])  # the figure's own default may have a window
-        schedule: dict[str, Any] = {"interval": replayed.interval, "prefill": replayed.prefill}
+        interval = None if replayed.interval is None else [*map(value_of, replayed.interval)]
+        schedule: dict[str, Any] = {"interval": interval, "prefill": replayed.prefill}
         if figure.replay is None:
             data = Data(traces)
         elif figure.replay == "once":
@@ -158,7 +158,6 @@ def plot(
             data = _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
         else:
             measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
-            schedule["own_schedule"] = replayed.own_schedule
             data = _swept(traces, policies, replayed.budget or [], schedule, measured)
 
     from kvsim import plots
@@ -327,10 +326,11 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
     from kvsim.engine import replay
-    from kvsim.sweeps.terms import shared_prefill
+    from kvsim.sweeps.terms import interval_of
 
     budget = resolve_budget(size, trace.n_pos)
-    interval, prefill = schedule["interval"], shared_prefill(**schedule)
+    interval: Any = next((interval_of(x) for x in schedule["interval"] or () if x != "own"), None)
+    prefill = True if interval and schedule["prefill"] is None else schedule["prefill"]
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
     return Data([trace], [record], None, [record.remark], {record.trace: record.layers})
 
@@ -361,9 +361,8 @@ def _swept(
 
     names = list(dict.fromkeys(metrics))
     with bar("cells") as report:
-        regret = any(metric(name).beside for name in names)
         judge = any(metric(name).kind == "live" for name in names)
-        options: dict[str, Any] = {"metrics": names, "regret": regret, "judge": judge, **schedule}
+        options: dict[str, Any] = {"metrics": names, "judge": judge, **schedule}
         run = replay_all(traces, policies, budgets, progress=report, **options).whole()
     if run.failures:
         first = run.failures[0]

@@ -119,7 +119,7 @@ def capture(
             "trust_remote_code": trust_remote_code,
         }
         forecast = planned(model, pairs, options, **place)
-        echo_forecast(forecast, new[0].parent if new else None, None, as_json=shown.as_json)
+        echo_forecast(forecast, new[0].parent if new else None, {}, as_json=shown.as_json)
         return
     check_writable(paths[0].parent)
     before = {path: _identity(path) for path in paths}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,16 +14,16 @@ from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.shared import OptionError, Stop
-from kvsim.experiment import Protected
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.core.policy import Protection
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
     from kvsim.sweeps import Run
+    from kvsim.sweeps.driver import Plan
+    from kvsim.sweeps.folder import Parts
 
 #: Most traces and lines of a table that are printed; the others are in the results.
 _TRACES, _LINES = 8, 200
@@ -79,11 +79,10 @@ def replay(
     options: Annotated[
         dict[str, Any],
         offered(
-            *(*SCHEDULE, "layers", "metrics", "regret", "memory", "device", "jobs"),
+            *(*SCHEDULE, "layers", "metrics", "memory", "device", "jobs"),
             metrics="everything with --out, without it what the table shows",
         ),
     ],
-    protected: Annotated[dict[str, Any], offered(of=Protected)],
     judging: Judging,
     folder: Folder,
     printed: Printed,
@@ -91,7 +90,7 @@ def replay(
     """Replay policies at budgets over traces and compare them.
 
     Prints what each policy would have kept and lost, and how far the attention output would have
-    moved. With --out, whatever ends the command keeps the cells that are done, and --resume
+    moved. With --out, whatever ends the command keeps the cells that are done, and the same command
     continues.
     """
     folder.check()
@@ -100,66 +99,58 @@ def replay(
 
     from kvsim.analysis.overview import SUMMARY
     from kvsim.analysis.table import available
-    from kvsim.core.policy import Protection
     from kvsim.sweeps.driver import Plan, plan_replays
     from kvsim.sweeps.grid import read_grid
 
     if len(source) == 1 and source[0].endswith((".yaml", ".yml")):
-        _check_alone({**vars(cells), **options, **protected})
+        every = {**vars(cells), **options}
+        given = [name for name, x in every.items() if x not in (None, False, "cpu", [], ())]
+        if given or options["prefill"] is False:
+            raise OptionError(
+                f"a configuration has its own {', '.join(given) or 'prefill'}; change the file, or "
+                "give traces"
+            )
         grid = read_grid(source[0])
-        planned, protect, metrics = Plan.of(grid), grid.options["protect"], grid.options["metrics"]
+        planned, metrics = Plan.of(grid), grid.options["metrics"]
     else:
         for name in ("policy", "budget"):
             if not getattr(cells, name):
                 raise OptionError(f"--{name} is missing; give one, or several between commas")
-        protect = Protection(**protected)
-        policies = cells.built(protect)
+        policies = cells.built()
         traces = shared.open_traces(source)
         options["metrics"] = metrics if metrics or out else available(SUMMARY, traces)
-        planned = plan_replays(
-            traces, policies, cells.budget or (), **options, accounts=out is not None
-        )
+        planned = plan_replays(traces, policies, cells.budget or (), **options)
     if printed.plan:
         echo_plan(planned, out, jobs, overwrite=folder.overwrite, as_json=printed.as_json)
         return
     try:
-        with folder.replacing(), show.bar("cells") as report:
-            parts = planned.begin(out, resume=folder.resume)
+        with show.bar("cells") as report:
+            parts = begun(planned, folder)
             run = planned.finish(parts, jobs=jobs, progress=report)
-        shown = metrics or available(SUMMARY, planned.traces)
-        show_run(
-            run,
-            planned.traces,
-            protect,
-            shown,
-            out,
-            as_json=printed.as_json,
-            required=metrics or (),
-        )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise interrupted(out) from None
+    shown = metrics or available(SUMMARY, planned.traces)
+    as_json = printed.as_json
+    show_run(run, planned.traces, shown, out, as_json=as_json, required=metrics or ())
 
 
-def _check_alone(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for options that a configuration has itself."""
-    given = [name for name, value in options.items() if value and value != "cpu"]
-    if given or options["prefill"] is False:
-        raise OptionError(
-            f"a configuration has its own {', '.join(given) or 'prefill'}; change the file, or "
-            "give traces"
-        )
+def begun(plan: Plan, folder: Folder) -> Parts:
+    """Return what of a plan is done in the run folder, and say so."""
+    parts = plan.begin(folder.out, overwrite=folder.overwrite)
+    if done := {number for each in plan.tasks for number in parts.done(each)}:
+        show.echo_error(f"{folder.out} has results of {plural(len(done), 'cell')}; continuing")
+    return parts
 
 
 def interrupted(out: Path | None) -> Stop:
     """Return the end of a command at any other moment than those that a run handles."""
-    again = "" if out is None else f", what is done is kept in {out}; continue with --resume"
+    again = "" if out is None else f", what is done is kept in {out}; the same command continues"
     return Stop(f"interrupted{again}", 130)
 
 
 def show_run(
     run: Run,
     opened: Sequence[Trace],
-    protect: Protection,
     metrics: Sequence[str],
     out: Path | None,
     *,
@@ -173,7 +164,6 @@ def show_run(
     they are not among them.
     """
     from kvsim.analysis.overview import PREDICTIONS
-    from kvsim.analysis.table import REGRET
 
     if not run.parameters["done"] and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
@@ -181,11 +171,11 @@ def show_run(
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
-    shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics, *REGRET]) if name in measured]
+    shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics]) if name in measured]
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:
-        _print(opened, protect, run, shown, out)
+        _print(opened, run, shown, out)
         echo_responses(run.responses.to_dicts(), whole=whole)
         if shown and (missing := [name for name in required if name not in measured]):
             where = "these traces" if len(opened) > 1 else "this trace"
@@ -225,13 +215,7 @@ def _trace_metrics(table: pl.DataFrame, shown: Sequence[str]) -> pl.DataFrame:
     )
 
 
-def _print(
-    traces: Sequence[Trace],
-    protect: Protection,
-    run: Run,
-    shown: Sequence[str],
-    out: Path | None,
-) -> None:
+def _print(traces: Sequence[Trace], run: Run, shown: Sequence[str], out: Path | None) -> None:
     from kvsim.analysis.overview import summarise
 
     for trace in traces[:_TRACES]:
@@ -241,14 +225,6 @@ def _print(
         )
     if len(traces) > _TRACES:
         show.echo_text(f"... and {plural(len(traces) - _TRACES, 'trace')}")
-    protected = {
-        f"the first {protect.sink} positions": protect.sink,
-        "the prompt": protect.prompt,
-        f"the last {protect.recent} positions": protect.recent,
-    }
-    if any(protected.values()):
-        names = " and ".join(name for name, given in protected.items() if given)
-        show.echo_text(f"Every policy also protects {names}.")
     show.echo_text()
     show.echo_verdict(show.verdict(run.table, shown))
     summary = summarise(run.table, shown)
@@ -325,7 +301,7 @@ def finish(run: Run, out: Path | None) -> None:
     show.echo_failures(run.failures)
     total = run.parameters["cells"]
     kept = "shown above" if out is None else f"kept in {out}"
-    again = "" if out is None else "; continue with the same command and --resume"
+    again = "" if out is None else "; the same command continues"
     if run.interrupted:
         done = f"{run.parameters['done']} of {total} cells are done and {kept}"
         raise Stop(f"interrupted, {done}{again}", 130)

@@ -19,7 +19,7 @@ from kvsim.experiment import Experiment
 from kvsim.schema import is_url, size_in_bytes
 
 if TYPE_CHECKING:
-    from kvsim.core.policy import Policy, Protection
+    from kvsim.core.policy import Policy
     from kvsim.core.trace import Trace
 
 
@@ -140,10 +140,15 @@ _FORMS: dict[Any, Form] = {
 }
 
 
+def _values(texts: list[str] | None) -> list[Any] | None:
+    """Return numbers as such."""
+    return texts and [value_of(text) for text in texts]
+
+
 def form_of(option: Declared) -> Form:
     """Return how the command line takes an option."""
     if "[," in (option.help.metavar or ""):
-        return Form(list[str] | None, callback=split)
+        return Form(list[str] | None, convert=_values, callback=split)
     callback = parse_device if option.name == "device" else None
     return _FORMS.get(option.kind, Form(option.kind, text=False, callback=callback))
 
@@ -175,7 +180,6 @@ PolicyNames = Annotated[list[str], option("policies")]
 Budgets = Annotated[list[str], option("budgets")]
 Memory = Annotated[str | None, option("memory")]
 Device = Annotated[str, option("device")]
-Resume = Annotated[bool, option("resume")]
 ModelDevice = Annotated[str, option("device", help=f"Where the model runs: {DEVICES}")]
 TracePaths = Annotated[
     list[str],
@@ -196,7 +200,8 @@ Settings = Annotated[
         "--set",
         metavar="[POLICY.]KEY=VALUE[,...]",
         help="A parameter of one policy, of a part such as snapkv wherever it stands, or of each "
-        "that has it; of several values each is tried.",
+        "that has it; of several values each is tried. protect.sink, protect.recent and "
+        "protect.prompt: what every policy protects.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
@@ -268,24 +273,22 @@ def quiet_transformers() -> None:
 
 
 def build_policies(
-    names: Sequence[str],
-    settings: Iterable[str] | None,
-    protect: Protection | None = None,
-    *,
-    fit: bool = False,
+    names: Sequence[str], settings: Iterable[str] | None, *, fit: bool = False
 ) -> list[Policy]:
     """Build the policies by name, one for each combination of settings (`settings_of`).
 
-    protect: entries that every policy protects in addition to its own. fit: scale lengths that no
-    setting gives to the budget (`Policy.fitted`).
+    `protect.sink=4` and its like are of every policy. fit: scale lengths that no setting gives to
+    the budget (`Policy.fitted`).
     """
-    from kvsim.core.policy import Protection
     from kvsim.policies import variants
+    from kvsim.sweeps.grid import protection_of
 
-    given = settings_of(names, settings or ()).items()
+    of_all = [text for text in settings or () if text.startswith("protect.")]
+    protect = protection_of(dict(parse_set(text.partition(".")[2]) for text in of_all))
+    given = settings_of(names, [text for text in settings or () if text not in of_all]).items()
     built = [each for name, lists in given for each in variants(name, lists)]
     fitted = (each.fitted() if fit else each for each in built)
-    return [replace(each, protect=each.protect | (protect or Protection())) for each in fitted]
+    return [replace(each, protect=each.protect | protect) for each in fitted]
 
 
 def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, list[Value]]]:

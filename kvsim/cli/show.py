@@ -284,8 +284,9 @@ def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:
     same: dict[str, list[Failure]] = {}
     for each in failures:
         same.setdefault(re.sub(r"\d+", "#", each.error), []).append(each)
-    for first, *more in same.values():
-        yield first, first.error + f" (and so in {plural(len(more), 'more cell')})" * bool(more)
+    for failed in same.values():
+        more = len({(each.trace, each.cell) for each in failed}) - 1
+        yield failed[0], failed[0].error + f" (and so in {plural(more, 'more cell')})" * bool(more)
 
 
 def echo_failures(failures: Sequence[Failure]) -> None:

@@ -87,7 +87,7 @@ class KVzip(Scorer):
             return ""
         return (
             "has no scores of the response, whose entries rank above the context and fill the "
-            "budget at events in decoding; its paper evicts once, after the context: --own-schedule"
+            "budget at events in decoding; its paper evicts once, after the context: --interval own"
         )
 
 

@@ -27,15 +27,14 @@ class Forecast:
     """What a command will take.
 
     arrays: of each array on the disk its usual bytes, and those before compression, which are the
-    most. written: usual bytes of all files. read: bytes of traces as they lie on the disk. files:
-    how many are written. memory: bytes of the process at its peak; device_memory: of a GPU.
+    most. written: usual bytes of all files. files: how many are written, 0 where that is not
+    known. memory: bytes of the process at its peak; device_memory: of a GPU.
     """
 
     written: float = 0
     files: int = 0
     memory: float = 0
     device_memory: float = 0
-    read: int = 0
     arrays: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
@@ -43,7 +42,6 @@ class Forecast:
         return {
             "bytes": round(self.written),
             "bytes_at_most": round(self.written + sum(b - a for a, b in self.arrays.values())),
-            "bytes_to_read": self.read,
             "files": self.files,
             "memory": round(self.memory),
             "device_memory": round(self.device_memory),

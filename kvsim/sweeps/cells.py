@@ -36,9 +36,6 @@ Progress = Callable[[int, int, str], None]
 #: What rules of a policy other than a scorer's return.
 _RETURNED = {"plan": "a Plan with quotas [layer, KV head]", "budgets": "budgets [layer]"}
 
-#: Cells that are measured together where records do not keep what readers read.
-TOGETHER = 32
-
 
 class Cell(NamedTuple):
     """A policy at a budget on a trace, and the schedule of its events.
@@ -91,9 +88,7 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """What computes cells of one trace; together: cells measured at once, all if None."""
-
-    together: int | None
+    """What computes cells of one trace."""
 
     def record(self, cell: Cell) -> Record:
         """Decide what a cell retains."""
@@ -101,55 +96,42 @@ class Executor(Protocol):
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure cells whose records it has made."""
 
-    def kept(self, record: Record) -> Record:
-        """What is kept of a record that is measured."""
-
 
 def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outcome:
     """Compute cells; failures leave the rest, Ctrl-C what is done; report: (done, cells, label)."""
     outcome = Outcome()
     tables: list[pl.DataFrame] = []
     pending: list[tuple[Cell, Record]] = []
-    together = executor.together or len(cells)
 
-    def measured(group: Sequence[tuple[Cell, Record]]) -> None:
+    def measure(group: Sequence[tuple[Cell, Record]]) -> None:
         try:
             tables.append(executor.table(*zip(*group, strict=True)))
         except KvsimError as error:
             if len(group) > 1:
                 for pair in group:  # whichever can be measured
-                    measured([pair])
+                    measure([pair])
             else:
                 outcome.failures.append(failure(group[0][0], f"measuring: {error}"))
         else:
             for cell, record in group:
-                outcome.records.append(executor.kept(record))
+                outcome.records.append(replace(record, internals=()))
                 outcome.done[cell.number] = columns_of(record)
 
-    def measure_pending(done: int) -> None:
-        group = pending[:]
-        pending.clear()
-        if group:
-            report(done, len(cells), f"{group[0][0].trace.name}: measuring")
-            measured(group)
-
-    done = 0
     try:
-        for done, cell in enumerate(cells, 1):
-            label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
-            report(done - 1, len(cells), label)
+        for done, cell in enumerate(cells):
+            report(done, len(cells), f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}")
             try:
                 pending.append((cell, replace(executor.record(cell), share=cell.share)))
             except KvsimError as error:
                 outcome.failures.append(failure(cell, str(error)))
             except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
                 outcome.failures.append(failure(cell, _unexpected(error), unexpected=True))
-            if len(pending) == together:
-                measure_pending(done)
     except KeyboardInterrupt:
         outcome.interrupted = True
     try:
-        measure_pending(done)
+        if pending:
+            report(len(cells), len(cells), f"{pending[0][0].trace.name}: measuring")
+            measure(pending)
     except KeyboardInterrupt:
         outcome.interrupted = True
     outcome.table = in_order(tables)
@@ -161,8 +143,7 @@ def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outc
 class Replays:
     """Replays the cells of a trace, and measures their records beside what they are compared with.
 
-    options: `regret`, `events`, `memory`, `device`, and `judge` and `accounts` where they are not
-    left out. accounts: whether records keep what readers read (`Record.reads`).
+    options: `events`, `memory`, `device`, and `judge` where it is not left out.
     """
 
     def __init__(self, trace: Trace, metrics: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -173,8 +154,6 @@ class Replays:
         self._notes = frozenset[str]().union(*(metric.notes for metric in chosen))
         self._optima: dict[Hashable, Record] = {}
         self._compared: dict[int, dict[str, Record]] = {}
-        self._accounts = bool(options.get("accounts", True))
-        self.together: int | None = None if self._accounts else TOGETHER
 
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
@@ -182,55 +161,44 @@ class Replays:
         notes = self._notes & policy.allocator.notes
         options = ReplayOptions(cell.layers, internals=notes, checked=True, **self._limits)
         record = run(cell.trace, policy, cell.budget, cell.schedule, options)
-        self._compared[cell.number] = {}
-        try:
-            self._compare(cell, record)
-        except KvsimError as error:
-            remark = f"{policy.name}, budget {cell.budget}: no regret: {error}"
-            record = replace(record, remark="\n".join(filter(None, (record.remark, remark))))
+        compared = self._compared[cell.number] = dict[str, Record]()
+        remarks = [record.remark]
+        if self._beside and policy.bounded:
+            try:
+                of_policy = OptimumTerms.of(cell.trace, policy, record)
+                for name in self._beside:
+                    terms = of_policy if name == "optimum" else of_policy.unprotected
+                    if terms.key not in self._optima:
+                        self._optima[terms.key] = terms.optimum(cell.trace, **self._limits)
+                    compared[name] = self._optima[terms.key]
+            except KvsimError as error:
+                remarks.append(f"{policy.name}, budget {cell.budget}: no regret: {error}")
         if "judge" in self._options:
             from kvsim.runner.full import uncompared  # noqa: PLC0415  transformers
             from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
             from kvsim.runner.recorded import unchecked  # noqa: PLC0415  transformers
 
-            remarks = [record.remark, unjudged(record)]
+            remarks.append(unjudged(record))
             if not remarks[-1]:
                 of_pass = self._judge.running, self._trace, record.schedule
                 remarks += [uncompared(*of_pass), unchecked(self._trace)]
-            record = replace(record, remark="\n".join(filter(None, remarks)))
-        return record
-
-    def _compare(self, cell: Cell, record: Record) -> None:
-        """Replay what a cell is compared with, on the same terms."""
-        policy, compared = cell.policy, self._compared[cell.number]
-        if "optimum" in self._beside and policy.bounded:
-            of_policy = OptimumTerms.of(cell.trace, policy, record)
-            each = {"optima": of_policy, "unprotected": of_policy.unprotected}
-            for name, terms in each.items():
-                if terms.key not in self._optima:
-                    self._optima[terms.key] = terms.optimum(cell.trace, **self._limits)
-                compared[name] = self._optima[terms.key]
+        return replace(record, remark="\n".join(filter(None, remarks)))
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
-        """Measure records; optima where regret is asked for."""
+        """Measure records, next to their optima if a metric compares with them."""
         compared = [self._compared[cell.number] for cell in cells]
-        references: dict[str, Any] = {}
-        if self._options["regret"]:
-            for name in ("optima", "unprotected"):
-                references[name] = [each.get(name) for each in compared]
         options = {name: self._options[name] for name in ("events", "device")}
+        for name in self._beside:
+            keyword = "optima" if name == "optimum" else name
+            options[keyword] = [each.get(name) for each in compared]
         of_replay = [name for name in self._metrics if METRICS[name].kind != "live"]
         names = available(of_replay, [self._trace])
-        table = measure(self._trace, records, names, **options, **references)
+        table = measure(self._trace, records, names, **options)
         if of_model := [name for name in self._metrics if name not in of_replay]:
             table = in_order([table, self._judged(records, of_model)])
         for cell in cells:
             del self._compared[cell.number]
         return table
-
-    def kept(self, record: Record) -> Record:
-        """A record without what only measuring needs."""
-        return replace(record, internals=(), reads=record.reads if self._accounts else None)
 
     @functools.cached_property
     def _judge(self) -> Judge:

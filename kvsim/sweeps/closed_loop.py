@@ -20,7 +20,7 @@ from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.options import given_options, takes_options
 from kvsim.core.outcome import Outcome as Lived
-from kvsim.core.policy import PolicyLike, Schedule
+from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
@@ -42,6 +42,7 @@ from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Outcome, Progress, cells_of, compute
 from kvsim.sweeps.driver import Plan, describe
+from kvsim.sweeps.folder import Parts
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.tasks import Task, tasks_of
 from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
@@ -89,12 +90,7 @@ def live(
     show = check_progress(progress)
     given = given_options(LiveOptions, options, "live", PolicyError)
     plan, loops = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
-    parts, size = plan.begin(given["out"], resume=given["resume"]), given["batch"]
-    left = {cell.number for task in parts.left(plan.tasks) for cell in task.cells}
-    rest = [cell for cell in loops.joined if cell.number in left]
-    loops.batches = [rest[at : at + size] for at in range(0, len(rest), size)]
-    run = plan.finish(parts, progress=show)
-    return replace(run, notes=(*run.notes, *([] if loops.paging is None else loops.paging.notes)))
+    return loops.finish(plan, plan.begin(given["out"]), given["batch"], show)
 
 
 def plan_live(
@@ -117,11 +113,10 @@ def plan_live(
     policies = [each.fitted() for each in policies] if given["fit"] else policies
     check_names(policies)
     check_distinct(traces)
-    terms, shared = shared_terms(
-        policies,
-        (given["interval"], given["prefill"], given["compress"], given["prefill_chunk"]),
-        own_schedule=given["own_schedule"],
-    )
+    interval, *more = listed(given["interval"])
+    if more:
+        raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")
+    terms, shared = shared_terms(policies, interval, given)
     new_tokens = given["max_new_tokens"]
     chosen = choose_live(metrics)
     cells = cells_of(traces, policies, budgets, [terms])
@@ -152,38 +147,35 @@ def plan_live(
         **(choice.settings if new_tokens else {}),
         "memory": None,
         "device": str(running.device),
-        "regret": False,
     }
-    joined, alone = _batched(running, cells, given)
     paging = None
     if given["paged"] is not None:
         paging = Paging(given["paged"], given["block_tables"])
         parameters |= {name: given[name] for name in ("paged", "block_tables")}
+    joined, alone = _batched(running, cells, given)
     writing = Writing(new_tokens, choice) if new_tokens else None
+    sampling = {"stop": stop, "choice": choice}
 
     def loop_of(trace: Trace) -> ClosedLoop:
         if paging is not None:
             paging.release()  # the prefixes of another prompt
         return ClosedLoop(running, trace, tokenizer, writing, paging)
 
-    executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
-    executor.sampling = {"stop": stop, "choice": choice}
-    executor.joined, executor.paging = joined, paging
-    executor.schedules = [cell.schedule for cell in cells]
+    names = list(chosen)
+    loops = Loops(loop_of, cells, names, layers, joined, sampling, paging, events=given["events"])
     plan = Plan(
         traces=traces,
-        policies=policies,
         cells=cells,
-        tasks=tasks_of(cells, list(chosen), {"records": True}, together=1),
-        metrics=list(chosen),
+        tasks=tasks_of(cells, names, {"records": True}, together=1),
+        metrics=names,
         parameters={**parameters, "batch": given["batch"]},
         notes=(*filter(None, [shared]), *alone, *(choice.notes if new_tokens else ())),
-        description=describe(traces, policies, list(chosen), parameters),
+        description=describe(traces, policies, names, parameters),
         model_bytes=sum(each.nbytes for each in running.model.parameters()),
-        compute=executor.compute,
-        check=executor.check,
+        compute=loops.compute,
+        check=loops.check,
     )
-    return plan, executor
+    return plan, loops
 
 
 def _batched(
@@ -210,54 +202,63 @@ def _batched(
 
 
 class Loops:
-    """Runs the cells of tasks on a model, one after the other."""
+    """Runs the cells of tasks on a model, one after the other.
 
-    together: int | None = 1  # outcomes are not stored, only what is measured of them
+    joined: cells whose responses are written in batches. sampling: how.
+    """
 
     def __init__(
         self,
         loop_of: Callable[[Trace], ClosedLoop],
-        traces: Sequence[Trace],
+        cells: Sequence[Cell],
         metrics: Sequence[str],
         layers: Sequence[int] | None,
+        joined: Sequence[Cell],
+        sampling: Mapping[str, Any],
+        paging: Paging | None,
         *,
         events: bool,
     ) -> None:
-        self._loop_of, self._metrics = loop_of, metrics
+        self._loop_of, self._cells, self._metrics = loop_of, cells, metrics
         self._layers, self._events = layers, events
-        self._traces = {trace.name: trace for trace in traces}
+        self._joined, self._sampling, self._paging = joined, sampling, paging
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Lived] = {}
-        self.paging: Paging | None = None
-        #: cells that can share a batch, those whose responses are written at once, and how
-        self.joined: list[Cell] = []
-        self.batches: list[list[Cell]] = []
-        self.sampling: dict[str, Any] = {}
-        self.schedules: Sequence[Schedule] = ()  # of all cells
+        self._batches: list[list[Cell]] = []
         self._responses: dict[int, Own | MemoryLimitError] = {}
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
-        for trace in reversed(self._traces.values()):
+        traces = {cell.trace.name: cell.trace for cell in self._cells}
+        for trace in reversed(traces.values()):
             self._loop = self._loop_of(trace)  # that of the first trace is used
             with threads_for(self._loop.running.model):
-                self._loop.check(self.schedules)
+                self._loop.check([cell.schedule for cell in self._cells])
+
+    def finish(self, plan: Plan, parts: Parts, batch: int, progress: Progress | None) -> Run:
+        """Run what is not finished yet, so many responses at once."""
+        left = {cell.number for task in parts.left(plan.tasks) for cell in task.cells}
+        rest = [cell for cell in self._joined if cell.number in left]
+        self._batches = [rest[at : at + batch] for at in range(0, len(rest), batch)]
+        run = plan.finish(parts, progress=progress)
+        return replace(run, notes=(*run.notes, *(self._paging.notes if self._paging else ())))
 
     def compute(self, task: Task, report: Progress = lambda *_: None) -> Outcome:
         """Run the cell of a task."""
-        trace = self._traces[task.name]
-        if self._loop is None or self._loop.trace is not trace:
-            self._loop = self._loop_of(trace)
+        cells = [cell for cell in self._cells if cell.number in task.numbers]
+        if self._loop is None or self._loop.trace is not cells[0].trace:
+            self._loop = self._loop_of(cells[0].trace)
         with threads_for(self._loop.running.model):
-            return compute(self, [cell._replace(trace=trace) for cell in task.cells], report)
+            return compute(self, cells, report)
 
     def record(self, cell: Cell) -> Record:
         """Run a cell."""
         loop = self._loop or self._loop_of(cell.trace)
-        batch = next((x for x in self.batches if cell.number in {each.number for each in x}), [])
-        if batch:
-            self.batches.remove(batch)
-            self._write(batch)
+        for batch in self._batches:
+            if cell in batch:
+                self._batches.remove(batch)
+                self._write(batch)
+                break
         response = self._responses.pop(cell.number, None)
         if isinstance(response, MemoryLimitError):
             raise response
@@ -281,7 +282,7 @@ class Loops:
                     )
             sequences, logits = zip(*lanes.values(), strict=True)
             limits = [each.sketch.n_pos - each.sketch.prompt_len for each in sequences]
-            written = respond(sequences, logits, limits, **self.sampling)
+            written = respond(sequences, logits, limits, **self._sampling)
         except torch.OutOfMemoryError:
             error = MemoryLimitError(
                 f"{len(cells)} responses at once take more memory than the device has free; "
@@ -301,7 +302,3 @@ class Loops:
             for cell, record in zip(cells, records, strict=True)
         ]
         return measure_live(subjects, self._metrics, events=self._events)
-
-    def kept(self, record: Record) -> Record:
-        """A record without what only measuring needs."""
-        return replace(record, internals=())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -36,18 +35,8 @@ def code_of(roots: Iterable[object]) -> str:
     these import from the same package or folder; empty without code of users.
     """
     kinds = list(_kinds(roots))
-    left = [kind.__module__ for kind in kinds]
-    tops = {name.partition(".")[0] for name in left}
-    folders = {path.parent for name in left if (path := _path(name))}
-    folders = {folder for folder in folders if not folder.name.endswith("-packages")}
-    sources = dict[str, bytes]()
-    while left:
-        name = left.pop()
-        path = None if name in sources else _path(name)
-        if path and (name.partition(".")[0] in tops or not folders.isdisjoint(path.parents)):
-            sources[name] = path.read_bytes()
-            left += _imports(name, sources[name], package=path.stem == "__init__")
-    lines = {f"{name} {hashlib.sha256(source).hexdigest()}" for name, source in sources.items()}
+    files = {path for name in {kind.__module__ for kind in kinds} for path in _files(name)}
+    lines = {f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files}
     lines |= {line for kind in kinds for line in _codes(kind)}
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if lines else ""
 
@@ -64,29 +53,21 @@ def _kinds(roots: Iterable[object]) -> Iterator[Any]:
         yield from _kinds(inner)
 
 
-def _path(name: str) -> Path | None:
-    """Return the file of a module; None where it has none."""
-    module, spec = sys.modules.get(name), None
-    if module is None:
-        with suppress(Exception):  # no module, or in a package that cannot be imported
-            spec = importlib.util.find_spec(name)
-    place = getattr(module, "__file__", None) or getattr(spec, "origin", None)
-    return path if place and (path := Path(place).absolute()).is_file() else None
-
-
-def _imports(name: str, source: bytes, *, package: bool) -> Iterator[str]:
-    """Yield the modules that a module imports anywhere, among other names."""
-    within = name if package else name.rpartition(".")[0]
-    with suppress(SyntaxError, ValueError):  # no Python
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import):
-                for parts in (alias.name.split(".") for alias in node.names):
-                    yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-            elif isinstance(node, ast.ImportFrom):
-                with suppress(ImportError):
-                    relative = "." * node.level + (node.module or "")
-                    whole = importlib.util.resolve_name(relative, within)
-                    yield from (whole, *(f"{whole}.{alias.name}" for alias in node.names))
+def _files(name: str) -> set[Path]:
+    """Return the file of a module, and those of all that it imports from where its package lies."""
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    if not file.is_file():  # of a notebook
+        return set()
+    root = file.absolute().parents[name.count(".") + (file.stem == "__init__")]
+    if root.name.endswith("-packages"):  # of an installed package all files, and nothing else
+        return {file, *(root / name.partition(".")[0]).rglob("*.py")}
+    finder = ModuleFinder([str(root)])
+    with suppress(Exception):  # no Python, or a part that is not there
+        finder.run_script(str(file)) if name == "__main__" else finder.import_hook(name)
+    return {
+        file,
+        *(Path(str(file)) for each in finder.modules.values() if (file := vars(each)["__file__"])),
+    }
 
 
 def _codes(thing: Any) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
@@ -13,10 +14,9 @@ import numpy as np
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import by_model, models_of
-from kvsim.analysis.table import BESIDE, choose
+from kvsim.analysis.table import choose
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.lazy import torch
 from kvsim.core.options import given_options, takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
@@ -29,13 +29,12 @@ from kvsim.schema import PREFILL
 from kvsim.store.opening import Traces
 from kvsim.sweeps.cells import Cell, Outcome, Progress, failure, in_cell_order
 from kvsim.sweeps.code import code_of, of_kvsim
-from kvsim.sweeps.folder import Parts
+from kvsim.sweeps.folder import Parts, check_output
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Failure, Run, provenance
 from kvsim.sweeps.pool import IN_MEMORY, in_processes, in_this_process, on_executor, processes
-from kvsim.sweeps.remarks import cell_remarks
 from kvsim.sweeps.tasks import Compute, Task, flops_of, replayed, tasks_of
-from kvsim.sweeps.terms import described, params_of, shared_terms
+from kvsim.sweeps.terms import described, params_of
 
 
 @with_bar("cells")
@@ -53,11 +52,13 @@ def sweep(
     The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
     the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept, and
     the same call goes on with what is in the folder `out`. With several `jobs`, a script needs
-    `if __name__ == "__main__":`, as for any use of multiprocessing.
+    `if __name__ == "__main__":`, as for any use of multiprocessing. A process pool of your own
+    starts them with `mp_context=multiprocessing.get_context("spawn")`: a process that is forked
+    while another thread holds a lock may hang.
 
     Args:
         config: a YAML file (docs/sweeps.md), or the keys of one as a mapping or as keywords. Each
-            of traces, policies, budgets and intervals is one value or several; a policy with
+            of traces, policies, budgets and interval is one value or several; a policy with
             settings is `{name: {parameter: values}}`.
         executor: computes the tasks: any `concurrent.futures.Executor`, such as
             `dask.distributed`'s `Client(...).get_executor()`, or one of submitit. Its workers read
@@ -96,7 +97,6 @@ def replay_all(
     policies: PolicyLike | Iterable[PolicyLike],
     budgets: int | str | Iterable[int | str],
     *,
-    accounts: bool = True,
     progress: Progress | bool | None = None,
     **options: Unpack[ReplayOptions],
 ) -> Run:
@@ -106,20 +106,12 @@ def replay_all(
         traces: one or several: objects, paths, folders, names of samples.
         policies: one or several: objects or names.
         budgets: one or several: entries per KV head, or shares such as `25%`.
-        accounts: keep what readers read (`Record.reads`); False frees it once it is measured, where
-            there is no `out`.
         progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.ReplayOptions`.
 
-    Without `metrics` it measures everything that the traces have the arrays for. With several
-    `jobs`, a script needs `if __name__ == "__main__":`. `judge` takes True for the model that a
-    trace names, or what `kvsim.recorder.load_model` takes; records that its pass cannot show have a
-    remark instead. Policies that no budget binds have no regret.
-
-    Returns:
-        The Run: records, without what only measuring needs, and one Table. A cell that fails is
-        among its failures, whatever its policy raises, and stops no other one. Ctrl-C ends the
-        replays; what is done by then is measured and kept.
+    As `sweep`, with records. Without `metrics` it measures everything that the traces have the
+    arrays for. `judge` takes True for the model that a trace names, or what
+    `kvsim.recorder.load_model` takes; records that its pass cannot show have a remark instead.
 
     Raises, before any work starts:
         BudgetError: a policy has no rule for a budget.
@@ -130,9 +122,8 @@ def replay_all(
     """
     given = given_options(ReplayOptions, options, "replay_all")
     show = check_progress(progress)
-    accounts = accounts or given["out"] is not None
-    plan = plan_replays(traces, policies, budgets, accounts=accounts, **options)
-    parts = plan.begin(given["out"], resume=given["resume"])
+    plan = plan_replays(traces, policies, budgets, **options)
+    parts = plan.begin(given["out"])
     return plan.finish(parts, jobs=given["jobs"], progress=show)
 
 
@@ -140,31 +131,25 @@ def plan_replays(
     traces: Traces,
     policies: PolicyLike | Iterable[PolicyLike],
     budgets: int | str | Iterable[int | str],
-    *,
-    accounts: bool = True,
     **options: Unpack[ReplayOptions],
 ) -> Plan:
     """Return the plan of `replay_all`, which computes it; raises as that does."""
     given = given_options(ReplayOptions, options, "replay_all")
-    shared_terms((), (given["interval"], None, None, None), own_schedule=given["own_schedule"])
     several: dict[str, list[Any]] = {
-        name: listed(values)
-        for name, values in (("traces", traces), ("policies", policies), ("budgets", budgets))
+        "traces": listed(traces),
+        "policies": listed(policies),
+        "budgets": listed(budgets),
     }
     if not all(several.values()):
         counts = ", ".join(f"{len(x)} {name}" for name, x in several.items())
         raise PolicyError(f"{counts}; expected at least one of each")
-    grid = grid_of(
-        {name: given[name] for name in get_type_hints(Options)}
-        | several
-        | {"intervals": ["own"] if given["own_schedule"] else given["interval"], "records": True}
-    )
+    shared = {name: given[name] for name in get_type_hints(Options)}
+    grid = grid_of(shared | several | {"records": True})
     metrics = None
     if given["metrics"] is None:
-        beside = BESIDE if given["regret"] else ()
-        metrics = [*choose(None, beside=beside, judged=bool(given["judge"]))]
-    plan = Plan.of(grid, metrics, accounts=accounts)
-    for error in plan.refused:
+        metrics = [*choose(None, judged=bool(given["judge"]))]
+    plan = Plan.of(grid, metrics)
+    for error in plan.refused.values():
         raise error
     return plan
 
@@ -173,15 +158,14 @@ def plan_replays(
 class Plan:
     """Cells cut into tasks, and what computes them.
 
-    policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
-    description: all that results depend on, ready for JSON. notes: remarks on all results. refused,
-    failures: what cells cannot be replayed for; they are in no task. records: whether they are
-    kept. model_bytes: weights of the model that runs. compute: of one task, in this process or
-    another one. check: raises where no task can be computed, before the first of them.
+    metrics: names. parameters: of the run, ready for JSON. description: all that results depend on,
+    ready for JSON. notes: remarks on all results. refused: why cells cannot be replayed, by number;
+    they are in no task. records: whether they are kept. model_bytes: weights of the model that
+    runs. compute: of one task, in this process or another one. check: raises where no task can be
+    computed, before the first of them.
     """
 
     traces: Sequence[Trace]
-    policies: Sequence[Policy]
     cells: Sequence[Cell]
     tasks: Sequence[Task]
     metrics: Sequence[str]
@@ -189,26 +173,24 @@ class Plan:
     description: Mapping[str, Any]
     compute: Compute = replayed
     notes: Sequence[str] = ()
-    refused: Sequence[KvsimError] = ()
-    failures: Sequence[Failure] = ()
+    refused: Mapping[int, KvsimError] = field(default_factory=dict)
     records: bool = True
     model_bytes: int = 0
     check: Callable[[], None] = lambda: None
 
     @staticmethod
-    def of(grid: Grid, metrics: Sequence[str] | None = None, *, accounts: bool = True) -> Plan:
+    def of(grid: Grid, metrics: Sequence[str] | None = None) -> Plan:
         """Open the traces of a grid, check its cells, and cut it.
 
-        metrics: by default those of the grid, checked. accounts: keep what readers read.
+        metrics: by default those of the grid, checked.
         """
         traces, given = grid.opened(), grid.options
         schedules = grid.schedules()
         cells = grid.cells(traces, [terms for terms, _ in schedules])
         names = grid.chosen(traces) if metrics is None else metrics
         judge = "" if given["judge"] is True else given["judge"]
-        options = {x: given[x] for x in ("regret", "events", "memory", "device")}
+        options = {name: given[name] for name in ("events", "memory", "device")}
         options |= {"records": grid.records} | ({} if judge is False else {"judge": judge})
-        options |= {} if accounts else {"accounts": False}
         refused: dict[int, KvsimError] = {}
         for cell in cells:
             try:
@@ -221,19 +203,16 @@ class Plan:
             "budgets": list(grid.budgets),
             **{name: x for name, x in given.items() if name not in _ELSEWHERE},
         }
+        of_all = {**parameters, "records": grid.records}
         return Plan(
             traces=traces,
-            policies=grid.policies,
             cells=cells,
             tasks=tasks_of([x for x in cells if x.number not in refused], names, options),
             metrics=names,
             parameters=parameters,
-            description=describe(
-                traces, grid.policies, names, {**parameters, "records": grid.records}
-            ),
+            description=describe(traces, grid.policies, names, of_all),
             notes=[*filter(None, (remark for _, remark in schedules))],
-            refused=[*refused.values()],
-            failures=[failure(x, str(refused[x.number])) for x in cells if x.number in refused],
+            refused=refused,
             records=grid.records,
             check=partial(check_run, judge, traces, given["device"]),
         )
@@ -241,28 +220,28 @@ class Plan:
     @property
     def flops(self) -> float:
         """Estimated floating-point operations of the attention outputs of all cells."""
-        of_each = ((flops_of(self.trace_of(x), len(x.layers)), len(x.cells)) for x in self.tasks)
-        return sum(flops * max(1, count) for flops, count in of_each)
+        return sum(
+            flops_of(self.trace_of(task), len(task.layers)) * max(1, len(task.cells))
+            for task in self.tasks
+        )
 
     def trace_of(self, task: Task) -> Trace:
         """The trace of a task."""
         return next(each for each in self.traces if each.name == task.name)
 
-    def bytes_of(self, task: Task) -> int:
-        """Bytes of queries, keys, values and outputs that a task reads, as they are stored."""
-        trace = self.trace_of(task)
-        return len(task.layers) * sum(
-            int(np.prod(trace.source.shapes[name][1:]))
-            * int(getattr(torch, trace.source_dtypes[name]).itemsize)
-            for name in ("q", "k", "v", "attn_out", "lse")
-            if name in trace.source.shapes
-        )
+    def begin(self, out: str | Path | None, *, overwrite: bool = False) -> Parts:
+        """Check that the plan can be computed, and return what of it is done in a folder.
 
-    def begin(self, out: str | Path | None, *, resume: bool | None = None) -> Parts:
-        """Check that the plan can be computed, and return what of it is done in a folder."""
-        parts = Parts(out, self.description, resume=resume)
+        overwrite: remove the run that is there.
+        """
+        if out is None or not overwrite:
+            parts = Parts(out, self.description)
+            self.check()
+            return parts
+        check_output(Path(out), overwrite=True)
         self.check()
-        return parts
+        shutil.rmtree(out, ignore_errors=True)
+        return Parts(out, self.description)
 
     def finish(
         self,
@@ -280,14 +259,14 @@ class Plan:
         total = sum(len(task.cells) for task in self.tasks)
         done = total - sum(len(task.cells) for task in todo)
         show = progress or (lambda *_: None)
-        failures, interrupted = [*self.failures], False
+        failures = [failure(self.cells[number], str(x)) for number, x in self.refused.items()]
+        interrupted = False
 
         def compute(task: Task) -> Outcome:
             return self.compute(task, lambda now, _, label: show(done + now, total, label))
 
-        results: Generator[tuple[Task, Any], None, Any]
         if executor is not None:
-            results = _until_broken(self.compute, todo, executor)
+            results = on_executor(self.compute, todo, executor)
         elif count > 1:
             results = in_processes(self.compute, todo, count)
         else:
@@ -309,7 +288,7 @@ class Plan:
                 interrupted = True
             run = self.run(parts, failures, interrupted=interrupted)
             if run.parameters["done"]:
-                parts.publish(run.write, [vars(each) for each in run.failures])
+                parts.publish(run)
             return run
         finally:
             parts.close()
@@ -331,7 +310,7 @@ class Plan:
         table = in_cell_order([part.table for part in outcomes], rows, self.metrics)
         counts = {"cells": len(self.cells), "done": len(done)}
         counts["missing"] = len({*range(len(self.cells))} & left - failed)
-        notes = (*self.notes, *cell_remarks(done), *(x for part in outcomes for x in part.remarks))
+        notes = (*self.notes, *(x for part in outcomes for x in part.remarks))
         return Run(
             tuple(_joined(records[cell.number]) for cell in done if self.records),
             by_model(table, models),
@@ -345,7 +324,7 @@ class Plan:
 
 
 #: Options that `run.json` has among schedules and parameters of policies.
-_ELSEWHERE = ("prefill", *PREFILL, "fit", "protect")
+_ELSEWHERE = ("interval", "prefill", *PREFILL, "fit", "protect")
 
 
 def describe(
@@ -375,19 +354,6 @@ def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
 
         for trace in traces:
             judge_of(trace, str(judge), device, None)
-
-
-def _until_broken(
-    function: Compute, tasks: Sequence[Task], executor: Any
-) -> Generator[tuple[Task, Any], None, None]:
-    """Yield results from an executor of the user; those that it does not give are errors."""
-    there = set[int]()
-    for task, result in on_executor(function, tasks, executor):
-        there.add(task.number)
-        yield task, result
-    for task in tasks:
-        if task.number not in there:
-            yield task, KvsimError("the executor broke; were its workers killed for memory?")
 
 
 def _joined(records: Sequence[Record]) -> Record:

@@ -21,17 +21,21 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.folder import CONFIG, replace_run, writing
+from kvsim.analysis.folder import CONFIG, is_run, replace_run, writing
 from kvsim.analysis.parquet import decode_table
 from kvsim.core.record import Record, record_document, record_of
 from kvsim.errors import OutputError, local_path
-from kvsim.files import lock, read_input, replace_file
+from kvsim.files import check_writable, lock, read_input, replace_file
 from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import read_document
 from kvsim.sweeps.cells import Outcome
-from kvsim.sweeps.output import LOCK, PARTS, being_written, check_output
+from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.tasks import Task
 
+#: The finished tasks of a run, and the file that is locked while it is written.
+PARTS, LOCK = "parts", "lock"
+#: What reading a damaged part raises.
+_DAMAGES = OSError, KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError
 #: Most bytes of a part.
 _LARGEST = 8 << 30
 
@@ -39,23 +43,18 @@ _LARGEST = 8 << 30
 class Parts:
     """The outcomes of tasks by number, in memory and, with `out`, in a folder.
 
-    description: all that results depend on, ready for JSON. resume: False takes an empty folder
-    alone, None goes on with what is there.
-
-    Raises OutputError where something else is there, or the run of another description.
+    description: all that results depend on, ready for JSON. What is in the folder is continued;
+    raises OutputError where something else is there, or the run of another description.
     """
 
-    def __init__(
-        self, out: str | Path | None, description: Mapping[str, Any], *, resume: bool | None = None
-    ) -> None:
+    def __init__(self, out: str | Path | None, description: Mapping[str, Any]) -> None:
         self.outcomes: dict[int, list[Outcome]] = {}
         self.folder = None if out is None else local_path(out, OutputError)
         self._grid = json.loads(json.dumps(description))
-        self._again = "run the same call again" if resume is None else "continue with --resume"
         self._lock: Any = None
         if self.folder is None:
             return
-        check_output(self.folder, resume=resume is not False)
+        check_output(self.folder)
         self._begun = (self.folder / CONFIG).exists()
         if self._begun:
             there = read_document(self.folder / CONFIG)
@@ -94,16 +93,17 @@ class Parts:
                 replace_file(folder / PARTS / f"{stem}.records", records)
             replace_file(folder / PARTS / f"{stem}.parquet", content.getvalue())
 
-    def publish(self, write: Any, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Put the whole next to the parts; write: puts the files of a run into an empty folder."""
+    def publish(self, run: Run) -> None:
+        """Put the whole next to the parts."""
 
-        def write_all(draft: Path) -> None:
-            write(draft)
+        def write(draft: Path) -> None:
+            run.write(draft)
+            failures = [vars(each) for each in run.failures]
             (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
 
         if self.folder is not None:
             with self._writing() as folder:
-                replace_run(folder, write_all)
+                replace_run(folder, write)
 
     def close(self) -> None:
         """Let other processes work in the folder."""
@@ -114,13 +114,13 @@ class Parts:
     def _writing(self) -> Iterator[Path]:
         """The folder, which is made first; OutputError where the system or another run refuses."""
         folder = self.folder or Path()
-        with writing(str(folder), "what is finished is kept", self._again):
+        with writing(str(folder), "what is finished is kept", "give the same command again"):
             if self._lock is None:
                 (folder / PARTS).mkdir(parents=True, exist_ok=True)
                 file = (folder / LOCK).open("ab")
                 if not lock(file, wait=False) or (folder / CONFIG).exists() != self._begun:
                     file.close()
-                    raise being_written(folder)
+                    raise _being_written(folder)
                 self._lock = file
                 replace_file(folder / CONFIG, json.dumps(self._grid, indent=1).encode())
             yield folder
@@ -153,6 +153,23 @@ class Parts:
             pl.exceptions.PolarsError,
         ):
             return
+
+
+def check_output(path: Path, *, overwrite: bool = False) -> None:
+    """Raise OutputError unless a run can be written to `path`, be continued there, or replaced."""
+    free = not (path.exists() or path.is_symlink()) or (path.is_dir() and not any(path.iterdir()))
+    if not free and not (is_run(path) if overwrite else (path / CONFIG).is_file()):
+        raise OutputError(
+            f"{path} exists and is no run; give another --out or move it away, nothing was changed"
+        )
+    check_writable(path.parent)
+    with contextlib.suppress(FileNotFoundError), (path / LOCK).open("rb") as file:
+        if not lock(file, wait=False):
+            raise _being_written(path)
+
+
+def _being_written(folder: Path) -> OutputError:
+    return OutputError(f"{folder} is being written by another process; wait for it")
 
 
 def _sha(data: bytes) -> str:

@@ -11,36 +11,39 @@ from kvsim.engine.layers import replay_bytes
 from kvsim.errors import KvsimError
 from kvsim.schema import object_at
 from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
+from kvsim.sweeps.tasks import layer_bytes
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Plan
     from kvsim.sweeps.tasks import Task
 
-#: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head), and of a cell's
-#: documents in a part, and with a record.
-_TABLE, _ROW_BYTES, _CELL, _RECORD = 9_500, 10, 400, 2_300
+#: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head) in a part and in the
+#: results, of a cell's documents, and of a layer of a record, and of one of its entries.
+_TABLE, _ROW, _CELL, _LAYER, _ENTRY = 9_500.0, 20, 400, 200, 0.4
+#: Bytes of the description of a run, and of that of a record in its group.
+_DOCUMENTS, _RECORD = 3_000.0, 2_300
 
 
 def forecast(plan: Plan, rest: Sequence[Task], *, written: bool) -> Forecast:
     """Return what the unfinished tasks of a plan take; written: into a folder."""
-    size, files = _written(plan, rest) if written else (0.0, 0)
-    memory = plan.model_bytes + max((_memory(plan, task) for task in rest), default=0)
+    memory, size = 0, _DOCUMENTS + _TABLE
+    for task in rest:
+        trace, cells, layers = plan.trace_of(task), len(task.cells), len(task.layers)
+        limit = task.options.get("memory")
+        held = [replay_bytes(trace, cell.policy, layers, limit) for cell in task.cells]
+        judge = _judge_bytes(trace) if "judge" in task.options else 0
+        memory = max(memory, layers * layer_bytes(trace) + max(held, default=0) + judge)
+        size += _TABLE + cells * layers * trace.n_heads * len(task.metrics) * _ROW + cells * _CELL
+        if plan.records:
+            size += cells * layers * (_LAYER + trace.n_pos * trace.n_heads * _ENTRY)
+    memory += plan.model_bytes
+    size += _RECORD * len(plan.cells) * plan.records
     on_device = plan.parameters.get("device") not in (None, "cpu")
     return Forecast(
-        written=size,
-        files=files,
+        written=size if written else 0,
         memory=max(resident_bytes() or 0, PROCESS) + (0 if on_device else memory),
         device_memory=memory if on_device else 0,
-        read=sum(map(plan.bytes_of, rest)),
     )
-
-
-def _memory(plan: Plan, task: Task) -> int:
-    """Bytes of the arrays of a task, of the layers that its cells replay, and of its judge."""
-    trace, limit = plan.trace_of(task), task.options.get("memory")
-    cells = [replay_bytes(trace, cell.policy, len(task.layers), limit) for cell in task.cells]
-    judge = _judge_bytes(trace) if "judge" in task.options else 0
-    return plan.bytes_of(task) + max(cells, default=0) + judge
 
 
 def _judge_bytes(trace: Trace) -> int:
@@ -57,20 +60,3 @@ def _judge_bytes(trace: Trace) -> int:
     entries = trace.n_pos * sum(heads * (dim + value) for _, heads, dim, value in trace.sizes)
     logits = min(LOGITS, (trace.n_pos - trace.prompt_len) * counts["vocab"])
     return int(item * (counts["parameters"] + 2 * entries + 3 * logits))
-
-
-def _written(plan: Plan, tasks: Sequence[Task]) -> tuple[float, int]:
-    """Bytes and files of a run folder, with the parts of the tasks."""
-    written, files = 3_000.0 + _TABLE, 5 + len(tasks)
-    for task in tasks:
-        trace = plan.trace_of(task)
-        rows = len(task.cells) * len(task.metrics) * len(task.layers) * trace.n_heads
-        written += _TABLE + _CELL * len(task.cells) + 2 * rows * _ROW_BYTES
-        if plan.records and task.cells:
-            files += 1
-            of_layer = 100 + 0.2 * trace.n_pos * trace.n_heads  # evictions, compressed
-            written += 2 * len(task.cells) * len(task.layers) * of_layer
-    if plan.records:
-        files += 1 + sum(2 + len(cell.layers or cell.trace.layer_ids) for cell in plan.cells)
-        written += _RECORD * len(plan.cells)
-    return written, files

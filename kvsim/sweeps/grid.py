@@ -25,11 +25,11 @@ from kvsim.experiment import Keys, Options
 from kvsim.files import read_input
 from kvsim.policies import variants
 from kvsim.samples import SAMPLES
-from kvsim.schema import PREFILL, is_url, size_in_bytes
+from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
 from kvsim.sweeps.cells import Cell, cells_of
-from kvsim.sweeps.terms import Terms, check_names, measurable, shared_terms
+from kvsim.sweeps.terms import Terms, check_names, interval_of, measurable, shared_terms
 
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
@@ -41,15 +41,13 @@ class Grid:
     """Every policy at every budget and interval over every trace.
 
     traces: paths, URLs, and objects. policies: one for each combination of settings, each once.
-    budgets: entries, or shares (`25%`). intervals: rows between events, None for each policy's own
-    schedule; by default one schedule for all (`kvsim.sweeps.terms.shared_terms`). records: keep
-    them too. options: all of `kvsim.experiment.Options`, checked.
+    budgets: entries, or shares (`25%`). records: keep them too. options: all of
+    `kvsim.experiment.Options`, checked.
     """
 
     traces: tuple[str | Trace, ...]
     policies: tuple[Policy, ...]
     budgets: tuple[str, ...]
-    intervals: tuple[int | None, ...]
     records: bool
     options: Mapping[str, Any]
 
@@ -61,18 +59,15 @@ class Grid:
 
     def chosen(self, traces: Sequence[Trace]) -> list[str]:
         """The metrics by name, checked against the arrays of the traces."""
-        options = self.options
-        names = available(SUMMARY, traces) if options["metrics"] is None else options["metrics"]
-        judged = bool(options["judge"])
-        return list(measurable(names, traces, regret=options["regret"], judged=judged))
+        names = self.options["metrics"]
+        names = available(SUMMARY, traces) if names is None else names
+        return list(measurable(names, traces, judged=bool(self.options["judge"])))
 
     def schedules(self) -> list[tuple[Terms, str]]:
         """The schedules of policies that are compared, and a remark on each."""
-        terms = [self.options[name] for name in ("prefill", *PREFILL)]
-        own = bool(self.intervals)
         return [
-            shared_terms(self.policies, (interval, *terms), own_schedule=own and interval is None)
-            for interval in self.intervals or (None,)
+            shared_terms(self.policies, interval, self.options)
+            for interval in self.options["interval"] or (None,)
         ]
 
     def cells(self, traces: Sequence[Trace], schedules: Sequence[Terms]) -> list[Cell]:
@@ -122,7 +117,7 @@ def _grid(document: object, folder: Path) -> Grid:
         if value is not None and key != "traces"
     }
     checked = given_options(Keys, read, "grid")
-    protect = _protection(checked["protect"])
+    protect = protection_of(checked["protect"])
     built = [each.fitted() if checked["fit"] else each for each in checked["policies"]]
     check_names(built)
     policies: list[Policy] = []
@@ -132,7 +127,6 @@ def _grid(document: object, folder: Path) -> Grid:
         traces=tuple(_traces(_listed(document["traces"]), folder)),
         policies=tuple(replace(each, protect=each.protect | protect) for each in policies),
         budgets=checked["budgets"],
-        intervals=checked["intervals"] or (),
         records=checked["records"],
         options={name: checked[name] for name in get_type_hints(Options)} | {"protect": protect},
     )
@@ -195,13 +189,6 @@ def _whole(key: str, value: object, least: float, expected: str) -> int:
     return number
 
 
-def _interval(value: object) -> int | None:
-    """Rows between events; `own` or nothing for the policy's own schedule."""
-    if value in (None, "own"):
-        return None
-    return _whole("intervals", value, 1, "rows, at least 1, or own")
-
-
 def _budget(value: object) -> str:
     if integer(value) is None and not isinstance(value, str | float):
         raise ConfigError(f"budgets has {value!r}; expected {EXPECTED}")
@@ -254,7 +241,8 @@ def _settings(name: str, given: Mapping[Any, Any]) -> dict[str, list[Any]]:
     return out
 
 
-def _protection(given: object) -> Protection:
+def protection_of(given: object) -> Protection:
+    """Return what every policy protects too, by the fields of `Protection`; or ConfigError."""
     if isinstance(given, Protection):
         return given
     names = [f.name for f in fields(Protection)]
@@ -270,7 +258,7 @@ def _protection(given: object) -> Protection:
 _READERS: Mapping[str, Callable[[Any], object]] = {
     "policies": lambda given: tuple(_policies(given)),
     "budgets": lambda given: tuple(map(_budget, _listed(given))),
-    "intervals": lambda given: tuple(map(_interval, _listed(given))),
+    "interval": lambda given: tuple(map(interval_of, _listed(given))),
     "layers": lambda given: tuple(
         sorted(_whole("layers", each, float("-inf"), "whole numbers") for each in _listed(given))
     ),

@@ -19,7 +19,6 @@ from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
-from kvsim.sweeps.output import check_output
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,8 @@ class Run:
         already, other than an empty folder.
         """
         folder = local_path(out, OutputError)
-        check_output(folder)
-        if folder.is_dir():
-            folder.rmdir()  # it is empty
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
         with published(folder) as draft, unbroken():
             draft.mkdir()
             self.write(draft)

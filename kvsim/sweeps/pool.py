@@ -76,50 +76,54 @@ def in_processes(
     tasks: are taken as processes become free. Closing the generator stops the processes.
     """
     todo = iter(tasks)
+    suspects = [*islice(todo, 0)]
     while True:
         with _pool(jobs) as pool:
-            suspects = yield from on_executor(function, todo, pool, jobs * _AHEAD)
+            for task, result in on_executor(function, todo, pool, jobs * _AHEAD):
+                if isinstance(result, BrokenExecutor):
+                    suspects.append(task)
+                else:
+                    yield task, result
         if not suspects:
             return
-        for task in suspects:  # one at a time: whose death it was now shows
+        while suspects:  # one at a time: whose death it was now shows
+            task = suspects.pop()
             for _ in range(2):
                 with _pool(1) as pool:
-                    if not (yield from on_executor(function, [task], pool, 1)):
-                        break
-            else:
-                yield task, BrokenExecutor("its process died 3 times; was it killed for memory?")
+                    ((_, result),) = on_executor(function, [task], pool)
+                if not isinstance(result, BrokenExecutor):
+                    break
+            yield task, result
 
 
 def on_executor(
     function: Callable[[Task], Any], tasks: Iterable[Task], executor: Any, most: int | None = None
-) -> Generator[tuple[Task, Any], None, list[Task]]:
+) -> Results[Task]:
     """Yield results in any order, from any executor whose futures have `done` and `result`.
 
-    most: tasks under way at a time, all by default. Returns those under way when it broke.
+    most: tasks under way at a time, all by default. One that broke takes no more tasks.
     """
     todo = iter(tasks)
     under_way: dict[Any, Task] = {}
-    broken: list[Task] = []
+    broken = False
     while True:
-        room = None if most is None else most - len(under_way)
-        for task in () if broken else islice(todo, room):
+        room = 0 if broken else None if most is None else most - len(under_way)
+        for task in islice(todo, room):
             try:
                 under_way[_submitted(executor, function, task)] = task
-            except BrokenExecutor:
-                broken.append(task)
+            except BrokenExecutor as error:
+                broken = True
+                yield task, error
                 break
         if not under_way:
-            return broken
+            return
         for future in _finished([*under_way]):
-            task = under_way.pop(future)
             try:
                 result = future.result()
-            except BrokenExecutor:
-                broken.append(task)
-                continue
             except Exception as error:  # noqa: BLE001  what a task raises is anybody's
                 result = error
-            yield task, result
+                broken |= isinstance(error, BrokenExecutor)
+            yield under_way.pop(future), result
 
 
 def _finished(futures: Sequence[Any]) -> Iterable[Any]:

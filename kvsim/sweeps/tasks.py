@@ -144,7 +144,7 @@ def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
     Two at least: values of one alone would be those of a run in which no other layer evicts
     (`kvsim.analysis.table.fidelity`).
     """
-    count = -(-len(layers) * _layer_bytes(trace) // _BLOCK)
+    count = -(-len(layers) * layer_bytes(trace) // _BLOCK)
     count = max(1, min(count, len(layers) // 2))
     ends = [len(layers) * number // count for number in range(count + 1)]
     return [tuple(layers[a:b]) for a, b in itertools.pairwise(ends)]
@@ -156,7 +156,7 @@ def flops_of(trace: Trace, layers: int) -> float:
     return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
 
 
-def _layer_bytes(trace: Trace) -> int:
+def layer_bytes(trace: Trace) -> int:
     """Bytes of queries, keys, values and outputs of a layer in memory."""
     item, trace = torch.empty((), dtype=trace.dtype).element_size(), trace.evicting
     return (trace.n_qheads + trace.n_heads) * trace.n_pos * (trace.dim + trace.value_dim) * item
@@ -183,7 +183,7 @@ def _loaded(task: Task) -> Trace:
     trace = given if isinstance(given, Trace) else _reopened(given, task.fingerprint)
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
     span = slice(min(task.layers), max(task.layers) + 1)
-    if (span.stop - span.start) * _layer_bytes(trace) > limit:
+    if (span.stop - span.start) * layer_bytes(trace) > limit:
         return trace  # read as it is needed
     return trace.loaded(span)
 

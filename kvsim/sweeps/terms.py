@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
+from kvsim.analysis.table import BESIDE, check_arrays, choose
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, PolicyError
@@ -26,56 +27,50 @@ def described(terms: Terms) -> dict[str, Any]:
     return dict(zip(("interval", "prefill", *PREFILL), terms, strict=True))
 
 
-def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
-    """Whether the prefill event fires where policies are compared; None is each policy's own.
-
-    An interval stands for one schedule, so it brings the prefill event along for all policies,
-    also for those whose own schedule leaves it out, unless `prefill` decides.
-    """
-    return True if interval is not None and prefill is None else prefill
+def interval_of(given: Any) -> int | str | None:
+    """Return rows between events, `own`, or None; raises ConfigError for anything else."""
+    rows = integer(given)
+    if given not in (None, "own") and (rows is None or rows < 1):
+        raise ConfigError(f"interval is {given!r}; expected rows, at least 1, or own")
+    return given if rows is None else rows
 
 
 def shared_terms(
-    policies: Sequence[Policy], terms: Terms, *, own_schedule: bool = False
+    policies: Sequence[Policy], interval: object, options: Mapping[str, Any]
 ) -> tuple[Terms, str]:
     """One schedule for policies that are compared, and a remark if none was given.
 
     Without an interval, two or more policies act after the prompt and every `INTERVAL` rows,
     whichever they are, so that the numbers of one do not depend on the others; one policy keeps
-    that of its paper. own_schedule: each keeps its own. Raises ConfigError for an interval beside
-    that.
+    that of its paper, and all do with the interval `own`. An interval stands for one schedule, so
+    it brings the prefill event along for all policies, unless `prefill` decides.
     """
-    interval, prefill, compress, chunk = terms
-    if own_schedule and interval is not None:
-        raise ConfigError(
-            f"an interval of {interval} and own schedules exclude each other; give one of them"
-        )
-    alone = all(policy == policies[0] for policy in policies)
-    if interval is not None or own_schedule or alone:
-        return (interval, shared_prefill(interval, prefill), compress, chunk), ""
-    shared = shared_prefill(INTERVAL, prefill)
+    prefill, compress, chunk = (options[name] for name in ("prefill", *PREFILL))
+    interval = interval_of(interval)
+    if interval == "own" or (interval is None and all(x == policies[0] for x in policies)):
+        return (None, prefill, compress, chunk), ""
+    rows = INTERVAL if interval is None else int(interval)
+    prefill = True if prefill is None else prefill
     ends = compress or "prompt"
-    after = schedule(INTERVAL, prefill=bool(shared), compress=ends, prefill_chunk=chunk)
+    after = schedule(rows, prefill=prefill, compress=ends, prefill_chunk=chunk)
     remark = (
-        f"all policies act on one schedule ({after}): --interval N gives another, --own-schedule "
+        f"all policies act on one schedule ({after}): --interval N gives another, --interval own "
         "each that of its paper"
     )
-    return (INTERVAL, shared, compress, chunk), remark
+    return (rows, prefill, compress, chunk), remark * (interval is None)
 
 
 def measurable(
     metrics: str | Sequence[str],
     traces: Sequence[Trace],
     *,
-    regret: bool = False,
     judged: bool = False,
 ) -> dict[str, Metric]:
-    """Return metrics by name, with those of the regret and of the judge if they are measured.
+    """Return metrics by name, with those of the judge if they are measured.
 
     Raises PolicyError for an unknown one, NeedsError where a trace has not what one reads.
     """
-    names = list(dict.fromkeys([*names_of(metrics), *(REGRET if regret else ())]))
-    chosen = choose(names, beside=BESIDE if regret else (), judged=judged)
+    chosen = choose(metrics, beside=BESIDE, judged=judged)
     for trace in traces:
         check_arrays(trace, chosen)
     return chosen

@@ -183,7 +183,7 @@ def test_a_share_is_from_0_to_1(name):
     trace = kvsim.open_trace(name)
     shares = [x for x, one in METRICS.items() if "share" in one.unit and one.kind != "live"]
     policies = [kvsim.policy(x).fitted() for x in ("tova", "ams+tova", "knorm", "streaming_llm")]
-    shared = {"metrics": shares, "regret": True, "events": True}
+    shared = {"metrics": shares, "events": True}
     run = replay_all([trace], policies, [16], interval=32, **shared)
     values = run.table.drop_nulls("value").filter(pl.col("value").is_not_nan())
     outside = values.filter(~pl.col("value").is_between(-1e-9, 1 + 1e-6))

@@ -8,6 +8,7 @@ import torch
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.optimum import optimum
+from kvsim.analysis.table import REGRET
 from kvsim.core.policy import Even, Protection
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import names
@@ -106,7 +107,7 @@ def test_shares_of_the_possible(trace):
     """The optimum reaches all of it, random sets nothing on average, tova is between them."""
     policies = [kvsim.policy("oracle", by="optimum"), kvsim.policy("tova")]
     policies += [kvsim.policy("random", seed=5)]
-    run = replay_all([trace], policies, [20], interval=5, regret=True, metrics=["missing_mass"])
+    run = replay_all([trace], policies, [20], interval=5, metrics=["missing_mass", *REGRET])
 
     means = run.table.group_by("policy", "metric").agg(pl.col("value").mean())
     value = {(row["policy"], row["metric"]): row["value"] for row in means.to_dicts()}
@@ -121,7 +122,7 @@ def test_the_share_counts_what_a_policy_protects(trace):
     """Random and best sets are those without protection, so equal kept sets have equal shares."""
     free = kvsim.policy("tova")
     spared = kvsim.policy("tova", protect=Protection(sink=1, recent=9))
-    run = replay_all([trace], [free, spared], [20], interval=5, regret=True)
+    run = replay_all([trace], [free, spared], [20], interval=5, metrics=["retained_mass", *REGRET])
     rows = run.table.filter(pl.col("params").is_not_null(), layer=0)
     cells = rows.group_by("params", "metric").agg(pl.col("value").mean())
     means = {(len(p), m): x for p, m, x in cells.iter_rows()}

@@ -87,7 +87,7 @@ def turn(size: Size) -> dict[str, float]:
     budgets = [size.budget, size.budget // 2, size.budget // 4]
     grid = {"traces": fresh(size, given), "policies": [*POLICIES], "budgets": budgets}
     called = f"grid of {len(POLICIES)} policies, {len(budgets)} budgets"
-    found[called], _ = cpu_seconds(lambda: kvsim.sweep(**grid, intervals=[size.interval]))
+    found[called], _ = cpu_seconds(lambda: kvsim.sweep(**grid, interval=[size.interval]))
     return found
 
 

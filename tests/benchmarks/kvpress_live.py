@@ -167,7 +167,7 @@ def replayed(
                 traces=[str(path)],
                 policies=policies,
                 budgets=list(shape.budgets),
-                intervals=shape.interval,
+                interval=shape.interval,
                 prefill=True,
                 out=Path(folder) / "run",
             )

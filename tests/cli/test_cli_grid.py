@@ -13,7 +13,7 @@ GRID = """
 traces: [sample, sample-smollm2]
 policies: [tova, {snapkv: {window: [8, 16]}}]
 budgets: [4, 48]
-intervals: [64]
+interval: [64]
 metrics: [output_error, wipeout]
 protect: {sink: 2}
 """
@@ -34,11 +34,10 @@ def test_a_grid_is_replayed(run, grid):
     assert status == 1
     assert "snapkv (window=8)" in out
     assert "snapkv (window=16)" in out
-    assert "Every policy also protects the first 2 positions." in out
     assert "Written to x: run.json, results.parquet." in out
     assert "failed: sample: snapkv, budget 4" in err
     assert err.splitlines()[-1] == "error: 4 of 12 cells failed, the others are kept in x"
-    status, out, _ = run("replay", grid, "--out", "x", "--resume", "--json", "--jobs", "1")
+    status, out, _ = run("replay", grid, "--out", "x", "--json", "--jobs", "1")
     document = json.loads(out)
     assert (status, document["done"], len(document["failures"])) == (1, 8, 4)
     table = sweep(grid).table
@@ -52,7 +51,6 @@ def test_a_plan_counts_and_writes_nothing(run, grid, tmp_path):
 
     told = json.loads(out)
     assert (status, told["cells"], told["traces"], told["tasks"], told["jobs"]) == (0, 12, 2, 2, 1)
-    assert told["bytes_to_read"] > 1_000_000
     assert not (tmp_path / "x").exists()
 
 
@@ -71,7 +69,7 @@ def half(tmp_path_factory):
         patch.setattr(Replays, "record", stopped)
         given = {"traces": ["sample", "sample-smollm2"], "policies": ["tova", "snapkv"]}
         given |= {"budgets": [4, 48], "metrics": ["output_error", "entries_seen"]}
-        sweep(**given, intervals=64, out=out)
+        sweep(**given, interval=64, out=out)
     return out
 
 

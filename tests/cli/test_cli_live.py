@@ -46,7 +46,7 @@ def test_recorded_prompts_run_again(run, printed, trace, tmp_path, no_layout):
 
 
 def test_prompts_are_recorded_and_answered(run, printed, prompt, tmp_path):
-    """Traces stay beside the run; the same command with --resume finds all of it done."""
+    """Traces stay beside the run; the same command finds all of it done."""
     line = {"id": "one", "prompt": prompt.prompt}
     (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
     given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "tova")
@@ -63,7 +63,7 @@ def test_prompts_are_recorded_and_answered(run, printed, prompt, tmp_path):
     assert response["tokens"] <= 24
     assert (tmp_path / "run-traces" / "one.zarr").is_dir()
     before = read_run(tmp_path / "run").table
-    printed("live", *given, *options, *folder, "--resume")
+    assert "has results of 1 cell; continuing" in run("live", *given, *options, *folder)[2]
     assert read_run(tmp_path / "run").table.equals(before)
 
 

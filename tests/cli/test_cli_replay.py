@@ -51,16 +51,16 @@ def test_replay_writes_a_run_and_json(printed, trace, tmp_path):
 
 
 def test_regret_has_a_column(run, printed, trace, tmp_path):
-    """`--regret` shows by how much the optimum retains more, and writes it to the results."""
+    """By how much the optimum retains more is shown, and written to the results, if it is named."""
     arguments = ["replay", trace, "--policy", "full,random", "--budget", "16", "--interval", "16"]
 
-    text = printed(*arguments, "--regret")
+    text = printed(*arguments, "--metric", ",".join(REGRET))
     assert "regret" in text
     assert "regret: mass that the best possible kept sets retain beyond the policy" in text
     _, without, _ = run(*arguments)
     assert "regret" not in without
 
-    more = ["--regret", "--metric", "missing_mass", "--out", tmp_path / "x", "--json"]
+    more = ["--metric", ",".join(("missing_mass", *REGRET)), "--out", tmp_path / "x", "--json"]
     full, random = json.loads(printed(*arguments, *more))["cells"]
     assert full["regret"] is None
     assert 0 < random["regret"] < random["missing_mass"]
@@ -69,10 +69,10 @@ def test_regret_has_a_column(run, printed, trace, tmp_path):
 
 
 def test_every_policy_protects_what_is_asked_for(printed, trace, tmp_path):
-    """`--sink`, `--recent` and `--protect-prompt` add to each policy, and the table tells so."""
+    """`--set protect.sink=N` and its like add to each policy."""
     own = kvsim.open_trace(trace)
     arguments = ["replay", trace, "--policy", "random,snapkv", "--set", "window=4"]
-    extra = ["--sink", "3", "--recent", "6", "--interval", "8"]
+    extra = ["--set", "protect.sink=3", "--set", "protect.recent=6", "--interval", "8"]
 
     text = printed(*arguments, *extra, "--budget", "16", "--out", tmp_path / "a", "--json")
 
@@ -84,9 +84,9 @@ def test_every_policy_protects_what_is_asked_for(printed, trace, tmp_path):
         left = record.evicted_at - range(own.n_pos)
         assert left.min() >= 6  # an entry among the last six rows stays
 
-    budget = str(own.prompt_len + 8)
-    text = printed(*arguments, "--protect-prompt", "--budget", budget, "--interval", "8")
-    assert "Every policy also protects the prompt." in text
+    budget, prompt = str(own.prompt_len + 8), ("--set", "protect.prompt=true")
+    text = printed(*arguments, *prompt, "--budget", budget, "--interval", "8", "--json")
+    assert [cell["params"]["protect"]["prompt"] for cell in json.loads(text)["cells"]] == [True] * 2
 
 
 def test_an_error_that_repeats_is_printed_once(run, trace, own):
@@ -138,8 +138,7 @@ def test_a_run_is_replaced_on_request(run, trace, tmp_path):
     (tmp_path / "x" / "run.json").unlink()
     (tmp_path / "x" / "grid.json").unlink()
     status, _, err = run(*arguments, "--budget", "24", "--overwrite")
-    assert (status, "is no run folder" in err) == (2, True)
-    assert "--resume continues" in run(*arguments, "--budget", "24", "--overwrite", "--resume")[2]
+    assert (status, "exists and is no run" in err) == (2, True)
 
 
 def test_failed_cells_leave_the_others(run, trace, own):
@@ -168,8 +167,7 @@ def test_interrupted_sweep_keeps_what_is_done(run, trace, own, how, monkeypatch)
 
     assert status == 130
     assert one_line(err) == (
-        "interrupted, 3 of 4 cells are done and kept in x; continue with the same command and "
-        "--resume"
+        "interrupted, 3 of 4 cells are done and kept in x; the same command continues"
     )
     assert json.loads(out)["interrupted"] is True
     assert len(json.loads(out)["cells"]) == 3
@@ -221,7 +219,7 @@ def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
 def test_a_table_flags_what_sees_more_entries(run, trace):
     """With schedules of their own, a policy that acts less often is marked; with one, none is."""
     asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]
-    own = run("replay", trace, *asked, "--own-schedule")[1].splitlines()
+    own = run("replay", trace, *asked, "--interval", "own")[1].splitlines()
     shared = run("replay", trace, *asked)[1]
 
     assert [line.split()[0] for line in own if re.search(r"\d!\s", line)] == ["snapkv"]

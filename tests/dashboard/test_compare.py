@@ -12,6 +12,7 @@ from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import averages, stages
+from kvsim.analysis.table import REGRET
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace
@@ -32,8 +33,8 @@ def ran(tmp_path_factory):
     made(0).save(root / "trace.zarr")
     policies = [kvsim.policy(name) for name in POLICIES]
     several = replay_all(
-        [made(seed) for seed in range(3)], policies, [32, "50%"], interval=16, metrics=MEASURED,
-        regret=True,
+        [made(seed) for seed in range(3)], policies, [32, "50%"], interval=16,
+        metrics=[*MEASURED, *REGRET],
     )  # fmt: skip
     domains = {"made-0": "paint", "made-1": "tea", "made-2": "paint"}
     table = several.table.with_columns(domain=pl.col("trace").replace_strict(domains))

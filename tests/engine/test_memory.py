@@ -37,7 +37,7 @@ def failures(trace, memory):
     cells = replay_all([trace], [kvsim.policy("tova")], [512], interval=1024, **options)
     # as a process of a sweep works, task after task
     tasks = kvsim.sweep(
-        traces=[trace], policies=["snapkv"], budgets=[512], intervals=1024, **options
+        traces=[trace], policies=["snapkv"], budgets=[512], interval=1024, **options
     )
     return len(cells.failures) + len(tasks.failures)
 

@@ -396,9 +396,7 @@ def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypat
     terms = {"interval": 32, "metrics": metrics, "judge": True}
     run = replay_all([trace.path], policies, [64, 96], **terms)
     again = replay_all([trace.path], policies, [64, 96], jobs=2, out=tmp_path / "run", **terms)
-    resumed = replay_all(
-        [trace.path], policies, [64, 96], out=tmp_path / "run", resume=True, **terms
-    )
+    resumed = replay_all([trace.path], policies, [64, 96], out=tmp_path / "run", **terms)
 
     assert run.table.equals(again.table)
     assert run.table.equals(resumed.table)

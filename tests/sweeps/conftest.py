@@ -24,7 +24,7 @@ def grid(paths):
     """Policies of every kind: per layer, with a budget across layers, with propagation, reading."""
     names = ["tova", {"snapkv": {"window": [4, 8]}}, {"cake": {"window": 4}}, "fastkv", "quest"]
     metrics = ["output_error", "wipeout", "retained_iou", "sparsity"]
-    terms = {"budgets": [12, "40%"], "intervals": [8], "metrics": metrics, "records": True}
+    terms = {"budgets": [12, "40%"], "interval": [8], "metrics": metrics, "records": True}
     return {"traces": paths, "policies": names, **terms}
 
 

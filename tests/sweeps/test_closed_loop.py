@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_writes_only_what_is_left(model, trace, tmp_path, mon
     options = {"max_new_tokens": 4, "batch": 3, "out": tmp_path / "run", "interval": 8}
     ran.stop = 3
     kvsim.live(model, [trace], ["tova", "knorm"], [16, 20], **options)
-    run = kvsim.live(model, [trace], ["tova", "knorm"], [16, 20], resume=True, **options)
+    run = kvsim.live(model, [trace], ["tova", "knorm"], [16, 20], **options)
 
     assert joined == [3, 2]
     assert len(run.records) == 4
@@ -243,7 +243,7 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, ran):
 
     assert first.interrupted
     assert len(first.records) == 2
-    second = kvsim.live(*given, interval=8, out=folder, resume=True, **options)
+    second = kvsim.live(*given, interval=8, out=folder, **options)
     assert ran.cells[3:] == [("knorm", 16), ("knorm", 24)]
     assert read_run(folder).table.equals(second.table)
     stored = read_records(folder / "records.zarr")
@@ -253,12 +253,10 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, ran):
     assert second.table.filter(timed).equals(again.table.filter(timed))
     assert second.responses[:2].equals(first.responses)
     assert [x.response for x in stored] == [x.response for x in second.records]
-    with pytest.raises(OutputError, match="holds a run; continue it"):
-        kvsim.live(*given, interval=8, out=folder, **options)
     with pytest.raises(OutputError, match="holds a run of other schedules"):
-        kvsim.live(*given, interval=4, out=folder, resume=True, **options)
+        kvsim.live(*given, interval=4, out=folder, **options)
     with pytest.raises(OutputError, match=r"holds a run of other .*loop"):
-        replay_all([trace], policies("tova"), [16], out=folder, resume=True)
+        replay_all([trace], policies("tova"), [16], out=folder)
 
 
 def test_a_seed_fixes_what_is_drawn(model, trace):
@@ -312,7 +310,7 @@ def test_other_weights_are_refused_in_a_line(model, trace, tmp_path):
         (exchanged, model, "computes another q of layer 0"),
     ):
         with pytest.raises(CaptureError, match=rf"^[^\n]*{words}[^\n]*$"):
-            kvsim.live(with_model, [recorded], "tova", 16, out=out, resume=True)
+            kvsim.live(with_model, [recorded], "tova", 16, out=out)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -323,7 +321,7 @@ def test_a_run_is_not_continued_with_other_weights(model, trace, tmp_path):
 
     ClosedLoop(kvsim_running(other), given[0][0], None, None).check()
     with pytest.raises(OutputError, match="holds a run of other weights"):
-        kvsim.live(other, *given, out=tmp_path / "run", resume=True)
+        kvsim.live(other, *given, out=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvsim.errors import KvsimError, TraceError
 from kvsim.sweeps import tasks
 from kvsim.sweeps.driver import Plan
 from kvsim.sweeps.grid import grid_of, read_grid
-from kvsim.sweeps.tasks import _layer_bytes, _loaded
+from kvsim.sweeps.tasks import _loaded, layer_bytes
 from traces import random_trace
 
 LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
@@ -26,7 +26,7 @@ def test_a_configuration_crosses_lists_of_parameters(tmp_path):
     (tmp_path / "grid.yaml").write_text(
         "traces: ['*.zarr']\n"
         "policies: [tova, {snapkv: {window: [8, 16], pool_kernel: [5, 7]}}, {gkv: {decay: 1e-2}}]\n"
-        "budgets: [64, 25%]\nintervals: [32, own]\nmemory: 1GiB\nprotect: {sink: 4}\nregret:\n"
+        "budgets: [64, 25%]\ninterval: [32, own]\nmemory: 1GiB\nprotect: {sink: 4}\nlayers:\n"
         "records: yes\n"
     )
 
@@ -34,8 +34,8 @@ def test_a_configuration_crosses_lists_of_parameters(tmp_path):
 
     assert grid.traces == (str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr"))
     assert grid.budgets == ("64", "25%")
-    assert grid.intervals == (32, None)
-    assert (grid.records, grid.options["regret"], grid.options["memory"]) == (True, False, 1 << 30)
+    assert grid.options["interval"] == (32, "own")
+    assert (grid.records, grid.options["layers"], grid.options["memory"]) == (True, None, 1 << 30)
     assert [(p.name, *map(p.params.get, ("window", "pool_kernel"))) for p in grid.policies] == [
         ("tova", None, None),
         *(("snapkv", window, pool) for window in (8, 16) for pool in (5, 7)),
@@ -65,10 +65,10 @@ def test_a_grid_names_the_device_that_auto_stands_for(monkeypatch, gpu, device):
         ({"budgets": []}, "budgets is missing"),
         ({"policies": [["tova"]]}, "policies has"),
         ({"policies": {"snapkv": {"window": {}}}}, "snapkv has 'window'"),
-        ({"intervals": [0]}, "intervals has 0"),
+        ({"interval": [0]}, "interval is 0"),
         ({"layers": "x"}, "layers has 'x'"),
         ({"memory": "lots"}, "memory is 'lots'"),
-        ({"regret": "yes"}, "regret is 'yes'"),
+        ({"events": "yes"}, "events is 'yes'"),
         ({"compress": "all"}, "compress is 'all'"),
         ({"protect": {"sinks": 4}}, "protect is"),
         ({"protect": {"sink": -1}}, "sink is -1"),
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_configuration_is_refused(text, message, tmp_path):
 def test_layers_apart_are_held_in_memory_with_those_between(paths):
     """Their order does not matter, and the memory limit counts all of them."""
     (task,) = Plan.of(grid_of({**LEAST, "traces": paths[:1], "layers": [3, 0]})).tasks
-    size = 4 * 4 * _layer_bytes(kvsim.open_trace(paths[0]))
+    size = 4 * 4 * layer_bytes(kvsim.open_trace(paths[0]))
 
     assert task.layers == (0, 3)
     for memory, loaded in ((size, True), (size - 1, False)):

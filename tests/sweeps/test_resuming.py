@@ -30,12 +30,12 @@ from tests.sweeps.conftest import make_trace, parts, same
 METRICS = ["wipeout", "entries_seen", "window_overlap", "regret"]
 
 
-def run(out=None, resume=False, **options):
+def run(out=None, **options):
     """Replay three policies at two budgets over two traces."""
     policies = [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4), "quest"]
     given = {"traces": [make_trace("a"), make_trace("b", 50)], "policies": policies}
-    given |= {"budgets": [16, "25%"], "interval": 8, "metrics": METRICS, "regret": True}
-    return replay_all(**given | options, out=out, resume=resume)
+    given |= {"budgets": [16, "25%"], "interval": 8, "metrics": METRICS}
+    return replay_all(**given | options, out=out)
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +70,19 @@ def test_an_interrupted_run_is_resumed(tmp_path, whole, small_tasks, replays, at
     assert pl.read_parquet(tmp_path / "x" / "results.parquet").equals(first.table)
     replays.calls, replays.stop = 0, None
 
-    resumed = run(tmp_path / "x", resume=True)
+    resumed = run(tmp_path / "x")
 
     assert replays.calls == 12 - (at - 1)
     assert same(resumed, whole)
     check(tmp_path / "x", whole)
-    assert same(run(tmp_path / "x", resume=True), whole)
+    assert same(run(tmp_path / "x"), whole)
     assert replays.calls == 12 - (at - 1)
 
 
 def test_an_interrupt_before_the_first_cell_leaves_nothing(tmp_path, replays):
     """No folder appears, and with the trace's own values done it has a run of no cells."""
     replays.stop = 1
-    assert run(tmp_path / "x", metrics=["wipeout"], regret=False).interrupted
+    assert run(tmp_path / "x", metrics=["wipeout"]).interrupted
     assert not (tmp_path / "x").exists()
 
 
@@ -101,7 +101,7 @@ def test_an_interrupt_while_measuring_loses_one_task(tmp_path, monkeypatch, whol
         first = run(tmp_path / "x")
     assert (len(first.records), first.interrupted) == (3, True)
 
-    run(tmp_path / "x", resume=True)
+    run(tmp_path / "x")
 
     check(tmp_path / "x", whole)
 
@@ -109,7 +109,7 @@ def test_an_interrupt_while_measuring_loses_one_task(tmp_path, monkeypatch, whol
 def test_cells_that_cannot_be_measured_together_are_measured_alone(monkeypatch):
     """One of them fails; the values of the others are those that they have without it."""
     original, given = cells.measure, {"traces": [make_trace()], "metrics": ["wipeout"]}
-    alone = run(**given, budgets=[16], regret=False)
+    alone = run(**given, budgets=[16])
 
     def fails(trace, records, *given, **options):
         if any(record.budget == 20 for record in records):
@@ -117,7 +117,7 @@ def test_cells_that_cannot_be_measured_together_are_measured_alone(monkeypatch):
         return original(trace, records, *given, **options)
 
     monkeypatch.setattr(cells, "measure", fails)
-    done = run(**given, budgets=[16, 20], regret=False)
+    done = run(**given, budgets=[16, 20])
 
     assert {(each.budget, each.error) for each in done.failures} == {(20, "measuring: no rule")}
     assert done.table.equals(alone.table)
@@ -150,10 +150,8 @@ def test_whatever_a_policy_raises_is_a_failed_cell(tmp_path, how, message):
     """An ordinary exception, an exit and None cost one cell; resuming tries it again."""
     both = [Policy("faulty", Faulty(how), schedule=Schedule(8)), kvsim.policy("tova")]
 
-    for resume in (False, True):
-        done = replay_all(
-            make_trace(), both, [16, 20], metrics="wipeout", out=tmp_path / "x", resume=resume
-        )
+    for _ in range(2):
+        done = replay_all(make_trace(), both, [16, 20], metrics="wipeout", out=tmp_path / "x")
 
         (failure,) = done.failures
         assert (failure.policy, failure.budget) == ("faulty", 20)
@@ -212,12 +210,10 @@ def test_the_run_of_another_grid_is_refused(tmp_path, change):
 
     name = {"interval": "schedules", "protect": "policies"}.get(*change, next(iter(change)))
     with pytest.raises(OutputError, match=rf"holds a run of other .*{name}.*nothing was changed"):
-        run(tmp_path / "x", resume=True, **change)
-    with pytest.raises(OutputError, match=r"holds a run; continue it with .*--resume"):
-        run(tmp_path / "x")
+        run(tmp_path / "x", **change)
 
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    run(tmp_path / "x", resume=True, memory=10**9)  # values do not depend on it
+    run(tmp_path / "x", memory=10**9)  # values do not depend on it
 
 
 def test_what_computes_and_where_does_not_matter(paths, tmp_path, replays):
@@ -227,7 +223,7 @@ def test_what_computes_and_where_does_not_matter(paths, tmp_path, replays):
     replayed = replay_all(*given.values(), interval=8, **options)
     calls = replays.calls
 
-    swept = kvsim.sweep(**given, intervals=[8], records=True, **options)
+    swept = kvsim.sweep(**given, interval=[8], records=True, **options)
 
     assert replays.calls == calls
     assert same(swept, replayed)
@@ -246,7 +242,7 @@ def test_what_computes_and_where_does_not_matter(paths, tmp_path, replays):
 def test_a_trace_recorded_again_is_another_one(tmp_path, change):
     """Whatever results read is compared, although the digest of a trace leaves it out."""
     first, other = (make_trace(**x) for x in ({"o_proj": torch.zeros(2, 4, 8, 32)}, change))
-    options = {"out": tmp_path / "x", "metrics": ["entries_seen"], "resume": True}
+    options = {"out": tmp_path / "x", "metrics": ["entries_seen"]}
     replay_all(first, "tova", 16, **options)
 
     assert first.digest == other.digest
@@ -273,7 +269,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path, whole, gri
     with (tmp_path / "x" / "lock").open("ab") as file:
         assert lock(file, wait=False)
         with pytest.raises(OutputError, match="being written by another process"):
-            run(tmp_path / "x", resume=True)
+            run(tmp_path / "x")
     check(tmp_path / "x", whole)
 
     plan = Plan.of(grid_of(grid))
@@ -315,7 +311,7 @@ def test_a_killed_command_is_resumed(tmp_path, monkeypatch, warm_kvsim, kills):
         make_trace(str(number), seed=number, tokens=200).save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     command = [warm_kvsim / "kvsim", "replay", *names, "--policy", "tova,h2o", "--budget", "16,24"]
-    command += ["--metric", ",".join(METRICS[:2]), "--resume", "--out"]
+    command += ["--metric", ",".join(METRICS[:2]), "--out"]
     subprocess.run([*command, "first"], check=True, capture_output=True)  # starts the server
     began = time.monotonic()
     subprocess.run([*command, "whole"], check=True, capture_output=True)
@@ -379,7 +375,7 @@ def test_code_of_users_is_part_of_a_run(tmp_path, monkeypatch, file):
         mine = importlib.import_module("pack.mine")
         metric = replace(registry.METRICS["wipeout"], cells=mine.cells)
         monkeypatch.setattr(registry.METRICS, "_own", {**own, "signed": metric})
-        options = {"metrics": ["wipeout", "signed"], "out": tmp_path / "x", "resume": True}
+        options = {"metrics": ["wipeout", "signed"], "out": tmp_path / "x"}
         return replay_all(make_trace(), mine.Mine(), 16, interval=8, **options)
 
     first = replayed()
@@ -395,7 +391,7 @@ def test_code_of_users_is_part_of_a_run(tmp_path, monkeypatch, file):
 def test_a_policy_defined_in_an_interpreter_is_its_code(tmp_path, monkeypatch):
     """Defined again with another rule, as in a cell of a notebook, it is another policy."""
     here = sys.modules["__main__"]
-    options = {"interval": 8, "out": tmp_path / "x", "resume": True, "metrics": ["wipeout"]}
+    options = {"interval": 8, "out": tmp_path / "x", "metrics": ["wipeout"]}
     for rule in ("view.pos", "view.pos", "-view.pos"):
         scope = {"__name__": "__main__", "Scorer": Scorer, "dataclass": dataclass}
         text = "@dataclass(frozen=True)\nclass Mine(Scorer):\n    def score(self, view):\n"

@@ -13,6 +13,7 @@ import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import REGRET
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import (
@@ -117,8 +118,8 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
     pair = replay_all([trace], [snapkv, full], [16], **options)
     alone = replay_all([trace], [snapkv, snapkv], [16], **options)
     given = replay_all([trace], [snapkv], [16], interval=8, **options)
-    own = replay_all([trace], [tova, ams], [16], own_schedule=True, **options).records
-    after = replay_all([trace], [tova, ams], [16], own_schedule=True, prefill=True, **options)
+    own = replay_all([trace], [tova, ams], [16], interval="own", **options).records
+    after = replay_all([trace], [tova, ams], [16], interval="own", prefill=True, **options)
 
     assert [record.events for record in run.records] == [[], *[[29, 61]] * 3]
     assert (pair.records[0].evicted_at == run.records[3].evicted_at).all()
@@ -127,17 +128,14 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
         (remark,) = (one for one in each.remarks if "schedule" in one)
         assert "the prompt, every 32 rows" in remark
     assert [record.events for record in alone.records] == [[29]]  # the same cell twice is one
-    seen = alone.table.filter(metric="entries_seen")["value"].mean()
-    (remark,) = (one for one in alone.remarks if "schedule of the paper" in one)
-    assert f"snapkv (up to {seen / 16:.1f} times); --interval 32" in remark
     assert not any("schedule" in one for one in given.remarks)
     assert [(x.interval, x.prefill, x.own_schedule) for x in own] == [
         (1, True, True),
         (512, False, True),
     ]
     assert [(x.interval, x.prefill) for x in after.records] == [(1, True), (512, True)]
-    with pytest.raises(ConfigError, match="exclude each other; give one of them"):
-        replay_all([trace], [tova, ams], [16], interval=8, own_schedule=True)
+    with pytest.raises(ConfigError, match="interval is 0; expected rows, at least 1, or own"):
+        replay_all([trace], [tova, ams], [16], interval=0)
 
 
 def test_every_metric_of_a_policy_has_a_main_variant():
@@ -192,7 +190,6 @@ def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
     [
         ({"policies": ["tova", "snapkv"]}, BudgetError, "smallest budget that works is 32"),
         ({"memory": 1000}, MemoryLimitError, "give at least --memory"),
-        ({"metrics": ["regret"]}, PolicyError, "was not replayed; give --regret"),
         ({"budgets": []}, PolicyError, "0 budgets"),
     ],
 )
@@ -236,7 +233,7 @@ def test_regret_is_the_distance_to_the_best_set(seed, sink):
     trace = random_trace(n=14, seed=seed, size=4.0, prompt_len=9)
     one = replace(kvsim.policy("random"), protect=Protection(sink=sink))
 
-    table = replay_all([trace], [one], [4], interval=100, regret=True).table
+    table = replay_all([trace], [one], [4], interval=100, metrics=["retained_mass", "regret"]).table
 
     mass, regret = (by_group(table, name, trace) for name in ("retained_mass", "regret"))
     best, tried = best_by_trying(trace, 4, 8, range(sink))
@@ -250,7 +247,7 @@ def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     trace = random_trace(n=14, size=4.0, prompt_len=9)
     one = kvsim.policy("snapkv@original", window=2)
 
-    run = replay_all([trace], [one], [4], regret=True)
+    run = replay_all([trace], [one], [4], metrics=["retained_mass", "regret"])
 
     alone = trace.per_query_head()
     mass, regret = (by_group(run.table, name, alone) for name in ("retained_mass", "regret"))
@@ -264,7 +261,7 @@ def test_regret_does_not_depend_on_what_else_is_replayed():
     trace = make_trace()
     names = ["snapkv+quest", "snapkv", "snapkv+int4"]
     policies = [kvsim.policy(name, window=2) for name in names]
-    options = {"interval": 8, "regret": True, "metrics": ["regret"]}
+    options = {"interval": 8, "metrics": ["regret"]}
     alone = [replay_all([trace], [each], [16], **options).table for each in policies]
 
     for order in (policies, policies[::-1]):
@@ -287,13 +284,14 @@ def test_references_are_computed_once_for_equal_terms(monkeypatch):
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 
-    run = replay_all([make_trace()], policies, [16, 20], interval=8, regret=True)
+    run = replay_all(
+        [make_trace()], policies, [16, 20], interval=8, metrics=["output_error", *REGRET]
+    )
 
     assert solved == [(16, 0), (20, 0), (16, 4), (20, 4)]
     of_policies = run.table.filter(metric="regret")["policy"]
     assert set(of_policies) == {"tova", "random", "snapkv"}  # no budget binds the other
     assert summarise(run.table).filter(policy="full")["regret"].to_list() == [None, None]
-    assert run.parameters["regret"] is True
     assert [record.policy for record in run.records].count("oracle") == 0
 
 
@@ -305,27 +303,12 @@ def test_a_cell_survives_its_optimum(monkeypatch):
 
     monkeypatch.setattr(OptimumTerms, "optimum", fail)
 
-    run = replay_all([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
+    run = replay_all(
+        [make_trace()], [kvsim.policy("tova")], [16], interval=8, metrics=["output_error", *REGRET]
+    )
 
     assert len(run.records) == 1
     assert "output_error" in set(run.table["metric"])
     assert "regret" not in set(run.table["metric"])
     assert run.failures == ()
     assert [x for x in run.remarks if "no regret: oracle: broken" in x]
-
-
-def test_budgets_of_entries_do_not_compare_readers_and_codecs():
-    """A note says so, and what holds every entry is a reference and leads nowhere."""
-    names = ["tova", "knorm", "quest", "tova+int8"]
-    sparse = kvsim.policy("double_sparsity", calibration="prefix:4", dense_layers=0)
-    trace = make_trace()
-
-    run = replay_all([trace], [*(kvsim.policy(name) for name in names), sparse], [16])
-    alone = replay_all([trace], [kvsim.policy("tova"), kvsim.policy("knorm")], [16])
-
-    (note,) = [remark for remark in run.remarks if "bytes_held" in remark]
-    assert note.startswith("quest, tova+int8, double_sparsity read or store entries in another way")
-    assert "`seen` counts what is held" in note
-    assert not [remark for remark in alone.remarks if "bytes_held" in remark]
-    ranked = kvsim.compare(run).table.drop_nulls("rank")["policy"]
-    assert {*ranked} == {"tova", "knorm", "tova+int8"}

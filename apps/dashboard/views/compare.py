@@ -152,7 +152,7 @@ def _regret(comparison: Comparison) -> None:
     st.subheader("Regret", anchor=False)
     if "regret" not in comparison.run.measured:
         st.info(
-            "This run has no regret. `kvsim replay ... --regret` computes the best possible "
+            "This run has no regret. `kvsim replay ... --metric regret` computes the best possible "
             "kept sets for each policy; for the chosen trace there is a switch on the left."
         )
         return

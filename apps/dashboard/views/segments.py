@@ -21,7 +21,6 @@ from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 from kvsim.studies.segments.segmentation import Segmented, cut_table, segmented
-from kvsim.sweeps.terms import shared_prefill
 
 from .. import cache, controls, elements, event_charts, readings
 from ..tiles import SIDE
@@ -83,7 +82,7 @@ def _replays(
     """Replay both. Where there are no segments the page says why, and ends."""
     name, source = f"ams+{scorer}", controls.source()
     layer, head = controls.layer(), controls.head()
-    prefill = shared_prefill(interval, None)
+    prefill = True if interval else None
     choice = cache.Choice(name, controls.required(name) | params, budget, interval, prefill)
     try:
         if cache.together(choice):

@@ -170,16 +170,15 @@ METRICS: Mapping[str, Metric] = {
         "sparsity over the entries that the last row still sees, attention over what rows see",
         "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence"),
     "regret": Metric(
-        "mass that the best possible kept sets retain on the same terms, minus retained mass; "
-        "needs --regret",
+        "mass that the best possible kept sets retain on the same terms, minus retained mass",
         "rows", "signed share", "lower", "kvsim", _regret, beside="optimum"),
     "regret_gap": Metric(
         "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
-        "leaves that open; needs --regret",
+        "leaves that open",
         "rows", "share", "lower", "kvsim", _means(_regret_gap, turns=False), beside="optimum"),
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
-        "it, nothing protected in either, all heads of a layer together; needs --regret",
+        "it, nothing protected in either, all heads of a layer together",
         "rows", "signed share", "higher", "kvsim",
         _means(_possible_share, turns=False), beside="unprotected"),
     "layer_error": Metric(
