@@ -143,14 +143,6 @@ class Propagation(Piece, ABC):
         """
         return range(len(rows)) if self.restarts else range(min(layer + 1, len(rows) - 1))
 
-    def carried(self, prompt_len: int, layer: float) -> float:
-        """Numbers that are kept from layer to layer until the selection."""
-        return 0.0
-
-    def selection_remark(self, selection: Selection) -> str:
-        """Remark for readers of a measured selection; empty if there is no reason for one."""
-        return ""
-
 
 def dropped_after(layer: int | None, kept: int, prompt_len: int, n_layers: int) -> list[int]:
     """Rows of each layer where `kept` of them propagate after `layer`."""

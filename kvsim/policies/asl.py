@@ -35,7 +35,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
+from kvsim.core.propagation import Propagation, Step, check_layer, dropped_after
 from kvsim.core.view import View
 from kvsim.policies.window import Pooling, Windowed, over_heads, smooth
 
@@ -174,23 +174,12 @@ class Selecting(Propagation):
             return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
         return Step(memory=_Memory(recent, base), notes=notes)
 
-    def carried(self, prompt_len: int, layer: float) -> float:
-        """Ranks of all layers up to the selection, as the released code keeps them."""
-        return (layer + 1) * (prompt_len - self.window)
-
     def expected_layer(self, n_layers: int) -> tuple[float, str]:
         """The mean of appendix B.1, or a layer as deep."""
         source = "in ASL's appendix B.1 (RULER at 128k)"
         if n_layers in _MEANS:
             return _MEANS[n_layers], f"the mean {source}"
         return max(0.0, _MEAN_DEPTH * n_layers - 1), f"as deep as the means {source}"
-
-    def selection_remark(self, selection: Selection) -> str:
-        """A last layer that selects although its variance is not below tau."""
-        if not self.restarts or selection.layer is None:
-            return ""
-        settled = selection.notes["relative_variance"][selection.layer] < self.tau
-        return "" if settled else "no layer is below tau, so the last one selects"
 
 
 @dataclass(frozen=True)

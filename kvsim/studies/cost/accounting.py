@@ -1,29 +1,30 @@
 """Cost of a policy on a model at a context: memory, time and FLOPs, with all assumptions.
 
-Prefill time is proportional to FLOPs, or to the paper's n^2 d + n d^2; time per output token to the
-bytes that are read, or to entries: ratios to the full cache (docs/cost.md).
+Prefill time is proportional to FLOPs, time per output token to the bytes that are read: ratios to
+the full cache (docs/cost.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
+from kvsim.engine import replay
 from kvsim.engine.checks import whole
-from kvsim.errors import BudgetError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.policies.kvzip import chunk_lengths
-from kvsim.studies.cost.cases import CostCase, find_selection
-from kvsim.studies.cost.flops import Event, Flops, unknown
+from kvsim.studies.cost.flops import Event, Flops, flops_of, pieces_of
 from kvsim.studies.cost.model import Model
 
-#: Bytes of a number that a policy carries with each entry, of an eviction time, and of a rank.
-COLUMN_BYTES = TIME_BYTES = RANK_BYTES = 4
+#: Bytes of a number that a policy carries with each entry.
+COLUMN_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Cost:
     mean: reads of a generated token, on average between two events, or at the end of the context.
     bounded: whether the budget plays a part. selection_layer: None where there is none, or where a
     trace never selects; selection: where it comes from, None for policies and prompts without.
-    *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say so in their names, scoring is in
-    FLOPs, None where a piece of the policy is unknown. assumptions: sentences.
+    Bytes and FLOPs say so in their names, scoring is in FLOPs, None where a piece of the policy is
+    unknown. assumptions: sentences.
     """
 
     model: Model = field(repr=False)
@@ -54,27 +55,17 @@ class Cost:
     bounded: bool
     selection_layer: float | None
     selection: str | None
-    # --- per layer
     rows: tuple[float, ...] = field(repr=False)
     entries: tuple[float, ...] = field(repr=False)
     peak: tuple[float, ...] = field(repr=False)
     mean: tuple[float, ...] = field(repr=False)
-    # --- ratios to the full cache
     prefill_ratio: float
-    prefill_ratio_paper: float
     decode_ratio: float
-    decode_ratio_paper: float
-    # --- bytes; of one position in all KV heads of a layer first
-    position_bytes: float
+    position_bytes: float  # of one position in all KV heads of a layer
     kv_bytes: float
     kv_peak_bytes: float
     kv_full_bytes: float
     score_bytes: float
-    rank_bytes: float
-    mask_bytes: int
-    evicted_at_bytes: int
-    # --- FLOPs
-    prefill_flops: float
     decode_flops: float
     scoring_prompt: Flops | None
     scoring_event: Flops | None
@@ -88,13 +79,6 @@ class Cost:
         return self.kv_bytes / self.kv_full_bytes
 
     @property
-    def scoring_per_token(self) -> float | None:
-        """FLOPs of scoring per generated token: of an event, over the rows between events."""
-        if self.scoring_event is None:
-            return None
-        return self.scoring_event.total / (self.interval or 1)
-
-    @property
     def scoring_prompt_share(self) -> float | None:
         """FLOPs of scoring the prompt, relative to a prefill without any policy."""
         if self.scoring_prompt is None:
@@ -104,25 +88,23 @@ class Cost:
     @property
     def scoring_token_share(self) -> float | None:
         """FLOPs of scoring per generated token, relative to the FLOPs of the token."""
-        per_token = self.scoring_per_token
-        return None if per_token is None else per_token / self.decode_flops
+        if self.scoring_event is None:
+            return None
+        return self.scoring_event.total / (self.interval or 1) / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields but the model, ready for JSON."""
-        out: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Flops):
-                out[name] = {**vars(value), "total": value.total}
-            elif name != "model":
-                out[name] = list(value) if isinstance(value, tuple) else value
-        plain = (bool, int, float, str, dict, type(None))
+        out = {
+            name: {**vars(value), "total": value.total} if isinstance(value, Flops) else value
+            for name, value in vars(self).items()
+            if name != "model"
+        }
         out["params"] = {
-            key: value if type(value) in plain else str(value) for key, value in self.params.items()
+            key: value if isinstance(value, bool | int | float | dict | None) else str(value)
+            for key, value in self.params.items()
         }
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
-        out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
-        names = ["fidelity", "kv_ratio", "scoring_per_token"]
-        names += ["scoring_prompt_share", "scoring_token_share"]
+        names = ("fidelity", "kv_ratio", "scoring_prompt_share", "scoring_token_share")
         return {**out, **{name: getattr(self, name) for name in names}}
 
 
@@ -143,29 +125,23 @@ def estimate(
     is interpolated; without one it is fixed by the policy, measured on `trace`, or assumed. Raises
     BudgetError and PolicyError as a replay would.
     """
-    prompt = context if prompt is None else prompt
-    for name, tokens in {"context": context, "prompt": prompt}.items():
-        if integer(tokens) is None:
-            raise PolicyError(f"{name} is {tokens!r}; expected a whole number of tokens")
-    budget = whole(budget)
+    prompt, budget = context if prompt is None else prompt, whole(budget)
     policy = policy.at(budget)
     _check(policy, model, budget, context, prompt)
-    selection = find_selection(policy, model, budget, prompt, selection_layer, trace)
-    cases = [
-        CostCase(model, policy, budget, context, prompt, layer, weight)
-        for layer, weight in selection.weights(model.n_layers)
+    layer, source, remarks = _selection(policy, model, budget, prompt, selection_layer, trace)
+    last = model.n_layers - 1 if layer is None else layer
+    parts = [
+        (weight, _case(model, policy, budget, context, prompt, at))
+        for at, weight in ((math.floor(last), 1 - last % 1), (math.ceil(last), last % 1))
+        if weight
     ]
     n_heads = model.n_qheads if policy.per_query_head else model.n_heads
-    position_bytes = n_heads * model.entry_bytes
-    layers = np.sum([c.weight * np.column_stack([c.rows, c.sizes]) for c in cases], axis=0)
+    position_bytes, full = n_heads * model.entry_bytes, model.kv_bytes(context)
+    layers = np.sum([weight * np.array(case.layers) for weight, case in parts], axis=0)
     rows, entries, peak, mean = (tuple(column) for column in layers.T.tolist())
-    full = model.kv_bytes(context)
-    events = [Event(model, context, context, 1, budget, prompt=at) for at in (True, False)]
-    missing = dict.fromkeys(name for event in events for name in unknown(policy, event))
-    scoring_prompt = scoring_event = None
-    if not missing:
-        scoring_prompt = sum((c.prompt_scoring * c.weight for c in cases), Flops())
-        scoring_event = sum((c.event_scoring * c.weight for c in cases), Flops())
+    pieces = [*pieces_of(policy), *filter(None, [policy.propagation])]
+    anywhere = (Event(model, context, context, 1, budget, prompt=at) for at in (True, False))
+    missing = dict.fromkeys(name for event in anywhere for name in flops_of(pieces, event)[1])
     return Cost(
         model=model,
         policy=policy.name,
@@ -176,34 +152,26 @@ def estimate(
         interval=policy.schedule.interval,
         prefill=policy.schedule.prefill,
         bounded="held" in policy.bounds,
-        selection_layer=selection.layer,
-        selection=selection.source,
+        selection_layer=layer,
+        selection=source,
         rows=rows,
         entries=entries,
         peak=peak,
         mean=mean,
-        prefill_ratio=sum(c.weight * c.time(model.layer_flops) for c in cases),
-        prefill_ratio_paper=sum(
-            c.weight * c.time(lambda n: n**2 * model.dim + n * model.dim**2) for c in cases
-        ),
+        prefill_ratio=sum(weight * case.time for weight, case in parts),
         decode_ratio=decode_ratio(model, sum(mean) * position_bytes, full),
-        decode_ratio_paper=sum(mean) / (model.n_layers * context),
         position_bytes=position_bytes,
         kv_bytes=sum(entries) * position_bytes,
         kv_peak_bytes=sum(peak) * position_bytes,
         kv_full_bytes=full,
         score_bytes=len(policy.columns) * n_heads * sum(peak) * COLUMN_BYTES,
-        rank_bytes=_rank_bytes(policy, model, budget, prompt, selection.layer),
-        mask_bytes=model.n_layers * n_heads * context**2,
-        evicted_at_bytes=model.n_layers * n_heads * context * TIME_BYTES,
-        prefill_flops=sum(c.weight * c.prefill_flops for c in cases),
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),
-        scoring_prompt=scoring_prompt,
-        scoring_event=scoring_event,
+        scoring_prompt=None if missing else sum((x.scoring * w for w, x in parts), Flops()),
+        scoring_event=None if missing else sum((x.decoding * w for w, x in parts), Flops()),
         assumptions=(
             *model.remarks,
-            *selection.remarks,
-            *_remarks(policy, model, budget, prompt),
+            *remarks,
+            *(f"{policy.name}: {x}" for x in _remarks(policy, model, budget, prompt)),
             *(
                 f"{policy.name}: FLOPs of scoring are unknown, because there is no formula for {x}"
                 for x in missing
@@ -217,19 +185,9 @@ def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> 
     return (model.read_bytes + passes * kv) / (model.read_bytes + passes * full)
 
 
-def _rank_bytes(
-    policy: Policy, model: Model, budget: int, prompt: int, layer: float | None
-) -> float:
-    """Return the bytes carried up to the selection, such as ASL's ranks; of all layers for none."""
-    piece = policy.propagation
-    if piece is None or piece.keeps_whole(budget, prompt):
-        return 0.0
-    return piece.carried(prompt, model.n_layers - 1 if layer is None else layer) * RANK_BYTES
-
-
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:
     """Raise the errors of a replay; a budget that never binds needs no rule."""
-    if not 1 <= prompt <= context:
+    if None in (integer(context), integer(prompt)) or not 1 <= prompt <= context:
         raise PolicyError(
             f"prompt is {prompt} tokens of a context of {context}; expected 1 to {context}"
         )
@@ -241,52 +199,180 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         )
     if policy.propagation is not None:
         policy.propagation.check(model.n_layers)
-    if budget >= context:
-        return
-    try:
+    if budget < context:
         policy.check_budget(budget, prompt_len=prompt, n_pos=context, n_layers=model.n_layers)
-    except BudgetError as error:
-        if not policy.at(budget).requested(budget).prompt:
-            raise
-        raise BudgetError(
-            f"{error}; the prompt counts as {prompt} of {context} tokens, say if it is shorter "
-            "(prompt=N, --prompt N)"
-        ) from error
+
+
+def _selection(
+    policy: Policy, model: Model, budget: int, prompt: int, given: float | None, trace: Trace | None
+) -> tuple[float | None, str | None, list[str]]:
+    """The layer after which rows are dropped, where it comes from, and remarks.
+
+    The layer that is given, else the policy's own, else the trace's, else the literature's.
+    """
+    name, piece, last = policy.name, policy.propagation, model.n_layers - 1
+    expected, why = None if piece is None else piece.expected_layer(model.n_layers), ""
+    if piece is None or expected is None:
+        why = f"{name} has no such layer"
+    elif piece.keeps_whole(budget, prompt):
+        why = f"{name} keeps a prompt of {prompt} tokens whole at a budget of {budget}"
+    if why and given is not None:
+        return None, None, [f"{name}: selection layer {given:g} is without effect; {why}"]
+    if given is not None and not 0 <= given <= last:
+        raise PolicyError(f"{name}: selection layer is {given:g}; expected 0..{last}")
+    if given is not None:
+        return given, "given", []
+    if why or expected is None:
+        return None, None, []
+    layer, source = expected
+    if not source:
+        return layer, "the policy's", []
+    if trace is not None and trace.n_layers != model.n_layers:
+        raise PolicyError(
+            f"{name}: trace {trace.name} has {trace.n_layers} layers and {model.name} has "
+            f"{model.n_layers}; expected a trace of this model, to measure the selection layer on"
+        )
+    measured = None
+    if trace is not None and trace.prompt_len > budget:
+        measured = replay(trace, policy, budget).selection
+    if trace is not None and measured is not None:
+        remarks = []
+        if measured.layer is None:
+            remarks.append(
+                f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
+            )
+        if trace.prompt_len != prompt:
+            remarks.append(
+                f"{name}: the selection is that of a prompt of {trace.prompt_len} tokens, and "
+                f"counted is one of {prompt}"
+            )
+        return measured.layer, f"measured on {trace.name}", remarks
+    assumed = (
+        f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {source}; it depends "
+        "on the text, measure it on a trace whose prompt is longer than the budget"
+    )
+    return layer, "assumed", [assumed]
+
+
+class _Case(NamedTuple):
+    """Rows, entries, peak and mean of each layer, and FLOPs of scoring.
+
+    time: of the prefill, relative to that of all layers over all rows.
+    """
+
+    layers: list[tuple[float, ...]]
+    time: float
+    scoring: Flops
+    decoding: Flops
+
+
+def _case(
+    model: Model, policy: Policy, budget: int, context: int, prompt: int, layer: int
+) -> _Case:
+    """Account for a prefill and its decoding where rows are dropped after `layer`."""
+    piece, n_layers = policy.propagation, model.n_layers
+    # rows of the last pass, which is the only one where nothing restarts, and of the first one
+    last = [prompt] * n_layers
+    if piece is not None:
+        last = piece.counts(budget, prompt, n_layers, layer)
+    first = []
+    if piece is not None and piece.restarts and prompt > budget:
+        first = [prompt] * (layer + 1)
+    rows = [n + sum(first[at : at + 1]) for at, n in enumerate(last)]
+    time = sum(map(model.layer_flops, [*first, *last])) / (n_layers * model.layer_flops(prompt))
+    # layers whose caches are never cut
+    alone, before = piece and piece.alone, piece and piece.kv_before == "full"
+    uncut = [bool(alone or (before and at <= layer)) for at in range(n_layers)]
+    budgets = _layer_budgets(policy, budget, context, prompt, n_layers)
+    later = context - prompt
+    sizes = [_sizes(policy, later, *each) for each in zip(last, uncut, budgets, strict=True)]
+    held = sizes
+    shares = policy.allocator.bound_shares(n_layers)
+    if shares is not None:  # the other heads hold everything
+        bound = [_sizes(policy, later, n, cut, budget) for n, cut in zip(last, uncut, strict=True)]
+        held = [
+            tuple(share * x + (1 - share) * y for x, y in zip(*both, strict=True))
+            for share, *both in zip(shares, bound, sizes, strict=True)
+        ]
+
+    scoring, decoding = Flops(), Flops()
+    pieces, always = pieces_of(policy), policy.allocator.always_acts
+    at_events = model.per_query_head() if policy.per_query_head else model
+    if piece is not None and not piece.keeps_whole(budget, prompt):
+        computed = first or last
+        for at in piece.scored_layers(computed, layer):
+            event = Event(model, computed[at], prompt, prompt, budget, prompt=True)
+            scoring += flops_of([piece], event)[0]
+    for n, cut, size, (kept, _, mean) in zip(last, uncut, budgets, held, strict=True):
+        if policy.schedule.prefill and (n > size or always) and not cut:
+            event = Event(at_events, n, n, n, size, prompt=True, later=later)
+            scoring += flops_of(pieces, event)[0]
+        interval, full = policy.schedule.interval, kept == size < context
+        if interval is not None and (full or always) and not cut:
+            # half of the generated tokens are still to come, for the clairvoyant
+            seen = kept + interval if full else mean
+            event = Event(at_events, seen, context, interval, size, later=later / 2)
+            decoding += flops_of(pieces, event)[0]
+    layers = [(n, *size) for n, size in zip(rows, held, strict=True)]
+    return _Case(layers, time, scoring, decoding)
+
+
+def _layer_budgets(
+    policy: Policy, budget: int, context: int, prompt: int, n_layers: int
+) -> Sequence[int]:
+    """Entries that each layer is cut to; the context where nothing is evicted."""
+    schedule, sizing = policy.schedule, policy.layer_budgets
+    size = sizing.unbounded_size(prompt, context)
+    never = schedule.interval is None and not schedule.prefill
+    if size is None and (never or not (policy.allocator.bounded and sizing.bounded)):
+        size = context
+    if size is not None:
+        return [size] * n_layers
+    planned = [*sizing.planned(budget, n_layers, schedule.longest(prompt, budget, context))]
+    return planned if len(planned) == n_layers else planned * n_layers
+
+
+def _sizes(policy: Policy, later: int, rows: int, uncut: bool, budget: int) -> tuple[float, ...]:
+    """`entries`, `peak` and `mean` of a head in a layer whose heads are cut to a budget."""
+    interval, end = policy.schedule.interval, rows + later  # if nothing is evicted
+    if uncut or interval is None:
+        after = rows if uncut else min(budget, rows)
+        return after, after + later, after + later
+    after = min(budget, end)
+    return after, min(end, after + interval), min(end, after + (interval + 1) / 2)
 
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
     """Yield the assumptions about the policy."""
-    name, interval, piece = policy.name, policy.schedule.interval, policy.propagation
+    interval, piece = policy.schedule.interval, policy.propagation
     if piece is not None and (remark := piece.remark(model.n_layers, prompt, budget)):
-        yield f"{name}: {remark}"
+        yield remark
     if policy.layer_budgets.remark:
-        yield f"{name}: {policy.layer_budgets.remark}"
+        yield policy.layer_budgets.remark
     elif "held" not in policy.bounds:
-        whole = "; its size follows the text, and counted is a cache from which nothing leaves"
-        yield f"{name}: no budget binds{whole * policy.allocator.always_acts}"
+        size = "; its size follows the text, and counted is a cache from which nothing leaves"
+        yield f"no budget binds{size * policy.allocator.always_acts}"
     elif not policy.bounded:
-        yield f"{name}: the layers up to the selection hold the whole prompt"
+        yield "the layers up to the selection hold the whole prompt"
     elif interval is None:
-        yield f"{name}: evicts after the prompt alone; each generated token adds an entry"
+        yield "evicts after the prompt alone; each generated token adds an entry"
     elif not policy.schedule.prefill and prompt > budget:
         yield (
-            f"{name}: the prompt stays whole until the first event, {interval} generated tokens "
-            "later; what is counted is held after that"
+            f"the prompt stays whole until the first event, {interval} generated tokens later; "
+            "what is counted is held after that"
         )
     if policy.bounded and not (policy.allocator.exact and policy.layer_budgets.exact):
-        yield f"{name}: holds near the budget and not exactly that; counted is the budget"
-    if policy.layer_budgets.across_layers:
-        yield f"{name}: layers share a budget by their attention; counted is an equal share"
-    if policy.allocator.across_layers:
-        yield f"{name}: heads and layers share a budget by their scores; counted is an equal share"
+        yield "holds near the budget and not exactly that; counted is the budget"
+    if policy.layer_budgets.across_layers or policy.allocator.across_layers:
+        yield "layers share a budget; counted is an equal share"
     if "probe_q" in policy.scorer.needs:
         pairs = sum(n * prompt + n * (n + 1) / 2 for n in chunk_lengths(prompt))
         again = model.n_layers * (2 * prompt * model.layer_matrices + model.attention_flops(pairs))
         yield (
-            f"{name}: before it evicts, the model repeats the prompt; these {again:.3g} FLOPs are "
-            f"not counted, those of the prefill are {model.prefill_flops(prompt):.3g}"
+            f"before it evicts, the model repeats the prompt; these {again:.3g} FLOPs are not "
+            f"counted, those of the prefill are {model.prefill_flops(prompt):.3g}"
         )
     if policy.scorer.clairvoyant:
-        yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"
+        yield "looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:
-        yield f"{name}: keeps a set for each query head, which a grouped cache cannot store"
+        yield "keeps a set for each query head, which a grouped cache cannot store"

@@ -22,7 +22,6 @@ from kvsim.schema import object_at
 
 GIB = 1 << 30
 
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 _Size = Annotated[int, Between(1, 1e6)]
 
 #: Keys of architectures whose layers this arithmetic does not describe.
@@ -72,7 +71,7 @@ class Model:
     vocab: _Size
     parameters: Annotated[int, Between(1, 1e16)]
     matrices: Annotated[float, Between(1, 1e16)]
-    number_bytes: Annotated[float, Between(1, max(_BYTES.values()))] = 2
+    number_bytes: Annotated[float, Between(1, 8)] = 2
     remarks: tuple[str, ...] = ()
     value_dim: _Size | None = None
     read: float | None = None
@@ -163,74 +162,65 @@ class Model:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            keys = json.loads(read_input(path))
-        except FileNotFoundError as error:
-            raise ModelError(f"no file {str(path)!r}; {_SAY}") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{str(path)!r} is no JSON ({error}); {_SAY}") from error
-        if not isinstance(keys, Mapping):
-            raise ModelError(f"{str(path)!r} holds a {type(keys).__name__}; {_SAY}")
-        name = path.parent.name if path.name == "config.json" else path.stem
-        return _model(keys, name, number_bytes)
+            keys = {**json.loads(read_input(path))}
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is no configuration ({error}); {_SAY}") from error
+        return _model(
+            keys, path.parent.name if path.name == "config.json" else path.stem, number_bytes
+        )
 
     @classmethod
     def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
         """The model of a trace: its cache as it was recorded, its weights as by `from_config`."""
         model: Mapping[str, Any] = object_at(trace.meta, "model")
-        config = model.get("config")
+        config, name = model.get("config"), str(model.get("name") or "model")
         if not isinstance(config, Mapping):
             raise ModelError(
                 f"trace {trace.name!r} does not say which model it comes from: its provenance has "
                 "no model.config; give the model's configuration instead"
             )
-        typed = {"dtype": model.get("dtype")} if model.get("dtype") else {}
-        name, config = str(model.get("name") or "model"), {**config, **typed}
-        layers = model.get("layers")
-        depth = trace.n_layers if type(layers) is not int else max(layers, trace.n_layers)
         if trace.header.sizes or trace.header.latent is not None:
             raise ModelError(
                 f"{name}: its layers differ in heads or dimensions, or hold latents; {_SAY}"
             )
-        shape = depth, trace.n_qheads, trace.n_heads, trace.dim
-        counted = _model(config, name, number_bytes)
-        parts: Any = dict(zip(("n_layers", "n_qheads", "n_heads", "dim"), shape, strict=True))
-        return replace(counted, **parts, value_dim=trace.value_dim)
+        typed = {"dtype": model.get("dtype")} if model.get("dtype") else {}
+        layers = model.get("layers")
+        return replace(
+            _model({**config, **typed}, name, number_bytes),
+            n_layers=max(layers if type(layers) is int else 0, trace.n_layers),
+            n_qheads=trace.n_qheads,
+            n_heads=trace.n_heads,
+            dim=trace.dim,
+            value_dim=trace.value_dim,
+        )
 
 
 def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> Model:
     """The configuration as a Model; that of the text where the model sees more than text."""
+    import torch  # noqa: PLC0415  takes a while
+
     from kvsim.recorder.counting import count_model  # noqa: PLC0415  transformers
 
     text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     for key, what in _FOREIGN.items():
         if text.get(key):
             raise ModelError(f"{name}: {key} is {text[key]!r}, {what}; {_SAY}")
-    dtype = {"dtype": _dtype(config) or _dtype(text)}
-    size = _number_bytes(dtype, name) if number_bytes is None else number_bytes
+    dtypes = (x.get(key) for x in (config, text) for key in ("dtype", "torch_dtype"))
+    dtype = str(next(filter(None, dtypes), "bfloat16")).removeprefix("torch.")
+    size = getattr(getattr(torch, dtype, None), "itemsize", None)
+    if size is None and number_bytes is None:
+        raise ModelError(
+            f"{name}: dtype is {dtype!r}; expected one of torch's, or the bytes per number "
+            "(--dtype-bytes)"
+        )
     try:
         counts = {**count_model(config if "model_type" in config else text)}
     except KvsimError as error:
         raise ModelError(f"{name}: {error}; {_SAY}") from error
     others, config = counts.pop("others"), counts.pop("config")
-    shared = counts["read"] < counts["parameters"]
-    remarks = _remarks(config, others, shared=shared)
-    return Model(name=name, **counts, number_bytes=size, remarks=remarks)
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-
-
-def _number_bytes(config: Mapping[str, Any], name: str) -> float:
-    """Bytes per number of the configuration's data type, 2 where it names none."""
-    dtype = _dtype(config) or "bfloat16"
-    for start, size in _BYTES.items():
-        if dtype.startswith(start):
-            return size
-    raise ModelError(
-        f"{name}: dtype is {dtype!r}; expected {', '.join(_BYTES)}, or give the bytes per number "
-        "(--dtype-bytes)"
-    )
+    remarks = _remarks(config, others, shared=counts["read"] < counts["parameters"])
+    counts["number_bytes"] = size if number_bytes is None else number_bytes
+    return Model(name=name, **counts, remarks=remarks)
 
 
 def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) -> tuple[str, ...]:
@@ -238,22 +228,19 @@ def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) 
 
     others: kinds of layers without keys and values. shared: whether a token reads some experts.
     """
-    remarks = []
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
     window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
     sizes = {"sliding window": config.get("use_sliding_window", True) and window, "chunk": chunk}
-    for name, size in sizes.items():
-        if size and (not kinds or any(str(kind).startswith(name[:5]) for kind in kinds)):
-            remarks.append(
-                f"layers with a {name} ({size} tokens) are counted as full attention over the "
-                "whole context"
-            )
+    remarks = [
+        f"layers with a {name} ({size} tokens) are counted as full attention over the whole context"
+        for name, size in sizes.items()
+        if size and (not kinds or any(str(kind).startswith(name[:5]) for kind in kinds))
+    ]
     if others:
-        kinds = ", ".join(dict.fromkeys(others))
         remarks.append(
-            f"{len(others)} layers without keys and values ({kinds}) are counted with their "
-            "weights, and without their states and the FLOPs of these"
+            f"{len(others)} layers without keys and values ({', '.join(dict.fromkeys(others))}) "
+            "are counted with their weights, and without their states and the FLOPs of these"
         )
     if shared:
         remarks.append("of experts those that a token passes are counted in FLOPs and bytes read")

@@ -16,7 +16,7 @@ from kvsim.core.shared_results import Memo
 from kvsim.errors import PolicyError
 from kvsim.policies import describe, has_parameter, names
 from kvsim.studies.cost.accounting import estimate
-from kvsim.studies.cost.flops import Event, event_flops
+from kvsim.studies.cost.flops import Event, flops_of, pieces_of
 
 
 def made(name, calibration="prefix:16", **params):
@@ -82,7 +82,6 @@ def test_a_trace_that_never_selects_has_no_layer(trace, kv_before):
     assert cost.rows == tuple(map(float, record.selection.counts)) == (48.0, 48.0, 48.0)
     assert cost.prefill_ratio == 1.0
     assert cost.entries == ((48.0 if kv_before == "full" else 24.0),) * 3
-    assert cost.rank_bytes == 3 * (PROMPT - 8) * 4  # of all layers
     assert any("asl: never selects on small" in said for said in cost.assumptions)
 
 
@@ -176,7 +175,7 @@ def test_products_of_the_oracle(trace):
     events = [Event(SMALL, 48, 48, 48, BUDGET, prompt=True, later=48)]
     events += [Event(SMALL, row, row, 16, BUDGET, later=TOKENS - row) for row in (64, 80, 96)]
 
-    assert done == 3 * sum(event_flops(policy, event).products for event in events)
+    assert done == 3 * sum(flops_of(pieces_of(policy), x)[0].products for x in events)
 
 
 def test_every_policy_has_a_formula():
@@ -216,8 +215,6 @@ def test_a_scorer_of_ones_own_is_unknown(scorer):
     assert cost.scoring_prompt is cost.scoring_event is cost.scoring_token_share is None
     assert cost.kv_ratio == 512 / 4096
     assert any(f"no formula for {type(scorer).__name__}" in said for said in cost.assumptions)
-    with pytest.raises(PolicyError, match=f"no formula of FLOPs of {type(scorer).__name__}"):
-        event_flops(policy, Event(LLAMA_8B, 640, 4096, 128, 512))
 
 
 def test_a_probe_costs_a_prefill_whose_rows_see_the_prompt_and_their_chunk():

@@ -8,8 +8,7 @@ import papers
 import pytest
 from cost_models import BIG, LLAMA_8B, QWEN_7B, K
 
-import kvsim
-from kvsim.studies.cost.accounting import decode_ratio, estimate
+from kvsim.studies.cost.accounting import decode_ratio
 from kvsim.studies.cost.model import GIB
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -193,12 +192,3 @@ def test_expected_attention_share(rows, reused, coded):
     assert round(ea_share(rows), 2) == reused
     assert round(ea_share(rows, reproject=True), 2) == coded
     assert f"| {rows // K}k | {reused:.2f} % | {coded:.2f} % |" in page
-
-
-def test_rank_cache_of_asl():
-    """The rank cache as released, stride 1 and all layers, is several times what B.3 counts."""
-    cost = estimate(LLAMA_8B, kvsim.policy("asl"), 2048, 128 * K)
-    printed = papers.asl_overhead_numbers(8, 128 * K, 7)
-
-    assert cost.rank_bytes == pytest.approx(24.9 * (128 * K - 32) * 4)
-    assert cost.rank_bytes / 4 / printed > 10
