@@ -16,7 +16,7 @@ def conform(
         Path,
         shared.path_argument(
             "DUMP",
-            "The kept sets of an implementation: a .npz or .parquet file, see docs/conform.md.",
+            "The kept sets of an implementation: a .npz file, see docs/conform.md.",
         ),
     ],
     policy: Annotated[

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from kvsim.core.arguments import setting
 from kvsim.core.attention import reduce_group
@@ -33,8 +33,7 @@ Weigh = Callable[[View, int], Tensor]
 _Changes = dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]]
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """A known difference from a definition: its name, and the behaviour."""
 
     name: str
@@ -43,7 +42,11 @@ class Deviation:
 
 def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
     """Yield the case under each known deviation that applies to it, and by other presets."""
-    return chain(_under(_CHANGES, case), _policies(case, _presets))
+    for name, (description, change) in _CHANGES.items():
+        with suppress(KvsimError):  # no such budget, parameter or score
+            if (changed := change(case)) is not None:
+                yield Deviation(name, description), changed
+    yield from _policies(case, _presets)
 
 
 def guess(case: DumpCase) -> Iterator[Deviation]:
@@ -51,18 +54,10 @@ def guess(case: DumpCase) -> Iterator[Deviation]:
 
     Other scores can have more ties.
     """
-    most = _wrong(case) / 2
+    most = sum(len(each.extra + each.missing) for each in case.differences()) / 2
     for deviation, changed in _policies(case, _parameters):
         if explains(changed, most):
             yield deviation
-
-
-def _under(changes: _Changes, case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
-    for name, (description, change) in changes.items():
-        with suppress(KvsimError):  # no such budget, parameter or score
-            changed = change(case)
-            if changed is not None:
-                yield Deviation(name, description), changed
 
 
 def explains(case: DumpCase, most: float = math.inf) -> bool:
@@ -75,11 +70,6 @@ def explains(case: DumpCase, most: float = math.inf) -> bool:
     except KvsimError:  # the changed definition has no rule for this trace
         return False
     return True
-
-
-def _wrong(case: DumpCase) -> int:
-    """Entries in which the sets differ from the definition."""
-    return sum(len(each.extra + each.missing) for each in case.differences())
 
 
 def _late(case: DumpCase) -> DumpCase | None:
@@ -137,10 +127,14 @@ class _Unprotected(Wrapper):
 
 
 class _Seen:
-    """A view of which some attributes differ, for the scorer inside of a wrapper."""
+    """A view for the scorer inside of a wrapper: other attributes, and attention by a formula.
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    weigh: of the view and its last rows, [L, H, G, w, n].
+    """
+
+    def __init__(self, view: View, weigh: Weigh, **changed: Any) -> None:
+        self._view, self._weigh = view, weigh
+        vars(self).update(changed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)
@@ -150,14 +144,6 @@ class _Seen:
 
     def scored(self, scorer: Scorer) -> Tensor | Scores:
         return scorer.score(self)  # type: ignore[arg-type]  # not what the plain view knows
-
-
-class _Weighed(_Seen):
-    """Attention by another formula: `weigh` of a view and its last rows, [L, H, G, w, n]."""
-
-    def __init__(self, view: View, weigh: Weigh) -> None:
-        super().__init__(view)
-        self._weigh = weigh
 
     def attn(self, last: int, group: Any = None) -> Tensor:
         return reduce_group(self._weigh(self._view, last).nan_to_num(0.0), group)
@@ -180,31 +166,6 @@ def _rotated(view: View, last: int) -> Tensor:
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
 
 
-class _Unordered(_Weighed):
-    """Entries in the order in which a cache holds them, [L, H, n]."""
-
-    def __init__(self, view: View, order: Tensor) -> None:
-        super().__init__(view, self._ordered)
-        self.pos, self._order = view.pos.gather(-1, order), order
-        for name in ("keys", "values"):
-            rows = getattr(view, name)
-            vars(self)[name] = rows.gather(2, order.unsqueeze(-1).expand_as(rows))
-
-    def _ordered(self, view: View, last: int) -> Tensor:
-        weights = view.attn(last)
-        return weights.gather(-1, self._order[:, :, None, None].expand_as(weights))
-
-
-class _ByQueryHead(_Weighed):
-    """Each query head as a KV head of its own."""
-
-    def __init__(self, view: View) -> None:
-        super().__init__(view, lambda view, last: view.attn(last).flatten(1, 2).unsqueeze(2))
-        self.group = view.queries(1).shape[2]
-        for name in ("pos", "live", "keys", "values", "count"):
-            vars(self)[name] = getattr(view, name).repeat_interleave(self.group, 1)
-
-
 @dataclass(frozen=True)
 class _Seeing(Wrapper):
     """The scorer inside on another view of the window."""
@@ -222,7 +183,7 @@ class _Seeing(Wrapper):
         """Take logarithms, too: nothing is computed with the scores."""
 
     def score(self, view: View) -> Scores:
-        seen: Any = _Weighed(view, self.weigh)
+        seen: Any = _Seen(view, self.weigh)
         return self.inner(seen)
 
 
@@ -233,8 +194,11 @@ class _Reduced(Wrapper):
     over: Literal["max", "first", "all"]
 
     def score(self, view: View) -> Tensor:
-        seen: Any = _ByQueryHead(view)
-        each: Tensor = self.inner(seen).values.unflatten(1, (-1, seen.group))  # [L, H, G, n]
+        group = view.queries(1).shape[2]
+        names = ("pos", "live", "keys", "values", "count")
+        heads = {name: getattr(view, name).repeat_interleave(group, 1) for name in names}
+        seen: Any = _Seen(view, lambda x, last: x.attn(last).flatten(1, 2).unsqueeze(2), **heads)
+        each: Tensor = self.inner(seen).values.unflatten(1, (-1, group))  # [L, H, G, n]
         if self.over == "max":
             return each.amax(2)
         if self.over == "first":
@@ -262,7 +226,16 @@ class _Scrambled(Wrapper):
             raise PolicyError("heads hold different numbers of entries, which top-k cannot return")
         budget = min(budgets.pop(), view.pos.shape[-1])
         order = view["place"].argsort(dim=-1, stable=True)
-        seen: Any = _Unordered(view, order)
+        rows = {
+            name: x.gather(2, order.unsqueeze(-1).expand_as(x))
+            for name, x in (("keys", view.keys), ("values", view.values))
+        }
+
+        def weigh(view: View, last: int) -> Tensor:
+            weights = view.attn(last)
+            return weights.gather(-1, order[:, :, None, None].expand_as(weights))
+
+        seen: Any = _Seen(view, weigh, pos=view.pos.gather(-1, order), **rows)
         if self.by_slot:
             scores = torch.ones_like(view.keys[..., 0])
             scores[..., self.by_slot : self.by_slot + scores.shape[-1] - budget] = 0

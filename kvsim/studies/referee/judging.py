@@ -14,11 +14,10 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
 from kvsim.engine.checks import check_cell
-from kvsim.engine.layers import replayed, runs
+from kvsim.engine.layers import runs
 from kvsim.engine.replay import settings_of
 from kvsim.engine.source import TraceSource
-from kvsim.errors import DumpError, PolicyError
-from kvsim.studies.referee.dump import Dump
+from kvsim.errors import DumpError
 
 #: Kinds of differing sets: tied at the cut; another choice; everything kept at an event that
 #: should evict; entries evicted where the definition has no event; evicted entries that return.
@@ -62,35 +61,6 @@ class DumpCase:
     events: tuple[int, ...]
     tolerance: float
 
-    @classmethod
-    def of(
-        cls,
-        dump: Dump,
-        trace: Trace,
-        policy: Policy,
-        budget: int,
-        schedule: Schedule,
-        tolerance: float,
-    ) -> DumpCase:
-        """Return the case of a dump. Raises PolicyError for a policy that cannot be followed."""
-        if policy.propagation is not None or policy.per_query_head or policy.clairvoyant:
-            raise PolicyError(
-                f"{policy.name}: drops rows on the way down, keeps sets per query head or reads "
-                "later rows; expected a policy with a set for each KV head of each layer"
-            )
-        last = max(dump.kept)
-        rows = schedule.rows(trace.prompt_len, last + 1, *trace.extent[2:])
-        replace(dump, trace=trace).checked()
-        layers = tuple(trace.layer_ids.index(number) for number in dump.layers)
-        replayed(trace, layers)
-        if not rows:
-            raise DumpError(
-                f"{dump.name}: its last event is after row {last}, and by definition there is none "
-                f"up to then ({policy.name}, prompt {trace.prompt_len}); give --interval, --prefill"
-            )
-        kept = dict(dump.kept)
-        return cls(kept, layers, trace, policy, budget, schedule, tuple(rows), tolerance)
-
     def differences(self) -> Iterator[Difference]:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
         trace, policy = self.trace, self.policy.at(self.budget)
@@ -99,13 +69,7 @@ class DumpCase:
         for run in runs(trace, self.layers, policy):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
-            block = Block(
-                source,
-                policy,
-                setting,
-                torch.tensor(run.layers),
-                context=context,
-            )
+            block = Block(source, policy, setting, torch.tensor(run.layers), context=context)
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
                     choice = block.choose(row, fires=row in self.events)
@@ -148,23 +112,18 @@ class _Comparison:
         live, pos = choice.view.live[index, head], choice.view.pos[index, head]
         extra, missing = theirs & ~ours, ours & ~theirs
         returned = tuple(absent[index, head].nonzero().flatten().tolist())
-        gap, tied, highest = None, False, False
-        if choice.scores is not None:
-            gap, tied, highest = self._gap(choice, extra, missing, index, head)
-        kind: DifferenceKind = "choice"
-        if returned:
-            kind = "return"
-        elif choice.scores is None:
-            kind = "no event"
-        elif tied:
-            kind = "tie"
-        elif bool((theirs == live).all()):
-            kind = "no eviction"
+        gap, tied, highest = self._gap(choice, extra, missing, index, head)
+        kinds: dict[DifferenceKind, bool] = {
+            "return": bool(returned),
+            "no event": choice.scores is None,
+            "tie": tied,
+            "no eviction": bool((theirs == live).all()),
+        }
         return Difference(
             row=choice.view.row,
             layer=self._case.trace.layer_ids[self._case.layers[self._at[index]]],
             head=head,
-            kind=kind,
+            kind=next((kind for kind, is_so in kinds.items() if is_so), "choice"),
             extra=tuple(pos[extra].tolist()),
             missing=tuple(pos[missing].tolist()),
             returned=returned,
@@ -176,13 +135,12 @@ class _Comparison:
         self, choice: Choice, extra: Tensor, missing: Tensor, index: int, head: int
     ) -> tuple[float | None, bool, bool]:
         """The gap between the scores of differing entries; whether it is a tie; of which side."""
-        assert choice.scores is not None  # noqa: S101  for type checkers
-        assert choice.protected is not None  # noqa: S101
-        scores, live = choice.scores[index].double(), choice.view.live[index]
-        if not bool(extra.any()) or not bool(missing.any()):
+        some = bool(extra.any()) and bool(missing.any())
+        if choice.scores is None or choice.protected is None or not some:
             return None, False, False
         if bool((choice.protected[index, head] & (extra | missing)).any()):
             return None, False, False
+        scores, live = choice.scores[index].double(), choice.view.live[index]
         scale = _largest(scores, live)
         groups = None if choice.plan is None else choice.plan.groups
         parts = torch.zeros_like(extra, dtype=torch.long) if groups is None else groups[index, head]

@@ -161,9 +161,7 @@ class Tape:
         if record is not None:
             return Dump.of_record(record, trace)
         schedule = None if prefill is None else Schedule(interval or None, prefill)
-        return Dump(
-            self._sets(len(layers)), tuple(layers), trace.name, trace, budget, schedule
-        ).checked()
+        return Dump(self._sets(len(layers)), tuple(layers), trace.name, trace, budget, schedule)
 
     def _sets(self, n_layers: int) -> dict[int, NDArray[np.bool_]]:
         """Kept entries after each row at which entries left, bool [layer, head, row + 1]."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvsim.core.arguments import resolve_budget
-from kvsim.core.parameters import is_finite
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import whole
+from kvsim.engine.layers import replayed
 from kvsim.errors import DumpError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
@@ -92,7 +92,7 @@ class Ruling:
         return {
             **{name: getattr(self, name) for name in names},
             "ties": len(self.ties),
-            "deviations": [vars(each) for each in self.deviations],
+            "deviations": [each._asdict() for each in self.deviations],
             "differences": [vars(each) for each in self.differences],
         }
 
@@ -113,7 +113,7 @@ def conform(
     does not cause the next.
 
     Args:
-        dump: a Dump, or the path of a `.npz` or `.parquet` file (docs/conform.md).
+        dump: a Dump, or the path of a `.npz` file (docs/conform.md).
         policy: the definition.
         budget: entries per KV head; by default the dump's.
         trace: q, k and v, if the dump has no arrays of its own.
@@ -123,27 +123,40 @@ def conform(
 
     Raises:
         DumpError: the dump is damaged, or lacks a budget or arrays.
-        PolicyError: the policy drops rows, keeps sets per query head or reads later rows, or the
-            tolerance is no share; otherwise as `kvsim.replay`.
+        PolicyError: the policy drops rows, keeps sets per query head or reads later rows; otherwise
+            as `kvsim.replay`.
     """
-    if not is_finite(tolerance) or tolerance < 0:
-        raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     rule = as_policy(policy)
     source = dump.trace if trace is None else as_trace(trace)
-    if source is None:
-        raise DumpError(
-            f"{dump.name} has no q, k and v; expected them, or the trace that they are in: --trace"
-        )
-    if budget is None and dump.budget is None:
-        raise DumpError(f"{dump.name} has no budget; expected one: --budget N")
     entries = dump.budget if budget is None else budget
-    total = resolve_budget(entries, source.n_pos) if isinstance(entries, str) else whole(entries)  # type: ignore[arg-type]
-    recorded = dump.schedule or rule.schedule
-    schedule = recorded.override(interval, prefill)
-    case = DumpCase.of(dump, source, rule, total, schedule, tolerance)
+    if source is None or entries is None:
+        lacking = "q, k and v: give the trace, --trace" if source is None else "budget: --budget N"
+        raise DumpError(f"{dump.name} has no {lacking}")
+    if rule.propagation is not None or rule.per_query_head or rule.clairvoyant:
+        raise PolicyError(
+            f"{rule.name}: drops rows on the way down, keeps sets per query head or reads later "
+            "rows; expected a policy with a set for each KV head of each layer"
+        )
+    dump = replace(dump, trace=source)
+    layers = tuple(source.layer_ids.index(number) for number in dump.layers)
+    replayed(source, layers)
+    total = resolve_budget(entries, source.n_pos) if isinstance(entries, str) else whole(entries)
+    schedule = (dump.schedule or rule.schedule).override(interval, prefill)
+    events = tuple(schedule.rows(source.prompt_len, max(dump.kept) + 1, *source.extent[2:]))
+    case = DumpCase(dict(dump.kept), layers, source, rule, total, schedule, events, tolerance)
     differences = sorted(case.differences(), key=lambda each: (each.row, each.layer, each.head))
     rows = sorted({*case.events, *case.kept})
+    later = (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1
+    remarks = {
+        "states are those of the trace: exact in the first layer and at the first event; later the "
+        "implementation continues from states that its evictions have changed": (
+            trace is not None and later
+        ),
+        "entries that return are not followed: by definition eviction is final": any(
+            each.returned for each in differences
+        ),
+    }
     return Ruling(
         dump=dump.name,
         policy=rule.name,
@@ -152,7 +165,7 @@ def conform(
         compared=len(rows) * len(dump.layers) * source.n_heads,
         differences=tuple(differences),
         deviations=tuple(_deviations(case, differences)),
-        remarks=tuple(_remarks(dump, differences, given=trace is not None)),
+        remarks=tuple(remark for remark, holds in remarks.items() if holds),
     )
 
 
@@ -175,26 +188,11 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     return deviations
 
 
-def _remarks(dump: Dump, differences: Sequence[Difference], *, given: bool) -> list[str]:
-    remarks = []
-    if given and (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1:
-        remarks.append(
-            "states are those of the trace: exact in the first layer and at the first event; later "
-            "the implementation continues from states that its evictions have changed"
-        )
-    if any(each.returned for each in differences):
-        remarks.append("entries that return are not followed: by definition eviction is final")
-    return remarks
-
-
 def _words(difference: Difference) -> str:
-    parts = []
-    if difference.extra:
-        parts.append(f"keeps {_positions(difference.extra)}")
-    if difference.missing:
-        parts.append(f"evicts {_positions(difference.missing)}")
+    sets = {"keeps": difference.extra, "evicts": difference.missing, "has": difference.returned}
+    parts = [f"{verb} {first_of([*map(str, at)], 6)}" for verb, at in sets.items() if at]
     if difference.returned:
-        parts.append(f"has {_positions(difference.returned)} again")
+        parts[-1] += " again"
     if difference.kind == "no event":
         parts.append("by definition there is no event")
     elif difference.kind == "no eviction":
@@ -202,7 +200,3 @@ def _words(difference: Difference) -> str:
     elif difference.gap is not None:
         parts.append(f"score gap {difference.gap:.2g} of the layer's largest, no tie")
     return "; ".join(parts)
-
-
-def _positions(positions: Sequence[int]) -> str:
-    return first_of([*map(str, positions)], 6)
