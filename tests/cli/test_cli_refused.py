@@ -167,24 +167,18 @@ REFUSED = {
     "layers sample": "--budget",
     "layers sample nowhere.zarr --budget 64": "nowhere.zarr",
     f"{LAYERS} sample": "both called 'sample'; expected one name",
-    f"{LAYERS} --window 9999": "no token is left to rank",
-    f"{LAYERS} --tau -1": "error: --tau is -1.0; expected a number",
-    f"{LAYERS} --first-layer 3": "error: --first-layer is 3, the model has layers 0..2",
+    f"{LAYERS} --set window=9999": "no token is left to rank",
+    f"{LAYERS} --set tau=-1": "asl: tau is -1; expected a number",
+    f"{LAYERS} --set first_layer=3": "layer is 3, the model has layers 0..2",
+    f"{LAYERS} --set tau=0.1,0.2": "--set names 2 rules",
     f"{LAYERS} --format jpg": "'jpg' is not one of 'png', 'svg', 'pdf'",
     # ------------------------------------------------------------------------------------ cost
     COST: "no model is given; expected --model-config PATH or --trace TRACE",
     f"{COST} --model-config CONFIG": "no context is given; expected --context N",
     f"{COST} --model-config CONFIG --context much": "--context is 'much'",
-    f"{COST} --model-config nowhere --context 64": "no file 'nowhere'",
-    f"{COST_64} --selection-layer 3": "tova has no such layer",
-    f"{COST_64} --policy pyramidinfer --selection-layer 3": (
-        "tova has no such layer, pyramidinfer has no such layer"
-    ),
-    f"{COST_64} --prompt 8 --policy asl --selection-layer 3": (
-        "asl keeps a prompt of 8 tokens whole at a budget of 8"
-    ),
+    f"{COST} --model-config nowhere --context 64": "nowhere is no configuration",
     f"{COST_64} --policy asl --set first_layer=40": "layer is 40, the model has layers 0..31",
-    f"{COST_64} --dtype-bytes nan": "--dtype-bytes is nan; expected 1 to 8 bytes",
+    f"{COST_64} --dtype-bytes nan": "number_bytes is nan; expected a number from 1 to 8",
     # --------------------------------------------------------------------------------- listings
     "policies snapvk": "did you mean 'snapkv'",
     "metrics wipout": "did you mean 'wipeout'",

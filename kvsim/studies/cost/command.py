@@ -87,9 +87,9 @@ def cost(
         model = Model.from_trace(opened, number_bytes=dtype_bytes)
     else:
         raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
-    contexts = [int(text) for text in context or ()]
-    if opened is not None:
-        contexts = contexts or [opened.n_pos]
+    contexts = [] if opened is None else [opened.n_pos]
+    if context:
+        contexts = shared.parse_ranges(",".join(context), "--context", "numbers of tokens")
     if not contexts:
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
     policies = shared.build_policies(policy, settings)

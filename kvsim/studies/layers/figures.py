@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
 import polars as pl
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -59,15 +58,21 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     """
     named = len(diagnoses) <= _NAMED
     figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * named)
-    alike: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
-    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
+    several = len({x.trace for x in diagnoses}) > 1, len({x.requested for x in diagnoses}) > 1
+    styles = series(map(str, range(len(diagnoses)))).values()
+    for diagnosis, style in zip(diagnoses, styles, strict=True):
         curve, selected = diagnosis.curve, diagnosis.layer
         layers = np.arange(curve.first_layer, curve.n_layers)
+        size = f"budget {diagnosis.requested}"
+        parts = [diagnosis.trace] * several[0] + [size] * (several[1] or not several[0])
         end = f"selects after layer {selected}" if selected is not None else "never selects"
-        label = f"{_label(diagnosis, diagnoses)}: {'fits the budget' if curve.fits else end}"
-        axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
+        look: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
+        if named:
+            look = {**style, "lw": 1.4, "ms": 3}
+            look["label"] = f"{', '.join(parts)}: {'fits the budget' if curve.fits else end}"
+        axis.plot(layers, curve.relative[layers], **look)
         if selected is not None:
-            ring = style["color"] if named else SELECTED
+            ring = look["color"] if named else SELECTED
             axis.plot(selected, curve.relative[selected], mec=ring, **_CIRCLE)
     right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
     right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
@@ -76,7 +81,21 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
         axis.annotate(f"tau {tau:g}", (1, tau), **right)
     axis.set_ylim(bottom=0)
     name_axes(axis, y="rank variance / that of the first tested layer")
-    return _finished(figure, axis, diagnoses, "do ranks settle? circle: selection layer", named)
+    layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in diagnoses), default=1))
+    terms: dict[str, set[Any]] = {
+        "budget": {diagnosis.requested for diagnosis in diagnoses},
+        "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
+        "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
+        "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
+    }
+    shared = ", ".join(f"{name} {each.pop()}" for name, each in terms.items() if len(each) == 1)
+    traces = trace_label(each.trace for each in diagnoses)
+    text = f"{traces}: do ranks settle? circle: selection layer\n{shared}"
+    if named:
+        finish(figure, axis, text, ["exact"], columns=1)
+    else:
+        caption(figure, text, ["exact"])
+    return figure
 
 
 def selection_grid(trace: str, grid: Grid) -> Figure:
@@ -89,7 +108,7 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     figure, axis = single_panel(max(3.8, 0.42 * columns + 2.2), max(2.6, 0.3 * rows + 1.6))
     shown = np.ma.masked_less(grid.layers, 0)
     colours = mpl.colormaps["viridis"].with_extremes(bad=NEVER)
-    last = max(1, grid.n_layers - 1)
+    last = max(1, grid.curve.n_layers - 1)
     axis.imshow(shown, cmap=colours, vmin=0, vmax=last, aspect="auto", origin="lower")
     for (row, column), layer in np.ndenumerate(grid.layers):
         name, size = ("never", 6) if layer < 0 else (str(layer), 8)
@@ -101,7 +120,8 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     axis.set_xticks(range(columns), [str(back) for back in grid.look_backs])
     axis.set_yticks(range(rows), [str(first) for first in grid.first_layers])
     name_axes(axis, "look-back, layers (hatched: as many as there are)", "first tested layer")
-    terms = f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}"
+    curve = grid.curve
+    terms = f"budget {curve.budget} (k = {curve.k}), tau {curve.rule.tau:g}"
     caption(figure, f"{trace}: selection layer\n{terms}", ["exact"])
     return figure
 
@@ -219,40 +239,3 @@ def layer_attention(
     label = "share of a row's attention (black: 1e-5 or less)"
     colour_bar(figure, ScalarMappable(scale, colours), list(axes.flat), label, pad=0.01, aspect=40)
     return figure
-
-
-def _finished(
-    figure: Figure, axis: Axes, diagnoses: Sequence[Diagnosis], subject: str, named: bool
-) -> Figure:
-    """Draw the axis of the layers, the caption, and the legend of lines that have names."""
-    layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in diagnoses), default=1))
-    text = f"{trace_label(each.trace for each in diagnoses)}: {subject}\n{_rule(diagnoses)}"
-    if named:
-        finish(figure, axis, text, ["exact"], columns=1)
-    else:
-        caption(figure, text, ["exact"])
-    return figure
-
-
-def _lines(count: int) -> list[Mapping[str, Any]]:
-    return [{**style, "lw": 1.4, "ms": 3} for style in series(map(str, range(count))).values()]
-
-
-def _rule(diagnoses: Sequence[Diagnosis]) -> str:
-    """The parameters that all of them share."""
-    values: dict[str, set[Any]] = {
-        "budget": {diagnosis.requested for diagnosis in diagnoses},
-        "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
-        "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
-        "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
-    }
-    return ", ".join(f"{name} {each.pop()}" for name, each in values.items() if len(each) == 1)
-
-
-def _label(diagnosis: Diagnosis, among: Sequence[Diagnosis]) -> str:
-    """The trace or the budget, whichever distinguishes a line from the others."""
-    traces, budgets = {d.trace for d in among}, {d.requested for d in among}
-    size = f"budget {diagnosis.requested}"
-    if len(traces) == 1:
-        return size
-    return diagnosis.trace if len(budgets) == 1 else f"{diagnosis.trace}, {size}"

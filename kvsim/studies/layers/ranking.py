@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance, ranks
+from kvsim.schema import numbered
 
 #: In a grid: no layer is selected.
 NEVER_SELECTS = -1
@@ -70,43 +71,29 @@ class Curve:
 
     def verdict(self) -> str:
         """The outcome in words."""
-        tau, layer, first, tested = self.rule.tau, self.selected(), self.first_layer, self.tested
+        tau, layer, tested = self.rule.tau, self.selected(), self.tested
         if self.fits:
             return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
         if not tested:
-            return f"never selects: layer {first}, the first that is tested, is the last one"
-        least = float(self.relative[tested].min())
-        if layer is None and len(tested) == 1:
-            return (
-                f"never selects: layer {first} alone is tested, and there the relative variance "
-                f"is {least:g} by definition"
-            )
+            return f"never selects: layer {self.first_layer}, the first that is tested, is the last"
         if layer is None:
             return (
-                f"never selects: the relative variance of layers {first} to {tested[-1]} is "
-                f"{least:.3g} at the least, and tau is {tau:g}"
+                f"never selects: the relative variance of {numbered(tested)} is "
+                f"{self.relative[tested].min():.3g} at the least, and tau is {tau:g}"
             )
         if not self.relative[layer] < tau:
             return f"no layer is below tau = {tau:g}; the last layer selects, {layer}"
-        why = f"relative variance {self.relative[layer]:.2f} < {tau:g}"
-        if self.variance[first] == 0:
-            why = f"no rank moved up to layer {layer}"
-            if self.look_back == 1:
-                why = "ranks of one layer do not vary"
-        return f"selects after layer {layer} of {self.n_layers}: {why}"
+        variance = f"relative variance {self.relative[layer]:.2f} < {tau:g}"
+        return f"selects after layer {layer} of {self.n_layers}: {variance}"
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Selection layers [first layer, look-back]; `NEVER_SELECTS` where there is none.
 
-    used [first layer, look-back]: the look-back that there were layers for.
+    used [first layer, look-back]: the look-back that there were layers for. curve: any of them.
     """
 
-    budget: int
-    k: int
-    tau: float
-    n_layers: int
+    curve: Curve
     first_layers: tuple[int, ...]
     look_backs: tuple[int, ...]
     layers: Ints
@@ -126,7 +113,7 @@ class Ranking:
     rule: Selecting
     scores: Tensor = field(repr=False)
     ranks: Tensor = field(repr=False)
-    _computed: dict[tuple[str, int, int], Floats] = field(
+    _computed: dict[tuple[int, int], tuple[Floats, Ints]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -145,7 +132,10 @@ class Ranking:
 
         Raises BudgetError for a budget below the window, PolicyError for another window.
         """
-        rule = self._checked(rule)
+        rule, ours = rule or self.rule, self.rule
+        if (rule.window, rule.pool) != (ours.window, ours.pool):
+            raise PolicyError(f"asl: the scores are those of {ours}; make a ranking for {rule}")
+        rule.check(self.n_layers)
         if budget < rule.least_budget:
             raise BudgetError(
                 f"asl: budget {budget} selects no token beside the window of {rule.window} rows, "
@@ -153,11 +143,10 @@ class Ranking:
             )
         k = min(budget, self.prompt_len) - rule.window
         first_layer, back = rule.rule(self.n_layers)
-        variance = self.variance(back, k)
+        variance, union = self._compared(back, k)
         relative = np.full(self.n_layers, np.nan)
         base = variance[first_layer]
         relative[first_layer:] = variance[first_layer:] / base if base > 0 else 0.0
-        union = self.union(back, k)
         return Curve(rule, self.prompt_len, budget, k, first_layer, back, variance, relative, union)
 
     def grid(
@@ -181,31 +170,17 @@ class Ranking:
         selected = [NEVER_SELECTS if (layer := x.selected()) is None else layer for x in curves]
         shape = len(firsts), len(backs)
         layers, used = np.reshape(selected, shape), np.reshape([x.look_back for x in curves], shape)
-        return Grid(budget, curves[0].k, self.rule.tau, total, firsts, backs, layers, used)
+        return Grid(curves[0], firsts, backs, layers, used)
 
-    def variance(self, look_back: int, k: int) -> Floats:
-        """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
-        return self._by_layer("variance", look_back, k)
-
-    def union(self, look_back: int, k: int) -> Ints:
-        """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
-        return np.nan_to_num(self._by_layer("union", look_back, k)).astype(np.int64)
-
-    def _by_layer(self, name: Literal["variance", "union"], look_back: int, k: int) -> Floats:
-        """A number of the `look_back` layers up to each layer, computed once; NaN without them."""
-        at = name, look_back, k
-        if at not in self._computed:
-            numbers = self._computed[at] = np.full(self.n_layers, np.nan)
+    def _compared(self, look_back: int, k: int) -> tuple[Floats, Ints]:
+        """V of the `look_back` layers up to each, NaN without so many, and tokens in it; [L]."""
+        if (look_back, k) not in self._computed:
+            variance, union = np.full(self.n_layers, np.nan), np.zeros(self.n_layers, np.int64)
             for layer in range(look_back - 1, self.n_layers):
-                recent = self._recent(layer, look_back)
-                ranked_high = (recent <= k).any(0).sum()
-                numbers[layer] = ranked_high if name == "union" else rank_variance(recent, k)
-            numbers.flags.writeable = False
-        return self._computed[at]
-
-    def members(self, layer: int, look_back: int, k: int) -> Ints:
-        """Positions of these tokens at one layer, ascending."""
-        return np.flatnonzero((self._recent(layer, look_back) <= k).any(0).numpy())
+                recent = self.ranks[layer - look_back + 1 : layer + 1]
+                variance[layer], union[layer] = rank_variance(recent, k), (recent <= k).any(0).sum()
+            self._computed[look_back, k] = variance, union
+        return self._computed[look_back, k]
 
     def entropy(self) -> Floats:
         """Entropy [L] of layers' scores over tokens, in nats: log(m) if equal, NaN if all 0."""
@@ -213,22 +188,6 @@ class Ranking:
         share = scores / scores.sum(-1, keepdim=True)
         entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
         return entropy
-
-    def _recent(self, layer: int, look_back: int) -> Tensor:
-        return self.ranks[layer - look_back + 1 : layer + 1]
-
-    def _checked(self, rule: Selecting | None) -> Selecting:
-        """The rule, by default the ranking's, checked against that of the scores."""
-        if rule is None:
-            return self.rule
-        ours, other = ((x.window, x.pool, x.pool and x.pool_kernel) for x in (self.rule, rule))
-        if ours != other:
-            raise PolicyError(
-                f"asl: window, pool and pool_kernel are {other}, the scores were made with {ours}; "
-                "make a ranking for each"
-            )
-        rule.check(self.n_layers)
-        return rule
 
 
 def ranking(
@@ -279,8 +238,7 @@ def window_attention(
     return np.stack(windows)
 
 
-@dataclass(frozen=True)
-class RankPattern:
+class RankPattern(NamedTuple):
     """Ranks of some tokens in every layer.
 
     tokens: positions, in the order of the columns. edges: the first token (its place among them) of
@@ -300,7 +258,7 @@ def rank_pattern(
     After ASL (arXiv 2601.07667), Fig. 4. by: the order of the tokens, `rank` in the last layer or
     `position`. columns: at most; where there are more tokens, neighbours share a column.
     """
-    tokens = ranking.members(ranking.n_layers - 1, look_back, k)
+    tokens = np.flatnonzero((ranking.ranks[-look_back:] <= k).any(0).numpy())
     if by == "rank":
         tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
     width = max(1, -(-len(tokens) // columns))

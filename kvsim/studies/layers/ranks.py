@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvsim.analysis.subject import Analysis
+from kvsim.core.arguments import resolve_budget
 from kvsim.core.trace import Trace
 from kvsim.engine.source import windows
-from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL, Selecting
 from kvsim.studies.layers.ranking import Ranking, ranking
 from kvsim.studies.layers.tables import Diagnosis, diagnose
@@ -26,8 +25,8 @@ class Ranks:
     ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
     before it. rule: ASL's parameters, its defaults if None.
 
-    Raises PolicyError for a k that is neither number nor share, and for a rule that the model has
-    no layer for.
+    Raises BudgetError for a k that is neither number nor share, PolicyError for a rule that the
+    model has no layer for.
     """
 
     trace: Trace
@@ -37,7 +36,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for k in self.ks:
-            _tokens(k, 1)
+            resolve_budget(k, 1)
         self.rule.check(self.trace.n_layers)
 
     @property
@@ -61,7 +60,7 @@ class Ranks:
         """ASL's test at each k, by k as it was given."""
         if (ranking := self.ranking) is None:
             return {}
-        budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
+        budgets = {k: resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
         return {
             str(k): diagnose(self.trace, ranking, budget, share=budget_label(k))
             for k, budget in budgets.items()
@@ -76,14 +75,3 @@ def ranks(analysis: Analysis) -> Ranks:
 def budget_label(k: int | str) -> str:
     """The budget that leaves k tokens next to ASL's window, in words."""
     return f"{k} + window"
-
-
-def _tokens(k: int | str, ranked: int) -> int:
-    """Tokens that propagate next to the window: a number, or a share of those that are ranked."""
-    match = re.fullmatch(r"(?P<share>\d+(\.\d+)?)%|(?P<tokens>\d+)", str(k).strip())
-    share, tokens = (None, None) if match is None else match.group("share", "tokens")
-    if tokens and int(tokens) > 0:
-        return int(tokens)
-    if share and 0 < float(share) <= 100:
-        return max(1, int(ranked * float(share) / 100 + 1e-9))
-    raise PolicyError(f"k is {k!r}; expected tokens (128) or a share of those ranked (25%)")
