@@ -33,8 +33,6 @@ AXES = {
     "attn_out": ("layer", "qhead", "pos", "dim"),
     "gate": ("layer", "qhead", "pos", "dim"),
     "lse": ("layer", "qhead", "pos"),
-    "attention": ("layer", "qhead", "row", "pos"),
-    "attention_window": ("layer", "qhead", "row", "pos"),
     "o_proj": ("layer", "qhead", "dim", "hidden"),
     "residual": ("layer", "pos", "hidden"),
     "residual_norm": ("layer", "pos"),

@@ -17,7 +17,7 @@ class Odd(Scorer):
 
     def score(self, view):
         if view.setting.budget == self.fails_at:
-            raise NeedsError("odd: the trace has no dense attention; record it with --attention")
+            raise NeedsError("odd: the trace has no gate; record it with --o-proj")
         if view.setting.budget == self.stops_at:
             if os.environ.get("TERMINATED"):
                 signal.raise_signal(signal.SIGTERM)

@@ -324,7 +324,6 @@ def _check(check: Mapping[str, Any] | None) -> dict[str, str]:
         "checked": f"complete and undamaged, {plural(check['files'], 'file')} read",
         "attention output": _error(check["output_error"], output, "relative"),
         "log-sum-exp": _error(check["lse_error"], lse, "absolute"),
-        "dense attention": _error(check["attention_error"], lse, "absolute"),
     }
 
 

@@ -39,8 +39,6 @@ FLOAT16_MAX = 65504.0
 
 # How to record arrays that a trace may lack.
 _ON_REQUEST = {
-    "attention": "--attention full (attention=True)",
-    "attention_window": "--attention window:N (attention='window:N')",
     "o_proj": "--o-proj (o_proj=True)",
     "gate": "--o-proj (o_proj=True), if its model has one",
     "residual": "--residual (residual=True)",
@@ -198,15 +196,13 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
             raise TraceError(
                 f"{where}: {name} has shape {shape}, expected [{', '.join(axes)}], none of them 0"
             )
-    _, qheads, n_pos, _ = shapes["q"]
-    heads = shapes["k"][1]
+    qheads, heads = shapes["q"][1], shapes["k"][1]
     sizes = {**dict(zip(AXES["q"], shapes["q"], strict=True)), "head": heads}
     # any size, but the same in both
     sizes["hidden"] = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
     sizes |= {"moment": 1 + shapes["k"][3], "before": shapes.get("received", (0, 0, 0))[2]}
     sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     for name, shape in shapes.items():
-        sizes["row"] = min(shape[2], n_pos) if name == "attention_window" else n_pos
         sizes["dim"] = (shapes["v"] if name in OF_VALUES else shapes["q"])[-1]
         expected = tuple(sizes[axis] for axis in AXES[name])
         if shape != expected:
@@ -269,19 +265,10 @@ def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], whe
     )
 
 
-def first_row(shape: tuple[int, ...]) -> int:
-    """Return the position of the first row of dense attention: its rows are the last ones.
-
-    shape: [layer, qhead, row, pos].
-    """
-    return shape[3] - shape[2]
-
-
 def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:
     """Raise TraceError at the first NaN or infinity of an array with the axes of `AXES`.
 
-    layer, pos: where the array begins in the whole one, along its axes of that name (for dense
-    attention, `pos` is where its rows begin).
+    layer, pos: where the array begins in the whole one, along its axes of that name.
     """
     # A NaN or infinity survives in the sum, which takes one pass and no mask; the sum may also
     # overflow, so only the mask decides.
@@ -292,7 +279,7 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
         return
     place = bad.nonzero()[0].tolist()
     axes = ["head" if axis == "qhead" else axis for axis in AXES[name][:3]]
-    first = {"layer": layer, "row": pos, "pos": pos}
+    first = {"layer": layer, "pos": pos}
     at = ", ".join(
         f"{axis} {index + first.get(axis, 0)}" for axis, index in zip(axes, place, strict=False)
     )

@@ -57,8 +57,7 @@ class Loaded:
 
     Args:
         base: the other source.
-        layers: the layers that are held, each array as soon as it is read; others are read anew,
-            and so is attention with an axis for rows, which is much larger.
+        layers: the layers that are held, each array as soon as it is read; others are read anew.
         dtype: the dtype in which they are held.
 
     left_out: rows that the source, which errors call `where`, has not.
@@ -85,7 +84,7 @@ class Loaded:
         wanted = range(*layers.indices(self.shapes["q"][0]))
         cached = self._layers
         inside = wanted and cached and cached[0] <= wanted[0] and wanted[-1] <= cached[-1]
-        if AXES[name][0] != "layer" or "row" in AXES[name] or not inside:
+        if AXES[name][0] != "layer" or not inside:
             return self.base.read(name, layers, pos)
         if name not in self._arrays:
             with torch.inference_mode(mode=False):  # so that it has a version
@@ -211,7 +210,7 @@ class SharedEntries:
         self.shapes = {
             name: (1, shape[1] * (len(layers) if AXES[name][1] == "qhead" else 1), *shape[2:])
             for name, shape in base.shapes.items()
-            if len(shape) > 2 and "row" not in AXES[name]
+            if len(shape) > 2
         }
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:

@@ -27,7 +27,7 @@ from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, by_array, resident_bytes
-from kvsim.store.layout import DENSE, StoredArray, cut_shape, stored_arrays
+from kvsim.store.layout import StoredArray, cut_shape, stored_arrays
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
 _LOADED = 96 << 20
@@ -52,10 +52,7 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
         if linked:
             rest = each.limit - linked // CHUNK * CHUNK
-            of_trace = [
-                replace(x, shape=x.shape if x.name in DENSE else cut_shape(x.name, x.shape, rest))
-                for x in of_trace
-            ]
+            of_trace = [replace(x, shape=cut_shape(x.name, x.shape, rest)) for x in of_trace]
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit

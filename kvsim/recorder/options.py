@@ -88,14 +88,6 @@ class Options:
         Sequence[int] | None,
         Help("Record only these layers, by number; -1 is the last.", "N,A-B,..."),
     ] = None
-    attention: Annotated[
-        bool | str,
-        Help(
-            "Store dense attention too: 'full', or 'window:N' for the last N rows. It follows from "
-            "q, k and lse at any time, so this is for short sequences and other programs.",
-            "full|window:N",
-        ),
-    ] = False
     o_proj: Annotated[
         bool | None,
         Help(
@@ -204,18 +196,13 @@ class Options:
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
-        self.dense_rows(1)
         if self.rows is not None and not re.fullmatch(_ROWS, self.rows):
             raise CaptureError(
                 f"rows is {self.rows!r}, expected 'response', or 'response+N' for N rows before "
                 "the response too"
             )
-        for name in ("attention", "residual"):
-            if self.rows is not None and getattr(self, name):
-                raise CaptureError(
-                    f"rows and {name} are both given, expected one of them; {name} is of all rows, "
-                    "and --rows leaves some out"
-                )
+        if self.rows is not None and self.residual:
+            raise CaptureError("rows and residual are both given, expected one of them")
         if self.probe is not None and not re.fullmatch(_PROBE, self.probe):
             raise CaptureError(
                 f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
@@ -264,28 +251,14 @@ class Options:
             "stop": list(self.stops),
         }
 
-    def dense_rows(self, n_pos: int) -> int:
-        """Return how many of the last rows of a sequence have dense attention."""
-        if self.attention is False:
-            return 0
-        if self.attention in (True, "full"):
-            return n_pos
-        window = re.fullmatch(r"window:(\d+)", str(self.attention))
-        if window is None or int(window[1]) == 0:
-            raise CaptureError(
-                f"attention is {self.attention!r}, expected 'full', or 'window:N' for the last N "
-                "rows, such as 'window:64'"
-            )
-        return min(int(window[1]), n_pos)
-
 
 def check_in_memory(options: Options) -> None:
     """Raise CaptureError for an option about the stored trace, where nothing is stored."""
-    given = [name for name in ("attention", "store_dtype", "resume") if getattr(options, name)]
+    given = [name for name in ("store_dtype", "resume") if getattr(options, name)]
     if given:
         raise CaptureError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about what is written, "
-            "but out is None; give out=..., or use trace.attention(layer, rows)"
+            "but out is None; give out=..."
         )
 
 

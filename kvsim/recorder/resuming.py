@@ -30,8 +30,7 @@ def differences(session: Any, trace: Trace) -> list[str]:
         ]
     else:
         differing = _prompt_differences(session, trace, given=generation.get("stopped") == GIVEN)
-    model, options, shapes = session.described, session.options, trace.source.shapes
-    dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
+    model, options = session.described, session.options
     exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
     stored = DTYPES[stored_dtype(DTYPES[trace.stored("q", slice(0, 1), slice(0, 0)).dtype])]
     sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
@@ -45,7 +44,6 @@ def differences(session: Any, trace: Trace) -> list[str]:
         "the digest of its weights is": (known, weights),
         **{f"its {k} is": (generation.get(k), settings.get(k)) for k in (*settings, *APPLIED)},
         "its layers are": (list(trace.layer_ids), list(session.layer_ids)),
-        "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
         "it is stored in": (stored, options.store_dtype or exact),
         "the rows left out are": (trace.left_out, session.left_out),
     }

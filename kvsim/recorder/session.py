@@ -44,13 +44,12 @@ from kvsim.recorder.resuming import differences
 from kvsim.recorder.rows import Rows
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
-from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
+from kvsim.recorder.sizes import as_largest, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
 from kvsim.recorder.turns import (
     describe_turns,
 )
 from kvsim.store import open_trace
-from kvsim.store.layout import DENSE
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 
@@ -85,8 +84,7 @@ class Session(Rows):
         self.scores, self.likeliest = list[Any](), list[bool]()
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        alike = options.attention, options.probe, self.left_out
-        self.sizes = layer_sizes(model, self.layer_ids, *alike)
+        self.sizes = layer_sizes(model, self.layer_ids, options.probe, self.left_out)
         self.notes += model_notes(model, self.layer_ids)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
@@ -143,8 +141,6 @@ class Session(Rows):
                     self._writer.write_layer(name, layer, of_layer)
             if self.probe is not None and self.shared is not None and self._begun:
                 self.shared.store(self._writer, PROBE, 0)
-            if self.options.attention:
-                self._writer.write_attention(self._attention_array, header.formulas)
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         if self.shared is not None:
             self.shared.path = self._writer.path
@@ -253,21 +249,12 @@ class Session(Rows):
                     for array in (name, "gate") if name == "o_proj" else (name,):
                         self._recorder.sink.drop(array)
 
-    @property
-    def _attention_array(self) -> str:
-        return "attention" if self.options.attention in (True, "full") else "attention_window"
-
     def arrays(self, call: KernelCall) -> dict[str, Any]:
         """Return shapes, of most positions, and types of the arrays that a call is a part of."""
-        rows = self.options.dense_rows(self.limit)
-        check_dense(len(self.layer_ids) * len(call.q) * rows, self.limit)
         size = largest(self.sizes or [size_of(call)])
         shapes, dtypes = arrays_of(
             *(call, size, len(self.layer_ids), self.limit), probe=self.probe, left_out=self.left_out
         )
-        if rows:
-            shapes[self._attention_array] = (*shapes["lse"][:2], rows, self.limit)
-            dtypes[self._attention_array] = dtypes["lse"]
         # chunks in shards cannot be stored once
         more = {"left_out": self.left_out, "shards": self.shared is None}
         return {"shapes": shapes, "source_dtypes": dtypes, **more}
@@ -287,7 +274,7 @@ class Session(Rows):
         )
         self._writer = self._stack.enter_context(writer)
         if call.start and self.shared is not None:
-            names = [name for name in arrays["shapes"] if name not in (*DENSE, *PROBE)]
+            names = [name for name in arrays["shapes"] if name not in PROBE]
             self.shared.store(self._writer, names, call.start)
         return self._writer
 

@@ -1,4 +1,4 @@
-"""Sizes of what a capture records: heads and dimensions of each layer, and dense attention."""
+"""Heads and dimensions of each layer that a capture records."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, run_model
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import kernel_sizes
-
-#: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
-MAX_ATTENTION_BYTES = 4 << 30
-
-
-def check_dense(rows: int, n_pos: int) -> None:
-    """Raise CaptureError for more dense attention than `MAX_ATTENTION_BYTES`.
-
-    rows: of all heads and layers, each over so many positions.
-    """
-    size = rows * n_pos * 4
-    if size > MAX_ATTENTION_BYTES:
-        raise CaptureError(
-            f"dense attention of up to {n_pos} tokens takes {size / 2**30:.1f} GiB, expected at "
-            f"most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows from q, k and "
-            "lse, or store the last rows alone (--attention window:N)"
-        )
 
 
 def size_of(call: KernelCall) -> Size:
@@ -66,9 +49,8 @@ def layer_sizes(
 ) -> tuple[Size, ...]:
     """Return the size of each layer, in order; empty where all have the same.
 
-    whole: dense attention, rows that repeat the context and rows left out, as far as they are
-    wanted; what is stored of them has one shape for all layers, so that CaptureError is raised
-    where these differ.
+    whole: rows that repeat the context and rows left out, as far as they are wanted; what is stored
+    of them has one shape for all layers, so that CaptureError is raised where these differ.
 
     Measured by a run of two tokens, of models whose kernels get different ones or whose entries are
     no keys and values (latent attention).
@@ -81,9 +63,9 @@ def layer_sizes(
         return ()
     if any(whole):
         raise CaptureError(
-            "dense attention, rows that repeat the context, and sums over rows that are left out "
-            "are those of layers of one size, and layers of the model differ in heads or "
-            "dimensions; choose layers (--layers), or do without them"
+            "rows that repeat the context, and sums over rows that are left out, are those of "
+            "layers of one size, and layers of the model differ in heads or dimensions; choose "
+            "layers (--layers), or do without them"
         )
     return tuple(sizes[layer] for layer in sorted(sizes))
 

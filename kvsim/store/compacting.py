@@ -8,7 +8,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import Sums, left_out_before, stored_part
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK
+from kvsim.schema import CHUNK
 
 
 def compacted(trace: Trace, rows: int = 512) -> Trace:
@@ -46,7 +46,7 @@ class _WithoutRows:
         names = set.intersection(*({*of_layer} for of_layer in layers))
         self._sums = {name: torch.stack([x[name] for x in layers]) for name in sorted(names)}
         self.shapes = {
-            **{name: x for name, x in trace.source.shapes.items() if "row" not in AXES[name]},
+            **trace.source.shapes,
             "attn_out": (*trace.source.shapes["q"][:3], trace.value_dim),
             "lse": trace.source.shapes["q"][:3],
             **{name: tuple(x.shape) for name, x in self._sums.items()},

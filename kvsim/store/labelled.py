@@ -43,11 +43,7 @@ def to_xarray(trace: TraceLike) -> Dataset:
             lazy = LazilyIndexedArray(_LazyArray(source, name))
             data[name] = Variable(axes_of(name, rows=rows), lazy, attributes)
     else:
-        data = {
-            name: (axes_of(name, rows=rows), _whole(trace, name))
-            for name in source.shapes
-            if name != "attention"
-        }
+        data = {name: (axes_of(name, rows=rows), _whole(trace, name)) for name in source.shapes}
     if trace.token_text is not None:
         data["token_text"] = (AXES["tokens"], np.array(trace.token_text))
     return Dataset(data, coords=coords, attrs=attributes_of(trace.header))

@@ -19,13 +19,10 @@ BITS = "uint16"
 #: An array of a trace that may have more chunks than this in all has one file per layer.
 MOST_FILES = 1000
 
-#: Dense attention: of all rows, or of the last ones.
-DENSE = ("attention", "attention_window")
-
 #: Arrays that are float32 whatever the dtype of a trace.
 LATER = {"residual_norm": "float32"}
 
-_BLOCKS = ("pos", "row", "probe")
+_BLOCKS = ("pos", "probe")
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,13 @@ def stored_arrays(
 ) -> list[StoredArray]:
     """Return the arrays of a trace as they are stored.
 
-    shapes: with the rows that are left out. store_dtype: ``float16`` to store all but lse, sums and
-    attention in half precision. shards: whether arrays with many chunks are sharded.
+    shapes: with the rows that are left out. store_dtype: ``float16`` to store all but lse and
+    sums in half precision. shards: whether arrays with many chunks are sharded.
     """
     arrays, sharded = [], shards and to_shard(shapes)
     for name, shape in shapes.items():
         source = source_dtypes[name]
-        narrow = name not in ("lse", *SUMS, *DENSE, *LATER)
+        narrow = name not in ("lse", *SUMS, *LATER)
         number = store_dtype if store_dtype is not None and narrow else source
         part = stored_shape(name, shape, left_out)
         of_layers = sharded and can_be_sharded(name)
@@ -116,7 +113,7 @@ def to_shard(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 def block_axis(name: str) -> int | None:
     """Return the axis along which an array is cut into blocks of positions, None without one."""
     axes = AXES[name]
-    return next((axes.index(axis) for axis in ("row", "pos") if axis in axes), None)
+    return axes.index("pos") if "pos" in axes else None
 
 
 def pos_axis(name: str) -> int:
@@ -127,9 +124,8 @@ def pos_axis(name: str) -> int:
 def cut_shape(
     name: str, shape: tuple[int, ...], n_pos: int, left_out: LeftOut = None
 ) -> tuple[int, ...]:
-    """Return the shape for `n_pos` positions; dense attention has as many rows at most."""
-    lengths = dict(zip(AXES[name], shape, strict=True))
+    """Return the shape for `n_pos` positions."""
     if left_out is not None and name in OF_ROWS:
         n_pos -= left_out[1] - left_out[0]
-    limits = {"pos": n_pos, "row": min(n_pos, lengths.get("row", n_pos))}
-    return tuple(limits.get(axis, length) for axis, length in lengths.items())
+    pairs = zip(AXES[name], shape, strict=True)
+    return tuple(n_pos if axis == "pos" else length for axis, length in pairs)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import zarr
 
-from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts, first_row
+from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts
 from kvsim.core.digest import fingerprint
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import stored_part, whole_shape
@@ -22,7 +22,7 @@ from kvsim.errors import TraceError, TraceNotFoundError, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import AXES, FORMAT_VERSION, object_at
 from kvsim.store.group import CheckedStore, damaged, open_store, read_arrays, reading
-from kvsim.store.layout import BITS, DENSE, FLOATS, block_axis, chunk_shape
+from kvsim.store.layout import BITS, FLOATS, block_axis, chunk_shape
 from kvsim.store.metadata import read_header
 from kvsim.store.projections import StoredProjections, find_projections
 
@@ -135,8 +135,6 @@ class StoredTrace:
         # writers refuse NaN, so a reader that finds one has lost data
         first_layer = range(self.shapes[name][0])[layers].start
         first_pos = range(self.shapes[name][axis])[pos].start
-        if name in DENSE:
-            first_pos += first_row(self.shapes[name])
         check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from zarr.core.sync import sync
 
-from kvsim.core.attention import attention_weights, causal_attention
-from kvsim.core.checks import as_array, first_row, logit_rounding, tolerance
+from kvsim.core.attention import causal_attention
+from kvsim.core.checks import as_array, logit_rounding, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
@@ -20,7 +20,6 @@ from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK, object_at
 from kvsim.store.group import ROOT
-from kvsim.store.layout import DENSE
 from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
 
@@ -47,7 +46,6 @@ class Verification:
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty as above.
         lse_tolerance: its limit, of the layer with the largest.
-        attention_error: the same for dense attention, the largest difference of a weight.
         digest: the recorded digest.
         problems: one sentence for each problem.
     """
@@ -59,7 +57,6 @@ class Verification:
     output_tolerance: float
     lse_error: tuple[float, ...]
     lse_tolerance: float
-    attention_error: tuple[float, ...]
     digest: str
     problems: tuple[str, ...]
 
@@ -102,7 +99,7 @@ class _Check:
     def __init__(self, stored: StoredTrace, *, deep: bool) -> None:
         self.stored, self.deep = stored, deep
         self.problems: list[str] = []
-        self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
+        self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse")}
         sources, dtypes = stored.header.source_dtypes, stored.numbers
         involved = [sources.get("attn_out", "float32"), sources["q"]]
         involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
@@ -124,7 +121,7 @@ class _Check:
             self.problems.append(str(error))
 
     def layer(self, layer: int) -> None:
-        """Check a layer, which is held in memory but for dense attention."""
+        """Check a layer, which is held in memory."""
         stored, arrays = self.stored, dict[str, torch.Tensor]()
         sizes = stored.header.sizes
         for name in [name for name in CHECKSUMMED[1:] if name in stored.arrays]:
@@ -139,9 +136,6 @@ class _Check:
             return
         if self.deep:
             self._recompute(layer, arrays)
-        for name in [name for name in DENSE if name in stored.arrays]:
-            with self._noting():
-                self._dense(name, layer, arrays)
 
     def _recompute(self, layer: int, arrays: dict[str, torch.Tensor]) -> None:
         """Compare a layer with what its queries, keys and values give, in blocks of rows."""
@@ -177,26 +171,6 @@ class _Check:
             self._judge("attn_out", layer, error, self.output_tolerance)
         if "lse" in largest:
             self._judge("lse", layer, float(largest["lse"]), of_layer)
-
-    def _dense(self, name: str, layer: int, arrays: dict[str, torch.Tensor]) -> None:
-        """Compare dense attention with what queries, keys and log-sum-exp give."""
-        stored, dtype = self.stored, self.stored.compute_dtype
-        formula, k = stored.header.formulas[layer], arrays["k"].to(dtype)
-        lse = arrays.get("lse")
-        if lse is None:
-            q, v = arrays["q"].to(dtype), arrays["v"].to(dtype)
-            lse = causal_attention(q, k, v, formula)[1]
-        n_pos, first = k.shape[1], first_row(stored.shapes[name])
-        worst, pos = 0.0, torch.arange(n_pos)
-        for start in range(first, n_pos, CHUNK):
-            rows = slice(start, min(start + CHUNK, n_pos))
-            part = slice(rows.start - first, rows.stop - first)
-            recorded = stored.read_stored(name, slice(layer, layer + 1), part)[0]
-            q = arrays["q"][:, rows].to(dtype)
-            expected = attention_weights(q, k, lse[:, rows], formula, pos[rows], pos)
-            worst = max(worst, float((recorded - expected).abs().max()))
-        allowed = max(tolerance(self.lse_dtype), logit_rounding(lse.float()))
-        self._judge(name, layer, worst, allowed)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
         """Check that equal tokens have equal embeddings in the residual stream of layer 0.
@@ -272,7 +246,6 @@ class _Check:
             output_tolerance=self.output_tolerance,
             lse_error=tuple(self.errors["lse"]),
             lse_tolerance=self.lse_tolerance,
-            attention_error=tuple(error for name in DENSE for error in self.errors[name]),
             digest=stored.digest,
             problems=tuple(self.problems),
         )

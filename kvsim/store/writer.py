@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 import zarr
 
-from kvsim.core.attention import Formula, attention_weights
 from kvsim.core.checks import DTYPES, as_array, as_stored
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
@@ -38,7 +37,6 @@ from kvsim.store.projections import (
     upload_projections,
 )
 from kvsim.store.publication import check_target, rename
-from kvsim.store.reader import as_numbers
 from kvsim.store.remote import check_free, upload
 
 
@@ -190,29 +188,6 @@ class TraceWriter:
         given = shape, read, source_dtype, self.store_dtype
         with self._writing():
             return store_projections(self.path.parent, *given, draft=self.folder)
-
-    def write_attention(self, name: str, formulas: Sequence[Formula]) -> None:
-        """Store dense attention, the array `name`, of all layers, as it follows from q, k, lse.
-
-        formulas: those of the layers. All other blocks have been appended.
-        """
-        each, array = self._arrays[name]
-        first, at = self.n_pos - array.shape[2], torch.arange(self.n_pos)
-        for layer, formula in enumerate(formulas):
-            q, k, lse = (
-                as_numbers(self._arrays[x][1][layer], self._arrays[x][0].number)
-                for x in ("q", "k", "lse")
-            )
-            q, k = q.to(lse.dtype), k.to(lse.dtype)
-            for start in range(first, self.n_pos, CHUNK):
-                rows = slice(start, min(start + CHUNK, self.n_pos))
-                weights = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
-                values = weights.to("cpu", getattr(torch, each.number)).numpy()
-                here = slice(rows.start - first, rows.stop - first)
-                for column in range(0, self.n_pos, CHUNK):  # one file after another
-                    block = slice(column, column + CHUNK)
-                    with self._writing():
-                        array[layer : layer + 1, :, here, block] = values[None, :, :, block]
 
     def publish(
         self,

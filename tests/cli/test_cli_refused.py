@@ -56,7 +56,7 @@ REFUSED = {
     f"{REPLAY} TRACE": "both called 'small'",
     f"{REPLAY} --set protect.prompt=true": "budget 16 is below the",
     "replay TRACE --policy mine:odd --set fails_at=16 --budget 16 --out x": (
-        "error: odd: the trace has no dense attention; record it with --attention\n"
+        "error: odd: the trace has no gate; record it with --o-proj\n"
     ),
     "replay sample --policy tova": "--budget is missing",
     "replay sample --budget 48": "--policy is missing",
@@ -102,13 +102,9 @@ REFUSED = {
     f"{CAPTURE} --prompt walk --out file/t.zarr": "is a file; expected a folder",
     f"{CAPTURE} --prompt walk --out file --overwrite": "is not a kvsim trace",
     f"{CAPTURE} --prompt walk --resume --overwrite": "overwrite and resume are both given",
-    f"{CAPTURE} --prompt walk --attention all": "attention is 'all'",
     f"{CAPTURE} --prompt walk --layers x": "--layers is 'x'",
     f"{CAPTURE} --prompt walk --device-map auto --device cpu": "expected one of them",
     # before a model is loaded
-    "capture --model none --prompt a --out t.zarr --attention half": (
-        "error: attention is 'half', expected 'full', or 'window:N'"
-    ),
     "capture --model ./no --prompts BAD --out t": "line 2: no prompt",
     # --------------------------------------------------------------------------------- prompts
     "prompts --task run": "task is 'run', expected one of walk, get, join",

@@ -150,7 +150,7 @@ def test_failed_cells_leave_the_others(run, trace, own):
     assert status == 1
     assert len(json.loads(out)["cells"]) == 3
     assert [f["budget"] for f in json.loads(out)["failures"]] == [16]
-    assert "odd, budget 16: odd: the trace has no dense attention" in err
+    assert "odd, budget 16: odd: the trace has no gate" in err
     assert err.splitlines()[-1] == "error: 1 of 4 cells failed, the others are kept in x"
     assert len(read_records(own / "x" / "records.zarr")) == 3
 

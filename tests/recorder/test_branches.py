@@ -146,8 +146,8 @@ def test_blocks_of_the_context_are_stored_once(branches, monkeypatch, tmp_path):
     "options",
     [
         {"rows": "response+16", "o_proj": False},
-        {"residual": True, "attention": "window:3", "store_dtype": "float16"},
-        {"layers": [1, 3], "attention": True, "chunk": 256},
+        {"residual": True, "store_dtype": "float16"},
+        {"layers": [1, 3], "chunk": 256},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -1,4 +1,4 @@
-"""Options of a capture: those of Python and the command line, layers, windows of attention."""
+"""Options of a capture: those of Python and the command line, layers."""
 
 import inspect
 import typing
@@ -11,7 +11,6 @@ from recorder_models import four_layers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
-from damage import reseal
 from families import ids
 from kvsim.cli import recording
 from kvsim.cli.shared import parse_layers
@@ -42,16 +41,13 @@ def test_the_command_line_has_the_same_options():
             assert offered[option.name].default == option.default
         else:  # text, or a list of texts, that is converted
             assert offered[option.name].default is None
-            textual = ("stop", "layers", "attention", "store_dtype", "memory")
+            textual = ("stop", "layers", "store_dtype", "memory")
             assert option.name in (*textual, "chat_template_kwargs")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "windo"}, "attention is 'windo', expected 'full', or 'window:N'"),
-        ({"attention": "window:0"}, "attention is 'window:0'"),
-        ({"attention": None}, "attention is None"),
         ({"stop": ("a", "")}, "expected text that is not empty"),
         ({"stop": ""}, "expected text that is not empty"),
         ({"stop": 5}, "stop is 5, expected text that is not empty"),
@@ -149,50 +145,3 @@ def test_layers_count_from_either_end(asked):
             select_layers(list(asked), range(6))
     else:
         assert select_layers(list(asked), range(6)) == tuple(sorted(meant))
-
-
-@pytest.mark.parametrize(("rows", "n"), [(1, 20), (40, 300), (280, 300), (300, 300), (900, 300)])
-def test_a_window_of_attention_is_its_last_rows(rows, n, tmp_path):
-    """`attention_window` holds the last rows of what `attention` would."""
-    asked = {"full": "full", "window": f"window:{rows}"}
-    traces = {
-        name: capture(
-            four_layers(), None, ids(n - 10), max_new_tokens=10, attention=kind, out=tmp_path / name
-        )
-        for name, kind in asked.items()
-    }
-
-    whole, part = (traces["full"].read("attention"), traces["window"].read("attention_window"))
-
-    assert part.shape == (4, 6, min(rows, n), n)
-    assert torch.allclose(part, whole[:, :, -rows:], atol=1e-6)  # fewer rows round otherwise
-    assert not traces["window"].has("attention")
-    report = verify(traces["window"].path)
-    assert report.ok
-    assert len(report.attention_error) == 4
-    assert traces["window"].digest == traces["full"].digest
-    with pytest.raises(kvsim.KvsimError, match=r"no array 'attention', it has .*_window"):
-        traces["window"].read("attention")
-
-
-def test_verify_finds_a_wrong_row_of_the_window(tmp_path):
-    """A number of the window that does not follow from q, k, v is a problem of its layer."""
-    import zarr
-
-    trace = capture(
-        four_layers(),
-        None,
-        ids(60),
-        max_new_tokens=0,
-        attention="window:8",
-        out=tmp_path / "a.zarr",
-    )
-    array = zarr.open_group(trace.path, mode="r+")["attention_window"]
-    array[1, 2, 7, 5] = array[1, 2, 7, 5] + 0.01
-    reseal(trace.path)
-
-    report = verify(trace.path, deep=True)
-
-    assert [problem.split(": ")[1][:30] for problem in report.problems] == [
-        "attention_window of layer 1 di"
-    ]

@@ -177,7 +177,7 @@ def test_bad_prompts(prompt, message):
         ({"seed": 2**64}, "seed is 18446744073709551616; expected an integer from"),
         ({"chat": 1}, "chat is 1; expected True or False"),
         ({"store_dtype": "int8"}, "store_dtype is 'int8'; expected 'float16' or None"),
-        ({"attention": True}, "out is None"),
+        ({"store_dtype": "float16"}, "out is None"),
     ],
 )
 def test_bad_options(options, message):

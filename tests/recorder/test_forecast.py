@@ -29,7 +29,7 @@ def took(folder):
         ("llama", 300, 20, {}),
         ("qwen3", 40, 4, {"layers": [0], "o_proj": False}),
         ("qwen2", 700, 0, {"residual": True, "store_dtype": "float16"}),
-        ("gemma3", 150, 9, {"attention": "window:32"}),
+        ("gemma3", 150, 9, {}),
         ("llama", 256, 1, {"probe": "repeat"}),
     ],
 )

@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import ids
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, sizes
+from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.modules import attention_modules
 from kvsim.store import verify
@@ -149,31 +149,6 @@ def test_disk_and_memory_hold_the_same(prompt_len, new, tmp_path):
     projections = stored.meta["projections"]["digest"][7:23]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["a.zarr", f"projections-{projections}"]
-
-
-def test_dense_attention_on_request(tmp_path):
-    """Dense attention is stored when asked for, and equals what follows from q, k and lse."""
-    trace = capture(
-        small("llama"), None, ids(270), max_new_tokens=10, out=tmp_path / "a.zarr", attention=True
-    )
-
-    dense = trace.read("attention")
-    assert dense.shape == (2, 6, 280, 280)
-    assert torch.allclose(dense[1], trace.attention(1, range(280)), atol=1e-6)
-    assert torch.equal(dense, dense.tril())
-    assert max(verify(trace.path, deep=True).attention_error) < 1e-5
-
-
-def test_dense_attention_is_refused_where_it_would_be_huge(tmp_path, monkeypatch):
-    """Dense attention above the limit is refused before anything is written."""
-    monkeypatch.setattr(sizes, "MAX_ATTENTION_BYTES", 1 << 20)
-
-    with pytest.raises(CaptureError, match="dense attention of up to 1000 tokens"):
-        capture(
-            small("llama"), None, ids(500), max_new_tokens=500, attention=True,
-            out=tmp_path / "a.zarr",
-        )  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -29,7 +29,6 @@ SAME = {
     "max_new_tokens": 6,
     "residual": True,
     "layers": [0, 2],
-    "attention": "window:3",
     "stop": ["w1 w1 w1"],
 }
 
@@ -90,7 +89,6 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
         ({}, {"layers": None}, r"its layers are \[0, 2\], expected \[0, 1, 2, 3\]"),
         ({}, {"residual": False}, "it has residual"),
         ({}, {"o_proj": False}, "it has o_proj"),
-        ({}, {"attention": False}, "its rows of dense attention are 3, expected 0"),
         ({}, {"store_dtype": "float16"}, "it is stored in float32, expected float16"),
     ],
 )
@@ -198,7 +196,7 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["capture", "--model", saved, "--prompts", file, "--out", tmp_path / "out"]
-    arguments += ["--max-new-tokens", 3, "--layers", "0,-1", "--chat", "--attention", "window:2"]
+    arguments += ["--max-new-tokens", 3, "--layers", "0,-1", "--chat"]
 
     first = run(*arguments, "--limit", 1)
     status, text, err = run(*arguments, "--resume")

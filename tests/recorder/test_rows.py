@@ -63,11 +63,10 @@ def test_other_rows_are_refused(rows):
         Options(rows=rows)
 
 
-@pytest.mark.parametrize("options", [{"attention": "full"}, {"residual": True}])
-def test_arrays_of_all_rows_are_refused(options):
-    """Dense attention and the residual stream have no rows without queries."""
+def test_arrays_of_all_rows_are_refused():
+    """The residual stream has no rows without queries."""
     with pytest.raises(CaptureError, match="are both given, expected one of them"):
-        Options(rows="response", **options)
+        Options(rows="response", residual=True)
 
 
 def test_a_capture_of_other_rows_is_not_kept(tmp_path):
