@@ -75,7 +75,7 @@ class ContentDigest:
 
 
 #: Keys of `meta` on which no result depends; those of projections are among the checksums.
-_APART = ("versions", "capture_check", "notes", "projections")
+_APART = ("versions", "capture_check", "notes", "projections", "settings")
 
 
 def fingerprint(digest: str, header: Header, checksums: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ from transformers.utils import logging
 from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.cache import cache_of, cache_option, full_cache
 from kvsim.recorder.generation import run_model
+from kvsim.recorder.models import auto_class
 from kvsim.recorder.modules import attention_modules
-from kvsim.recorder.weights import auto_class
 
 #: Most layers, experts and the like of a configuration, each of which may be a module.
 _MODULES = 4096

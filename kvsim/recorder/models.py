@@ -13,10 +13,13 @@ from typing import Any, cast
 import httpx
 import torch
 from huggingface_hub import constants, get_session
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -28,7 +31,6 @@ from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, described, find_gguf
 from kvsim.recorder.modules import kernel_name
-from kvsim.recorder.weights import UNUSABLE, auto_class, check_weights
 from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -38,6 +40,12 @@ _NAMED = " or ".join(map(repr, _SHIPPED))
 #: The attribute of a loaded model with the name and the provenance of its GGUF file.
 _GGUF = "_kvsim_gguf"
 ADAPTER = "_kvsim_adapter"  # that of the name of its adapter
+
+#: Errors of a configuration that describes no model.
+UNUSABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(StrictDataclassError, TypeError, ValueError),
+)
 
 #: Short names of data types.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -100,8 +108,6 @@ def load_model(
         offline = None if local else "the hub is not asked" if cached else unreachable()
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
-        if local:
-            check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
             both: Any = _class_of(place, shared).from_pretrained(
                 place,
@@ -253,6 +259,13 @@ def _close(place: str) -> str:
     parent, name = os.path.split(place)
     configs = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
     return suggest(name, [*(Path(config).parent.name for config in configs), *_SHIPPED])
+
+
+def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
+    """Return the class that loads a model: of causal language models, else of multimodal ones."""
+    multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
+    causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above
+    return AutoModelForMultimodalLM if multimodal and not causal else AutoModelForCausalLM
 
 
 def _class_of(place: str, options: dict[str, Any]) -> Any:

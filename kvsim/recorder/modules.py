@@ -22,6 +22,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, run_model
 from kvsim.recorder.head import Head
+from kvsim.schema import first_of
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -179,43 +180,27 @@ def _placed(
             "relative positions)"
         )
     known = {id(module): name for name, module in model.named_modules()}
-    if unknown := next((each for each in called if id(each) not in known), None):
+    names = [known.get(id(module), type(module).__name__) for module in called]
+    places = [_place(model, name) for name in names if id(called[names.index(name)]) in known]
+    homes = {home for home, _ in places}
+    numbers = [place if home else order for order, (home, place) in enumerate(places)]
+    stated = (getattr(module, "layer_idx", None) for module in called)
+    same = all(
+        x in (number, -1) or not isinstance(x, int)
+        for x, number in zip(stated, numbers, strict=False)
+    )
+    if len(places) < len(names) or len(homes) > 1 or len({*numbers}) < len(names) or not same:
         raise unrecordable(
-            f"a {type(unknown).__name__} called the kernel of transformers' table, expected a "
-            f"module of {kind}"
+            f"the kernel of transformers' table was called by {first_of(names)}, expected one "
+            f"module in each layer of one list of {kind}, which keeps its entries as that layer"
         )
-    names = [known[id(module)] for module in called]
-    for name in names:
-        if names.count(name) > 1:
-            raise unrecordable(
-                f"{name} called the kernel of transformers' table {names.count(name)} times in a "
-                "run, expected once: layers share it, or it subtracts attentions"
-            )
-    places = [_place(model, name) for name in names]
-    homes = sorted({home for home, _ in places})
-    if len(homes) > 1:
-        raise unrecordable(
-            f"attention of {kind} is in {' and '.join(map(repr, homes))}, expected one list of "
-            "decoder layers"
-        )
-    modules: dict[int, str] = {}
-    for order, (name, (home, place)) in enumerate(zip(names, places, strict=True)):
-        number = place if home else order
-        if number in modules:
-            raise unrecordable(f"layer {number} has two attention modules, expected one")
-        modules[number] = name
-        stated = getattr(model.get_submodule(name), "layer_idx", number)
-        if isinstance(stated, int) and stated not in (number, -1):
-            raise unrecordable(
-                f"the attention of decoder layer {number} keeps its entries as layer {stated}, "
-                "expected the same number"
-            )
+    modules = dict(sorted(zip(numbers, names, strict=True)))
     if holding - modules.keys():
         raise unrecordable(
             f"layers {sorted(holding - modules.keys())} of {kind} hold keys and never called the "
             "kernel of transformers' table, expected one call each"
         )
-    return homes[0], dict(sorted(modules.items()))
+    return homes.pop(), modules
 
 
 def _place(model: PreTrainedModel, name: str) -> tuple[str, int]:

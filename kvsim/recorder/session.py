@@ -40,7 +40,7 @@ from kvsim.recorder.positions import read_ropes
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import versions
 from kvsim.recorder.repetition import read_probe
-from kvsim.recorder.resuming import differences
+from kvsim.recorder.resuming import differences, settings_of
 from kvsim.recorder.rows import Rows
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
@@ -288,6 +288,7 @@ class Session(Rows):
             "versions": versions(),
             "text": text,
             "generation": self.settings,
+            "settings": settings_of(self),
             "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),

@@ -1,7 +1,6 @@
 """Models are loaded from folders and the hub, and nothing of theirs is run."""
 
 import json
-import resource
 import shutil
 import socket
 import time
@@ -81,7 +80,7 @@ def test_pickled_weights_are_never_loaded(folder, tmp_path):
     (path / "config.json").write_bytes((folder / "config.json").read_bytes())
     torch.save({}, path / "pytorch_model.bin")
 
-    with pytest.raises(CaptureError, match="has 0 bytes of safetensors"):
+    with pytest.raises(CaptureError, match=r"cannot be loaded: .*safetensors"):
         load_model(path)
 
 
@@ -136,21 +135,6 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path, name, content):
         load_model(path)
 
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("sizes", [{"intermediate_size": 1 << 24}, {"num_hidden_layers": 10**5}])
-def test_a_folder_takes_no_more_than_it_has(folder, tmp_path, sizes):
-    """A configuration far larger than its weights is one line, before anything is allocated."""
-    path = shutil.copytree(folder, tmp_path / "large")
-    config = json.loads((path / "config.json").read_text("utf-8"))
-    config.pop("layer_types", None)
-    (path / "config.json").write_text(json.dumps(config | sizes), "utf-8")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    with pytest.raises(CaptureError, match="bytes of safetensors, expected those of the model"):
-        load_model(path)
-
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
 
 
 def test_remote_code_is_not_run(folder, tmp_path):

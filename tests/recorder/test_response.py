@@ -82,10 +82,10 @@ def test_lines_of_a_file(tmp_path):
     again = capture_many(small(), words_tokenizer(), short, out, resume=True)
     assert [trace.digest for trace in again] == [x.digest for x in (text, tokens, generated)]
     other = [Prompt(**{**vars(short[0]), "response": "w3 w4 w6"})]
-    with pytest.raises(CaptureError, match="its response was given, not this one"):
+    with pytest.raises(CaptureError, match="its prompt is"):
         capture_many(small(), words_tokenizer(), other, out, resume=True)
     free = [Prompt(**{**vars(short[0]), "response": None})]
-    with pytest.raises(CaptureError, match="its response was given, not"):
+    with pytest.raises(CaptureError, match="its prompt is"):
         capture_many(small(), words_tokenizer(), free, out, resume=True)
 
 

@@ -73,5 +73,5 @@ def test_a_capture_of_other_rows_is_not_kept(tmp_path):
     """`resume` compares what is left out."""
     record(tmp_path / "few.zarr", rows="response+64")
 
-    with pytest.raises(CaptureError, match=r"the rows left out are \(256, 512\), expected None"):
+    with pytest.raises(CaptureError, match=r"its rows is .response.64"):
         record(tmp_path / "few.zarr", resume=True)
