@@ -2,7 +2,8 @@
 
 No family of models is known by name. A model is recorded only if attention recomputed from its
 q, k, v by the formula that its kernel was given equals the kernel's output, and if one of its
-rotary embeddings rotates its keys as the model does, in every row of every layer.
+rotary embeddings rotates queries and keys as the model does, at all positions of the prompt and at
+the last of each 256 later ones.
 
 The names below are imported on first use, so that the command line reads the options without
 loading a model's libraries.

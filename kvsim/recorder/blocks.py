@@ -28,7 +28,6 @@ from kvsim.recorder.modules import unrecordable
 from kvsim.recorder.positions import (
     NO_ROPE,
     UNKNOWN,
-    changed_rotation,
     matching_ropes,
     rope_candidates,
     rotation_tolerance,
@@ -39,9 +38,6 @@ from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
 
-#: The name in a block of the keys before RoPE; they are checked and not stored.
-_PRE_ROPE = "pre_rope"
-
 #: Share of the tolerance beyond which factors of queries at different positions differ.
 _FACTOR = 0.3
 
@@ -49,14 +45,13 @@ _FACTOR = 0.3
 class _Layer:
     """One layer so far, with the incomplete block on the model's device in its dtype.
 
-    ropes: those that fit all keys so far; more than one only while they rotate these keys alike, as
-    at position 0. hooked: hooks give the keys before RoPE. origin: query and key of some input at
-    position 0, where they do not. factors: the least and the largest of queries beside RoPE. Keys
-    and values are not in the block: every call has all of them.
+    ropes: those that fit so far; more than one only while they rotate alike, as at position 0.
+    origin: query and key of some input at position 0. factors: the least and the largest of queries
+    beside RoPE. Keys and values are not in the block: every call has all of them.
     """
 
-    def __init__(self, call: KernelCall, ropes: list[Rope], *, hooked: bool) -> None:
-        self.formula, self.ropes, self.hooked = call.formula, ropes, hooked
+    def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
+        self.formula, self.ropes = call.formula, ropes
         self.latent = call.up is not None
         self.origin: list[Tensor] = []
         self.factors: list[float] = []
@@ -75,14 +70,14 @@ class _Layer:
         if not self.parts:
             self.parts = {name: _empty_block(name, part) for name, part in rows.items()}
         for name, part in rows.items():
-            self.parts[name].narrow(_row_axis(name), self.filled, count).copy_(part)
+            self.parts[name].narrow(pos_axis(name), self.filled, count).copy_(part)
         self.filled += count
         return count
 
     def block(self) -> dict[str, Tensor]:
         """Return the filled part of the block."""
         return {
-            name: part.narrow(_row_axis(name), 0, self.filled) for name, part in self.parts.items()
+            name: part.narrow(pos_axis(name), 0, self.filled) for name, part in self.parts.items()
         }
 
 
@@ -96,22 +91,18 @@ def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
     """Return views of what only this call has of its rows."""
-    parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope}
-    parts |= {"gate": call.gate, "residual": call.residual, "residual_norm": call.residual_norm}
+    parts = {"q": call.q, "attn_out": call.out, "gate": call.gate}
+    parts |= {"residual": call.residual, "residual_norm": call.residual_norm}
     return {
-        name: part.narrow(_row_axis(name), row, count)
+        name: part.narrow(pos_axis(name), row, count)
         for name, part in parts.items()
         if part is not None
     }
 
 
-def _row_axis(name: str) -> int:
-    return 1 if name == _PRE_ROPE else pos_axis(name)
-
-
 def _empty_block(name: str, like: Tensor) -> Tensor:
     shape = list(like.shape)
-    shape[_row_axis(name)] = CHUNK
+    shape[pos_axis(name)] = CHUNK
     return like.new_empty(shape)
 
 
@@ -119,8 +110,8 @@ class BlockRecorder:
     """Collects the kernel calls of one sequence and passes complete blocks to a sink.
 
     Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
-    with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys. What
-    does not fit raises CaptureError, while calls come in.
+    with the kernel's output. Rotations are checked in every row of a call that completes a block.
+    What does not fit raises CaptureError, while calls come in.
 
     open_sink: opens the sink from the first call, which shows the shapes, after its check.
     read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
@@ -179,12 +170,10 @@ class BlockRecorder:
                 f"layer {call.layer} has {call.start} earlier entries, expected "
                 f"{layer.start + layer.filled}; record with a cache that keeps every entry"
             )
-        if not layer.hooked:
-            call = replace(call, pre_rope=None)
-        if call.formula != layer.formula or (call.pre_rope is not None) != layer.hooked:
+        if call.formula != layer.formula:
             raise unrecordable(
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
-                "formula and one rotary embedding for all rows"
+                "formula for all rows"
             )
         end = call.k.shape[1]
         if call.start <= 1 or call.start // CHUNK < end // CHUNK or end == self.last:
@@ -227,17 +216,13 @@ class BlockRecorder:
         rows = min(CHUNK, call.q.shape[1])
         first = _History(call).attend(call.q[:, :rows], call.start)
         self._check_output(call, call.out[:, :rows], *first)
-        ropes, fits = rope_candidates(self.read_ropes()), list[Rope]()
-        if call.pre_rope is not None:
-            new = call.k[:, call.start : call.start + rows]
-            fits, _ = matching_ropes(call.pre_rope[:, :rows], new, call.start, ropes)
         if self.sink is None:
             self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
         layer = self._begun.get(call.layer)
         if layer is None:
-            layer = _Layer(call, fits or [NO_ROPE, *ropes], hooked=bool(fits))
+            layer = _Layer(call, [NO_ROPE, *rope_candidates(self.read_ropes())])
             shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
             layer.owner = next(shared, call.layer)
         self.layers[call.layer] = layer
@@ -259,43 +244,41 @@ class BlockRecorder:
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
-        """Compare queries, and keys that no hook gives before RoPE, with rotated ones.
+        """Compare queries and keys of one input at all positions with those of position 0, rotated.
 
-        Where no hook does, the module computes queries and keys of one input at all positions, and
-        those of position 0 are rotated. Queries may have a factor for each head and row. A layer
-        whose first rows are rotated in an unknown way is noted as such.
+        The module computes them. Queries may have a factor for each head and row. A layer whose
+        first rows are rotated in an unknown way is noted as such.
         """
-        start, q, rotated = call.start, call.q, call.rotated_q
-        end, dtype, rope = start + q.shape[1], compute_dtype(q.dtype), layer.ropes[0]
+        start, rope = call.start, layer.ropes[0]
+        end, dtype = call.k.shape[1], compute_dtype(call.q.dtype)
         if rope == UNKNOWN:
             return
         if call.up is not None and call.k.shape == call.v.shape:  # latents, which are not rotated
             layer.ropes = [NO_ROPE]
             return
-        fits, least = layer.ropes, 0.0
-        if not layer.hooked or rotated is None:
-            size = call.hidden.shape[1]
-            same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(call.hidden)
-            # a latent, which no position rotates, is longer than what one does
-            part = slice(None if call.up is None else -call.v.shape[2])
-            q, keys = (x[..., part] for x in call.again(same.expand(end - start, -1)))
-            layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
-            query, key = layer.origin
-            # keys of another layer do not depend on the input
-            shared = keys.shape == call.k.shape and torch.equal(keys, call.k)
-            pair = (query, q) if shared else (key, keys)
-            fits, least = matching_ropes(*pair, start, layer.ropes, zero=True)
-            rope = fits[0] if fits else rope
-            zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
-            rotated = rope.rotate(rope.unrotate(query.to(dtype), zero), at)
-        x, y = rotated.to(dtype), q.to(dtype)
+        size = call.hidden.shape[1]
+        same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(call.hidden)
+        # a latent, which no position rotates, is longer than what one does
+        part = slice(None if call.up is None else -call.v.shape[2])
+        q, keys = (x[..., part] for x in call.again(same.expand(end - start, -1)))
+        layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
+        query, key = layer.origin
+        # keys of another layer do not depend on the input
+        shared = keys.shape == call.k.shape and torch.equal(keys, call.k)
+        fits, least = matching_ropes(*((query, q) if shared else (key, keys)), start, layer.ropes)
+        rope = fits[0] if fits else rope
+        zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
+        x, y = rope.rotate(rope.unrotate(query.to(dtype), zero), at), q.to(dtype)
         square = x.square().sum(-1, keepdim=True)
         factor = (x * y).sum(-1, keepdim=True) / square.where(square > 0, 1.0)  # [qhead, w, 1]
         error = float(relative_error(x * factor, y).max())
         if not fits or not error <= rotation_tolerance(call.out.dtype, rope, end):
             if start > 1:
-                raise changed_rotation(
-                    "queries and keys", call.layer, start, max(error, least), q.dtype
+                raise CaptureError(
+                    f"queries and keys of layer {call.layer} from position {start} on differ by "
+                    f"{max(error, least):.3g} (relative) from the model's rotary embedding; if its "
+                    "frequencies change with the length (dynamic, longrope), record no further "
+                    "than they stay, else this family cannot be recorded yet"
                 )
             fits = [UNKNOWN]
         layer.ropes = fits
@@ -340,11 +323,6 @@ class BlockRecorder:
         layer.error = max(layer.error, error)
         if history.call.up is not None:  # the kernel's own is expanded
             block["attn_out"] = recomputed
-        before = block.pop(_PRE_ROPE, None)
-        if before is not None:
-            layer.ropes, least = matching_ropes(before, block["k"], layer.start, layer.ropes)
-            if not layer.ropes:
-                raise changed_rotation("keys", number, layer.start, least, before.dtype)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
             history = _History(history.call, self.store_dtype)

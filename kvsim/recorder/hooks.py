@@ -2,16 +2,13 @@
 
 Forward hooks mark which attention module is running. A wrapper around the model's own kernel, put
 into transformers' table of attention functions, gets q, k, v exactly as the kernel does (after any
-norm and after RoPE), and its output per head. A wrapper around the function that applies RoPE gets
-the keys before and after. The model's own computation does not change.
+norm and after RoPE), and its output per head. The model's own computation does not change.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,9 +49,6 @@ KERNELS = ("eager", "sdpa")
 #: Bytes of keys and values that torch's kernel repeats for each query head of a group at once.
 REPEATED = 128 << 20
 
-#: The name in the files of transformers of the function that applies RoPE to queries and keys.
-_ROTARY = "apply_rotary_pos_emb"
-
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -69,9 +63,6 @@ class KernelCall:
         v: values [head, n, value_dim].
         out: output of the kernel, before the output projection [qhead, w, value_dim].
         formula: the attention that the kernel was called to compute.
-        pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
-            `apply_rotary_pos_emb` that returned queries and keys of the kernel's shapes.
-        rotated_q: the queries [qhead, w, dim] right after that call.
         again: returns the queries [qhead, w, dim] and keys [head, w, dim] that the module computes
             from other inputs [w, hidden] at the same positions; the output of its kernel is then
             1 everywhere. Works while the call is received.
@@ -91,8 +82,6 @@ class KernelCall:
     v: Tensor
     out: Tensor
     formula: Formula
-    pre_rope: Tensor | None
-    rotated_q: Tensor | None
     again: Callable[[Tensor], tuple[Tensor, Tensor]]
     up: Tensor | None = None
     gate: Tensor | None = None
@@ -141,31 +130,14 @@ class _Interceptor:
         # queries and keys, while a module runs on another input
         self.recomputed: list[tuple[Tensor, Tensor]] | None = None
         self.calls = 0
-        self.rotations: list[tuple[Tensor, Tensor, Tensor]] = []
-        # other threads may call the same function
-        self.thread = threading.get_ident()
         self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
         self.formula = functools.cache(Formula)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer = self.layer_of[id(module)]
         hidden = hidden_states(f"layer {layer}", args, kwargs, ": one sequence at a time")
-        self.running, self.hidden, self.calls, self.rotations = layer, hidden[0], 0, []
+        self.running, self.hidden, self.calls = layer, hidden[0], 0
         self.arguments = args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"}
-
-    def rotating(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that applies RoPE as `rotate` does, and notes what it rotated."""
-
-        @functools.wraps(rotate)
-        def wrapper(*args: Any, **options: Any) -> Any:
-            result = rotate(*args, **options)
-            here = self.running is not None and threading.get_ident() == self.thread
-            if here and isinstance(result, tuple):  # some families rotate q and k in two calls
-                k = args[1] if len(args) > 1 else options["k"]
-                self.rotations.append((result[0][0], k[0], result[1][0]))  # [head, w, dim]
-            return result
-
-        return wrapper
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -190,7 +162,6 @@ class _Interceptor:
             raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
         query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
-        rotated_q, pre_rope = self._rotation(query[0], key[0])
         call = KernelCall(
             layer=layer,
             module=module,
@@ -201,12 +172,9 @@ class _Interceptor:
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
             formula=self._formula(module, inputs[0].shape[-1], options),
-            pre_rope=pre_rope,
-            rotated_q=rotated_q,
             again=functools.partial(self._again, module),
             up=None if latent is None else latent.up,
         )
-        self.rotations = []
         self.receive(call)
 
     def _again(self, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,14 +213,6 @@ class _Interceptor:
             known = torch.zeros(sinks.shape) if sinks.is_meta else sinks  # a plan has shapes alone
             self.sinks[layer] = sinks, tuple(known.detach().double().flatten().tolist())
         return self.sinks[layer][1]
-
-    def _rotation(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return queries after RoPE and new keys before it, where one call rotated both whole."""
-        if len(self.rotations) != 1:
-            return None, None
-        (rotated_q, before, after), new = self.rotations[0], key[:, key.shape[1] - query.shape[1] :]
-        whole = rotated_q.shape == query.shape and before.shape == after.shape == new.shape
-        return (rotated_q, before) if whole else (None, None)
 
 
 def _chunk(module: nn.Module) -> int | None:
@@ -369,11 +329,6 @@ def intercepting(
         if receive is None:
             yield
             return
-        for home in {sys.modules[type(module).__module__] for module in modules.values()}:
-            rotate = vars(home).get(_ROTARY)
-            if rotate is not None:
-                stack.callback(setattr, home, _ROTARY, rotate)
-                setattr(home, _ROTARY, interceptor.rotating(rotate))
         for module in modules.values():
             stack.enter_context(
                 module.register_forward_pre_hook(interceptor.before, with_kwargs=True)

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.sources import writes_to
 from kvsim.errors import CaptureError
-from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.generation import device_of, evaluating, run_model
 from kvsim.recorder.hooks import Attention, KernelCall, hidden_states, intercepting
 from kvsim.recorder.modules import attention_modules, decoder_layers
 from kvsim.schema import CHUNK
@@ -45,26 +45,19 @@ class ProjectionModules:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
-        attention = {
-            layer: module for layer, module in attention_modules(model).items() if layer in layers
-        }
-        self.names = {layer: _name(layer, module) for layer, module in attention.items()}
-        self.modules = {
-            layer: module.get_submodule(self.names[layer]) for layer, module in attention.items()
-        }
-        matrices = [
-            _matrix(f"{self.names[layer]} of layer {layer}", module)
-            for layer, module in self.modules.items()
-        ]
-        kinds = {(len(matrix), matrix.dtype) for matrix in matrices}
+        attention = attention_modules(model).items()
+        found = {x: _projection(x, module) for x, module in attention if x in layers}
+        self.names = {x: f"{name} of layer {x}" for x, (name, _, _) in found.items()}
+        self.modules = {x: module for x, (_, module, _) in found.items()}
+        self._weights = {x: weight for x, (_, _, weight) in found.items()}
+        kinds = {(len(weight), DTYPES[weight.dtype]) for weight in self._weights.values()}
         if len(kinds) != 1:
-            listed = ", ".join(sorted(f"{rows} rows of {DTYPES[dtype]}" for rows, dtype in kinds))
+            listed = ", ".join(f"{rows} rows of {dtype}" for rows, dtype in sorted(kinds))
             raise CaptureError(
-                f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
-                f"{type(model).__name__} are {listed}, expected one size and dtype in all layers"
+                f"the output projections of {type(model).__name__} are {listed}, expected one size "
+                "and dtype in all layers"
             )
-        ((_, dtype),) = kinds
-        self.dtype = DTYPES[dtype]
+        ((_, self.dtype),) = kinds
         self.blocks: dict[int, Tensor] = {}
         self._unchecked: dict[int, tuple[Tensor, Tensor]] = {}
         self.gated = False
@@ -76,16 +69,13 @@ class ProjectionModules:
         def ones(_: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
             return torch.ones_like(attention(q, k, v, None))
 
-        def fits(call: KernelCall) -> None:
-            self._weight(call)
-
         with ExitStack() as stack:
             for module in self.modules.values():
                 stack.enter_context(_inputs(module, inputs))
             stack.enter_context(torch.no_grad())
             stack.enter_context(evaluating(model))
-            stack.enter_context(intercepting(model, fits, layers=self.modules, attending=ones))
-            model(torch.tensor([[*ids[:2]]], device=device_of(model)), use_cache=False)
+            stack.enter_context(intercepting(model, None, layers=self.modules, attending=ones))
+            run_model(model, torch.tensor([[*ids[:2]]], device=device_of(model)), use_cache=False)
         self.gated = any(bool((x != 1).any()) for x in inputs)
 
     def gate(self, call: KernelCall) -> Tensor | None:
@@ -100,30 +90,21 @@ class ProjectionModules:
         with _inputs(self.modules[call.layer], inputs):
             call.again(call.hidden)
         if len(inputs) != 1:
-            raise CaptureError(
-                f"layer {call.layer} applied its {self.names[call.layer]} {len(inputs)} times, "
-                "expected once"
-            )
+            raise self._unused(call.layer)
         heads, rows, dim = call.out.shape
         return inputs[0].reshape(rows, heads, dim).transpose(0, 1)
-
-    def _weight(self, call: KernelCall) -> Tensor:
-        """Return the weights of the projection [hidden, qheads x dim], of the kernel's size."""
-        what = f"{self.names[call.layer]} of layer {call.layer}"
-        weight = _matrix(what, self.modules[call.layer])
-        heads, _, dim = call.out.shape
-        if weight.shape[1] != heads * dim:
-            raise CaptureError(
-                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
-                "query head"
-            )
-        return weight
 
     def receive(self, call: KernelCall) -> None:
         """Take a kernel call, before its output goes through the projection."""
         if call.layer in self.blocks:
             return
-        block = self._weight(call).T.unflatten(0, call.out.shape[::2])
+        weight, (heads, _, dim) = self._weights[call.layer], call.out.shape
+        if weight.shape[1] != heads * dim:
+            raise CaptureError(
+                f"{self.names[call.layer]} takes {weight.shape[1]} numbers, expected "
+                f"{heads * dim}, {dim} for each query head"
+            )
+        block = weight.T.unflatten(0, (heads, dim))
         self.blocks[call.layer] = block if call.up is None else call.up @ block.to(call.up)
         out = call.out[:, :CHUNK]
         gated = out if call.gate is None else out * call.gate[:, :CHUNK]
@@ -160,10 +141,10 @@ class ProjectionModules:
             yield
         with guard():
             if self._unchecked:
-                layer = min(self._unchecked)
-                raise CaptureError(
-                    f"layer {layer} applied no {self.names[layer]} after its attention, expected it"
-                )
+                raise self._unused(min(self._unchecked))
+
+    def _unused(self, layer: int) -> CaptureError:
+        return CaptureError(f"{self.names[layer]} was not applied once to its attention")
 
     def _check(self, layer: int, out: Tensor, block: Tensor, output: Tensor) -> None:
         dtype = compute_dtype(out.dtype)
@@ -177,9 +158,9 @@ class ProjectionModules:
         allowed = tolerance(self.dtype, DTYPES[out.dtype])
         if not error <= allowed:
             raise CaptureError(
-                f"{self.names[layer]} of layer {layer} differs by {error:.3g} (relative) from its "
-                f"weights times the attention output, expected at most {allowed:g}: there is an "
-                "adapter or a norm; merge it into the weights"
+                f"{self.names[layer]} differs by {error:.3g} (relative) from its weights times the "
+                f"attention output, expected at most {allowed:g}: there is an adapter or a norm; "
+                "merge it into the weights"
             )
 
 
@@ -188,37 +169,27 @@ def _inputs(module: nn.Module, inputs: list[Tensor]) -> AbstractContextManager[o
     return module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
 
 
-def _name(layer: int, module: nn.Module) -> str:
-    for name in PROJECTIONS:
-        projection = getattr(module, name, None)
-        if isinstance(projection, nn.Module) and isinstance(
-            getattr(projection, "weight", None), Tensor
-        ):
-            return name
-    raise CaptureError(
-        f"layer {layer} ({type(module).__name__}) has no output projection, expected a module with "
-        f"a weight, named {' or '.join(PROJECTIONS)}"
-    )
-
-
-def _matrix(what: str, projection: nn.Module) -> Tensor:
-    """Return the weights [hidden, qheads x dim] of an output projection, as a view."""
-    weight = cast("Tensor", projection.weight).detach()
-    offloaded = weight.is_meta and hasattr(projection, "_hf_hook")  # else of a plan
-    away = "offloaded" if offloaded else "sharded" if hasattr(weight, "full_tensor") else ""
-    if away:
-        raise CaptureError(
-            f"{what} is {away} until the layer runs, expected weights that stay on a device; "
-            "use another --device-map"
-        )
-    if hasattr(weight, "__tensor_flatten__"):  # quantised (torchao, quanto)
+def _projection(layer: int, attention: nn.Module) -> tuple[str, nn.Module, Tensor]:
+    """Return name and module of an output projection, and its weights [hidden, qheads x dim]."""
+    modules = {name: getattr(attention, name, None) for name in PROJECTIONS}
+    name = next((x for x, y in modules.items() if hasattr(y, "weight")), None)
+    if name is None:
+        kind = type(attention).__name__
+        raise CaptureError(f"layer {layer} ({kind}) has no {', '.join(PROJECTIONS)} with a weight")
+    module = cast("nn.Module", modules[name])
+    weight = cast("Tensor", module.weight).detach()
+    offloaded = weight.is_meta and hasattr(module, "_hf_hook")  # else of a plan
+    sharded = hasattr(weight, "full_tensor")
+    if hasattr(weight, "__tensor_flatten__") and not sharded:  # quantised (torchao, quanto)
         weight = weight.dequantize()
-    if weight.dim() != 2 or weight.dtype not in DTYPES:
+    if offloaded or sharded or weight.dim() != 2 or weight.dtype not in DTYPES:
+        kind = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+        kind = "offloaded" if offloaded else "sharded" if sharded else kind
         raise CaptureError(
-            f"{what} is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, expected "
-            f"a matrix of {', '.join(DTYPES.values())}; record the model unquantised"
+            f"{name} of layer {layer} is {kind}, expected a matrix of floating-point numbers that "
+            "stays on a device; use another --device-map, or record the model unquantised"
         )
-    return weight.T if isinstance(projection, Conv1D) else weight
+    return name, module, weight.T if isinstance(module, Conv1D) else weight
 
 
 class Residual:
@@ -227,9 +198,8 @@ class Residual:
     The stream begins with the input of the first layer: some models scale the embedding before it,
     some add positions. Two checks:
 
-    * The chain, in every row: the layers run in order, also those without attention, each once in a
-      forward, and the input of layer l + 1 is, bit for bit, the output of layer l. So nothing acts
-      between two layers, and residual[l + 1] is the output of layer l. The output of the last layer
+    * The chain, in every row: the input of layer l + 1 is, bit for bit, the output of layer l, also
+      of layers without attention. So nothing acts between two layers. The output of the last layer
       is not checked.
     * The norm, in the first rows of each layer: the input of the attention module is the layer's
       norm (`NORMS`) of the residual. So q, k, v of a row were computed from the residual of that
@@ -241,11 +211,10 @@ class Residual:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
-        self._kind: tuple[int, torch.dtype] | None = None
         self._checked: set[int] = set()
-        # the layer that ran last, its output and how often that tensor was written to until then
-        # (None after the last layer); and the running layer and its input
-        self._returned: tuple[int, object, int] | None = None
+        # the layer that ran last, its output and how often that was written to until then; and the
+        # running layer and its input
+        self._returned: tuple[int, Tensor, int] | None = None
         self._running: tuple[int, Tensor] | None = None
 
     @contextmanager
@@ -270,15 +239,11 @@ class Residual:
 
     def rows(self, call: KernelCall) -> Tensor:
         """Return the residual [w, hidden] that the rows of a kernel call were computed from."""
-        running, hidden = self._running or (None, None)
-        if hidden is None or running != call.layer:
+        running, hidden = self._running or (None, call.hidden)
+        if running != call.layer or len(hidden) != call.q.shape[1]:
             raise CaptureError(
-                f"attention of layer {call.layer} ran outside its decoder layer, expected inside"
-            )
-        if len(hidden) != call.q.shape[1]:
-            raise CaptureError(
-                f"layer {call.layer} has {len(hidden)} input rows and its attention "
-                f"{call.q.shape[1]}, expected the same"
+                f"attention of layer {call.layer} ran with {call.q.shape[1]} rows in layer "
+                f"{running} with {len(hidden)}, expected the same layer and rows"
             )
         if call.layer not in self._checked:
             self._check_norm(call, hidden)
@@ -291,31 +256,22 @@ class Residual:
         what = f"decoder layer {layer} ({type(module).__name__})"
         advice = ": one stream, which judged and live runs need; replay the trace instead"
         hidden = hidden_states(what, args, kwargs, advice)
-        kind = hidden.shape[-1], hidden.dtype
-        self._kind = self._kind or kind
-        if kind != self._kind or hidden.dtype not in DTYPES:
-            raise CaptureError(
-                f"the input of decoder layer {layer} is {_describe(kind)}, expected "
-                f"{_describe(self._kind)} as before, of {', '.join(DTYPES.values())}"
-            )
-        last, returned, writes = self._returned or (None, None, 0)
-        before = layer - 1 if layer else None
+        last, returned, writes = self._returned or (-1, hidden, writes_to(hidden))
         self._returned = None
-        if last != before:
+        chained = last == layer - 1 and writes == writes_to(returned)
+        if returned is not hidden:
+            alike = (returned.shape, returned.dtype) == (hidden.shape, hidden.dtype)
+            chained &= alike and torch.equal(returned.to(hidden.device), hidden)
+        if not chained:
             raise CaptureError(
-                f"decoder layer {layer} ran {_order(last)}, expected {_order(before)}"
-            )
-        if before is not None and not (writes == _writes(returned) and _same(returned, hidden)):
-            raise CaptureError(
-                f"the input of decoder layer {layer} is not the output of layer {before}"
+                f"the input of decoder layer {layer} is not the output of layer {layer - 1}"
             )
         self._running = layer, hidden[0]
 
-    def _leave(self, layer: int, _: nn.Module, __: object, output: object) -> None:
-        self._running = None
-        if isinstance(output, tuple):
-            output = output[0]
-        self._returned = None if layer == len(self.layers) - 1 else (layer, output, _writes(output))
+    def _leave(self, layer: int, _: nn.Module, __: object, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        ended = layer == len(self.layers) - 1 or not isinstance(output, Tensor)
+        self._running, self._returned = None, None if ended else (layer, output, writes_to(output))
 
     def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
         children = dict(self.layers[call.layer].named_children())
@@ -337,25 +293,3 @@ class Residual:
                 f"the input of the attention of layer {call.layer} differs by {error:.3g} "
                 f"(relative) from {name} of the residual, expected at most {allowed:g}"
             )
-
-
-def _same(returned: object, hidden: Tensor) -> bool:
-    """Return whether the output of a layer is the input of the next, bit for bit."""
-    return returned is hidden or (
-        isinstance(returned, Tensor)
-        and (returned.shape, returned.dtype) == (hidden.shape, hidden.dtype)
-        and torch.equal(returned.to(hidden.device), hidden)
-    )
-
-
-def _writes(output: object) -> int:
-    return writes_to(output) if isinstance(output, Tensor) else 0
-
-
-def _order(before: int | None) -> str:
-    return "first" if before is None else f"after layer {before}"
-
-
-def _describe(kind: tuple[int, torch.dtype]) -> str:
-    hidden, dtype = kind
-    return f"[1, rows, {hidden}] {str(dtype).removeprefix('torch.')}"

@@ -200,40 +200,25 @@ def rope_candidates(ropes: Sequence[Rope]) -> list[Rope]:
 
 
 def matching_ropes(
-    before: Tensor, after: Tensor, start: int, ropes: Sequence[Rope], *, zero: bool = False
+    first: Tensor, after: Tensor, start: int, ropes: Sequence[Rope]
 ) -> tuple[list[Rope], float]:
-    """Return those `ropes` that rotate keys `before` [head, w, d] from `start` on, and an error.
+    """Return those `ropes` that rotate a key at position 0 [head, 1, d] as it is from `start` on.
 
-    The least error, relative, of all. zero: `before` has one row, the key at position 0.
+    And the least error, relative, of all.
     """
     dtype = compute_dtype(after.dtype)
-    x, y = before.to(dtype), after.to(dtype)
+    x, y = first.to(dtype), after.to(dtype)
     at = torch.arange(start, start + after.shape[1], device=after.device)
     fits, least = [], math.inf
     for rope in ropes:
-        if rope == UNKNOWN:
-            return [rope], 0.0
         if 2 * len(rope.inv_freq) > x.shape[-1]:
             continue
-        plain = rope.unrotate(x, at[:1] * 0) if zero else x
-        error = float(relative_error(y, rope.rotate(plain.expand_as(y), at)).max())
+        plain = rope.unrotate(x, at[:1] * 0).expand_as(y)
+        error = float(relative_error(y, rope.rotate(plain, at)).max())
         least = min(least, error)
         if error <= rotation_tolerance(after.dtype, rope, start + len(at)):
             fits.append(rope)
     return fits, least
-
-
-def changed_rotation(
-    what: str, layer: int, start: int, error: float, dtype: torch.dtype
-) -> CaptureError:
-    """Return the error of queries or keys that no rotary embedding of the model rotates."""
-    allowed = rotation_tolerance(dtype, NO_ROPE, 0)
-    return CaptureError(
-        f"the {what} of layer {layer} from position {start} on differ by {error:.3g} (relative) "
-        f"from the model's rotary embedding, expected at most {allowed:g}; if "
-        "its frequencies change with the length (dynamic, longrope), record no further than they "
-        "stay, else this family cannot be recorded yet"
-    )
 
 
 def rotation_tolerance(dtype: torch.dtype, rope: Rope, end: int) -> float:

@@ -27,7 +27,7 @@ def settings_of(session: Any) -> dict[str, Any]:
     document = {
         **{key: value for key, value in facts.items() if key not in _HOW | _APART},
         **{f"model {key}": session.described.get(key) for key in _MODEL},
-        "prompt": document_digest(tokens),
+        "prompt": document_digest({"tokens": tokens}),
         "turns": [{**vars(x), "question": None, "response": None} for x in session.prompt.turns],
         "layers": session.layer_ids,
         "context": encoded.context_len,

@@ -361,4 +361,4 @@ def test_a_trace_says_where_its_weights_are_from(tmp_path, run):
     assert status == 0
     assert '"small.gguf" "Q4_1"' in shown
     assert again == 2
-    assert "the SHA-256 of its GGUF file" in error
+    assert "its model source is" in error
