@@ -3,67 +3,77 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvsim.errors import CaptureError, TextError, error_line, missing_extra, suggest
+from kvsim.errors import CaptureError, error_line, missing_extra, suggest
 from kvsim.files import read_input
 from kvsim.recorder.facts import check_labels, check_writer
 from kvsim.recorder.prompts import (
     Prompt,
-    PromptLike,
     Turn,
+    ids_of,
+    is_chat,
     joined_parts,
+    naming,
     with_distinct_ids,
 )
-from kvsim.recorder.spans import check_needle
+from kvsim.recorder.spans import needle_parts
 from kvsim.schema import LABELS
-from kvsim.text.answers import SCORERS, answer_text, language_of
+from kvsim.text.answers import answer_text, check_answer
+
+# Types of the values of a key, and how errors call them.
+Kind = tuple[tuple[type, ...], str]
+
+_TEXT: Kind = (str,), "text"
 
 #: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
 
-#: The keys of kvpress's benchmarks beside `context`, `answer` and `task`.
-BENCHMARK = ("question", "answer_prefix", "answers", "max_new_tokens", "scorer")
-
-#: All keys that are read; others are ignored.
-KEYS = (
-    *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer", "metadata"),
-    *(*BENCHMARK, *LABELS, "difficulty", "turns"),
-)
-
-# Keys whose values may be numbers, or have some.
-_NUMBERS = {*KEYS} - {"metadata", "writer", "system"}
-
-#: The keys of a turn, which belong to one question and its answer.
-OF_TURN = ("response", "answer", *BENCHMARK)
-
-_EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
-
-# Types of the values of keys, in Python and in words.
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "id": ((str, int), "text or a number"),
-    "system": ((str,), "text"),
-    "question": ((str,), "text"),
-    "answer_prefix": ((str,), "text"),
-    "max_new_tokens": ((int,), "a number of tokens"),
-    "scorer": ((str,), f"text: {', '.join(SCORERS)}, or KIND:NAME of a package of yours"),
+# What belongs to one question and its answer.
+_OF_TURN: dict[str, Kind] = {
+    "question": _TEXT,
     "answer": ((str, int, float, list), "text, a number or a list of them"),
     "answers": ((list,), "a list of texts or numbers"),
+    "scorer": _TEXT,
+    "answer_prefix": _TEXT,
     "response": ((str, list), "text or a list of token ids"),
-    "context": ((str, int), "text before a text, or how many messages or tokens"),
+    "max_new_tokens": ((int,), "a number of tokens, at least 1"),
 }
+
+# All keys that are read; others are ignored.
+_KINDS: dict[str, Kind] = {
+    "id": ((str, int), "text or a number"),
+    "prompt": ((str, list), "text, a chat or token ids"),
+    "messages": ((list,), "a chat"),
+    "tokens": ((list, int), "token ids, or their number"),
+    "context": ((str, int), "text before a text, or how many messages or tokens"),
+    "system": _TEXT,
+    "needle": ((str, list), "a text or several, or spans of token ids"),
+    "writer": ((str, dict), "text or an object"),
+    "metadata": ((object,), "anything"),
+    "difficulty": ((str, int), "text or a whole number"),
+    "turns": ((list,), "a list of objects with 'question'"),
+    **_OF_TURN,
+    **dict.fromkeys(LABELS, ((str, int, float), "text or a number")),
+}
+
+# Whose numbers stay as they are; elsewhere tables have 7.0 where a whole number is 7.
+_AS_IS = ("answer", "answers", "metadata")
 
 _LONGEST_ID = 200
 
 #: Most bytes of a file.
 _LARGEST = 4 << 30
+
+# Scorers of RULER's tasks.
+_RULER = {"niah": "all", "vt": "all", "cwe": "all", "fwe": "all", "qa": "part"}
 
 
 def read_prompts(
@@ -79,7 +89,8 @@ def read_prompts(
     a number. Empty lines and a byte order mark are skipped.
 
     ``turns`` is a list of objects, each with a ``question`` that follows the answer before it, and
-    what belongs to it (`OF_TURN`, labels); the row then has no prompt but a ``context``, if any.
+    what belongs to it (answer, response, labels); the row then has no prompt but a ``context``, if
+    any.
 
     Rows of kvpress's benchmarks have ``context`` and ``question`` instead, and optionally
     ``answer_prefix``, ``answer`` or ``answers`` (text or a list), ``task`` and ``max_new_tokens``.
@@ -100,10 +111,12 @@ def read_prompts(
         raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
     seen: set[str] = set()
     prompts: list[Prompt] = []
-    for where, row in islice(_rows(str(path)), limit and min(limit, sys.maxsize)):
-        prompts.append(_prompt(row, len(prompts), where))
-        for key in row.keys() - seen - set(KEYS):
-            close = suggest(key, KEYS)
+    for where, line in islice(_lines(str(path)), limit and min(limit, sys.maxsize)):
+        with naming(where):
+            row = _object(line)
+            prompts.append(_prompt(row, len(prompts)))
+        for key in row.keys() - seen - _KINDS.keys():
+            close = suggest(key, _KINDS)
             if note is not None and close:
                 note(f"{where}: {key!r} is not read{close}")
             seen.add(key)
@@ -112,14 +125,21 @@ def read_prompts(
     return with_distinct_ids(prompts)
 
 
-def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows, and where they are, for errors."""
+def _lines(path: str) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """Yield the lines of a file that are not empty, or rows of a hub, and where they are."""
     if path.startswith("hub:"):
         yield from ((f"{path}, row {i}", row) for i, row in enumerate(_of_hub(path)))
-    else:
-        for number, line in _lines(Path(path)):
-            where = f"{path}, line {number}"
-            yield where, _object(line, where)
+        return
+    try:
+        text = read_input(Path(path), _LARGEST).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaptureError(
+            f"{path} cannot be read ({error_line(error)}), expected a JSONL file of prompts in "
+            "UTF-8"
+        ) from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", line
 
 
 def _of_hub(name: str) -> Iterable[dict[str, Any]]:
@@ -143,213 +163,131 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, with their numbers from 1."""
+def _object(line: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a row, parsed if it is a line."""
     try:
-        text = read_input(source, _LARGEST).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaptureError(
-            f"{source} cannot be read ({error_line(error)}), expected a JSONL file of prompts in "
-            "UTF-8"
-        ) from error
-    lines = enumerate(text.split("\n"), start=1)
-    return ((number, line.strip()) for number, line in lines if line.strip())
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # half of a character is no text
+        row = json.loads(line) if isinstance(line, str) else line
+        json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a character is no text
+        shown = reprlib.repr(row)
     except (ValueError, RecursionError) as error:
-        raise CaptureError(f"{where}: {error_line(error)}, {_EXPECTED} on each line") from None
+        row, shown = None, error_line(error)
     if not isinstance(row, dict):
-        raise CaptureError(f"{where}: {_short(row)}, {_EXPECTED} on each line")
+        raise CaptureError(f"{shown}, expected an object, such as {{'prompt': 'text'}}")
     return row
 
 
-def _exact(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a row in which whole numbers are int, in lists too: tables have 7.0 where one is 7."""
-
-    def exact(value: Any, key: str) -> Any:
-        if isinstance(value, list):
-            return [exact(each, key) for each in value]
-        if not isinstance(value, float):
-            return value
-        if not math.isfinite(value):
-            raise CaptureError(f"{where}: {key} is {value}, expected a finite number or null")
-        return int(Decimal(repr(value))) if value.is_integer() else value
-
-    return {key: exact(row[key], key) if key in _NUMBERS else row[key] for key in row}
-
-
-def _turns(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Turn], Any]:
-    """Return a row with the first of its turns in it, later turns, and labels of the first."""
-    turns = row.get("turns")
-    if turns is None:
-        return row, [], {}
-    if not isinstance(turns, list) or not turns or not all(isinstance(x, dict) for x in turns):
-        raise CaptureError(
-            f"{where}: turns is {_short(turns)}, expected a list of objects with 'question'"
-        )
-    outside = [key for key in (*CONTENT, *OF_TURN) if row.get(key) is not None]
-    if outside:
-        raise CaptureError(
-            f"{where}: {outside[0]!r} belongs to no turn, expected it in an object of 'turns'"
-        )
-    turns = [_exact(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
-    later, labels = [], []
-    for number, turn in enumerate(turns, start=1):
-        inside = f"{where}, turn {number}"
-        if unknown := sorted(turn.keys() - {*OF_TURN, *LABELS}):
-            close = suggest(unknown[0], OF_TURN)
-            raise CaptureError(
-                f"{inside}: {unknown[0]!r:.60} is no key of a turn{close}; expected "
-                f"{', '.join((*OF_TURN, *LABELS))}"
-            )
-        _check_kinds(turn, inside)
-        if not (turn.get("question") or "").strip():
-            raise CaptureError(f"{inside}: no question, expected text")
-        known = {name: turn[name] for name in LABELS if turn.get(name) is not None}
-        labels.append(check_labels(known, f"{inside}: "))
-        if (scorer := turn.get("scorer")) not in (None, *SCORERS):
-            raise CaptureError(
-                f"{inside}: scorer is {_short(scorer)}, expected one of {', '.join(SCORERS)}"
-            )
-        own = {name: turn.get(name) for name in OF_TURN if name != "answers"}
-        own |= {"answer": _answer(turn, inside), "scorer": _scorer({**row, **turn}, inside)}
-        own["answer_prefix"] = own["answer_prefix"] or ""
-        later.append(Turn(**own, labels=labels[-1]))
-    whole = {**row, **{name: turns[0].get(name) for name in OF_TURN}}
-    return whole, later[1:], labels[0]
-
-
-def _check_kinds(row: dict[str, Any], where: str) -> None:
-    for key, (kinds, expected) in _KINDS.items():
+def _values(row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """Return what is read of a row, without null; CaptureError for a value of another type."""
+    values = {}
+    for key, (types, expected) in kinds.items():
         value = row.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise CaptureError(f"{where}: {key} is {_short(value)}, expected {expected}")
-    if row.get("max_new_tokens") is not None and row["max_new_tokens"] < 1:
-        raise CaptureError(
-            f"{where}: max_new_tokens is {row['max_new_tokens']}, expected at least 1 token"
-        )
-    response = row.get("response")
-    if isinstance(response, list) and not all(type(token) is int for token in response):
-        raise CaptureError(f"{where}: response is {_short(response)}, expected token ids")
+        if value is None:
+            continue
+        values[key] = value = value if key in _AS_IS else _whole(value)
+        fits = isinstance(value, types) and (object in types or not isinstance(value, bool))
+        if not fits or (key == "max_new_tokens" and value < 1):
+            raise CaptureError(f"{key} is {reprlib.repr(value)}, expected {expected}")
+    return values
 
 
-def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    row, turns, turn_labels = _turns(_exact(row, where), where)
-    _check_kinds(row, where)
-    if row.get("id") is not None and not str(row["id"]).strip():
-        raise CaptureError(f"{where}: id is {_short(row['id'])}, expected text or no id")
-    name = f"prompt-{index:04d}" if row.get("id") is None else str(row["id"])
-    if len(name) > _LONGEST_ID:
-        raise CaptureError(
-            f"{where}: id has {len(name)} characters, expected at most {_LONGEST_ID}"
-        )
-    labels = {name: row[name] for name in LABELS if row.get(name) is not None}
-    if row.get("difficulty") is not None:
-        other = row["difficulty"]
-        level = labels.setdefault("level", other)
-        if level != other:
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_whole, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _prompt(row: Mapping[str, Any], index: int) -> Prompt:
+    values = _values(row, _KINDS)
+    name = str(values.get("id", f"prompt-{index:04d}"))
+    if not name.strip() or len(name) > _LONGEST_ID:
+        raise CaptureError(f"id is {name!r:.60}, expected 1 to {_LONGEST_ID} characters")
+    level = values.pop("difficulty", None)
+    if level is not None and values.setdefault("level", level) != level:
+        raise CaptureError("level and difficulty differ, expected one: they are the same label")
+    labels, turns = _labels(values), values.get("turns")
+    if turns is None:
+        content = _content(values)
+        first, later = _turn(values, content), list[Turn]()
+    else:
+        content = None
+        if (outside := [key for key in (*CONTENT, *_OF_TURN) if key in values]) or not turns:
             raise CaptureError(
-                f"{where}: level is {level!r:.60} and difficulty {other!r:.60}, expected one of "
-                "them: they are the same label"
+                f"turns is {reprlib.repr(turns)}, expected a list of objects with 'question', and "
+                f"{', '.join(outside) or 'answers'} in these"
             )
-    prefix, is_question = row.get("answer_prefix"), _is_question(row)
-    needle, response = row.get("needle"), row.get("response")
+        first, *later = (_of_turns(turn, number, values) for number, turn in enumerate(turns, 1))
+    context, needle = values.get("context"), values.get("needle")
     return Prompt(
         id=name,
-        content=_content(row, where),
-        answer=_answer(row, where),
-        labels=check_labels(labels, f"{where}: "),
-        system=row.get("system") or None,
-        needle=() if needle is None else check_needle(needle, f"{where}: "),
-        response=response,
-        context=(row.get("context") or None) if is_question else row.get("context"),
-        answer_prefix=prefix or "" if is_question else prefix,
-        scorer=_scorer(row, where),
-        metadata=row.get("metadata"),
-        writer=check_writer(row.get("writer"), response, f"{where}: "),
-        max_new_tokens=row.get("max_new_tokens"),
-        turns=tuple(turns),
-        turn_labels=turn_labels,
+        content=first.question,
+        labels=labels,
+        system=values.get("system") or None,
+        needle=() if needle is None else needle_parts(needle),
+        context=(context or None) if content is None else context,
+        metadata=values.get("metadata"),
+        writer=check_writer(values.get("writer"), first.response),
+        turns=tuple(later),
+        turn_labels={} if turns is None else first.labels,
+        **{key: x for key, x in vars(first).items() if key not in ("question", "labels")},
     )
 
 
-def _answer(row: dict[str, Any], where: str) -> str | list[str] | None:
-    """Return the answer of a row, or several."""
-    given = [key for key in ("answer", "answers") if row.get(key) is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise CaptureError(f"{where}: 'answer' and 'answers' are given, expected one of them")
-    value = row[given[0]]
-    parts = value if isinstance(value, list) else [value]
-    try:
-        texts = [*map(answer_text, parts)]
-    except TextError:
-        texts = []
-    if not texts or not all(text.strip() for text in texts):
+def _labels(values: Mapping[str, Any]) -> dict[str, str | int | float]:
+    return check_labels({name: values[name] for name in LABELS if name in values})
+
+
+def _of_turns(row: Any, number: int, prompt: Mapping[str, Any]) -> Turn:
+    """Return one of the `turns` of a row."""
+    kinds = {key: _KINDS[key] for key in (*_OF_TURN, *LABELS)}
+    with naming(f"turn {number}"):
+        unknown = sorted(row.keys() - kinds) if isinstance(row, dict) else []
+        if unknown or not isinstance(row, dict) or not row.get("question"):
+            shown = reprlib.repr(unknown[0] if unknown else row)
+            close = suggest(unknown[0], kinds) if unknown else ""
+            raise CaptureError(
+                f"{shown} is no turn or no key of one{close}, expected an object with 'question' "
+                f"and any of {', '.join(kinds)}"
+            )
+        turn = _turn({"task": prompt.get("task"), **(values := _values(row, kinds))}, None)
+        return replace(turn, labels=_labels(values))
+
+
+def _turn(values: Mapping[str, Any], content: Any) -> Turn:
+    """Return a question with what belongs to it; content: the prompt, None for its question."""
+    answers = [values[key] for key in ("answer", "answers") if key in values]
+    several = bool(answers) and isinstance(answers[0], list)
+    texts = [*map(answer_text, answers[0] if several else answers[:1])]
+    scorer = values.get("scorer")
+    if len(answers) > 1 or not all(map(str.strip, texts)):
         raise CaptureError(
-            f"{where}: {given[0]} is {_short(value)}, expected text, several or no {given[0]}"
+            f"the answer is {reprlib.repr(texts)}, expected text or several in one of 'answer', "
+            "'answers'"
         )
-    return texts if isinstance(value, list) else texts[0]
+    if scorer is None and isinstance(values.get("answer"), list):
+        kind = _RULER.get(str(values.get("task")).removeprefix("ruler:").partition("_")[0])
+        scorer = kind and f"string_match_{kind}"
+    answer = (texts if several else texts[0]) if answers else None
+    check_answer(answer, scorer)
+    response, prefix = values.get("response"), values.get("answer_prefix")
+    return Turn(
+        question=values["question"] if content is None else content,
+        answer=answer,
+        scorer=scorer,
+        answer_prefix=prefix or "" if content is None else prefix,
+        response=ids_of(response, "response") if isinstance(response, list) else response,
+        max_new_tokens=values.get("max_new_tokens"),
+    )
 
 
-def _scorer(row: dict[str, Any], where: str) -> str | None:
-    """Return the scorer that a row names, or that of its task of RULER."""
-    name, task = row.get("scorer"), str(row.get("task"))
-    if name is None and isinstance(row.get("answer"), list):
-        ruler = {"niah": "all", "vt": "all", "cwe": "all", "fwe": "all", "qa": "part"}
-        kind = ruler.get(task.removeprefix("ruler:").partition("_")[0])
-        return kind and f"string_match_{kind}"
-    if name is not None and name not in SCORERS:
-        try:
-            language_of(name)
-        except TextError as error:
-            raise CaptureError(f"{where}: {error}") from error
-    return name
-
-
-def _is_question(row: dict[str, Any]) -> bool:
-    """Whether the prompt is a question after a context."""
-    return row.get("question") is not None and not _contents(row)
-
-
-def _contents(row: dict[str, Any]) -> list[str]:
-    """Return which of the keys of a prompt a row has; `tokens` can also be their number."""
-    given = [name for name in CONTENT if row.get(name) is not None]
-    return [name for name in given if name != "tokens" or isinstance(row[name], list)]
-
-
-def _content(row: dict[str, Any], where: str) -> PromptLike:
-    if _is_question(row):
-        return str(row["question"])
-    given = _contents(row)
-    if len(given) > 1:
-        raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
-    if not given:
-        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
-    name = given[0]
-    content: PromptLike = row[name]
-    if name == "prompt" and isinstance(content, str):
-        return content
-    if name == "prompt" and isinstance(content, list) and content:
-        name = "messages" if isinstance(content[0], dict) else "tokens"
-    if name == "messages" and isinstance(content, list) and content:
-        for place, message in enumerate(content):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise CaptureError(
-                    f"{where}: message {place} is {_short(message)}, expected an object with "
-                    "'role' and 'content'"
-                )
-        return joined_parts(content, f"{where}: ")
-    if name == "tokens" and content and all(type(token) is int for token in content):
-        return content
-    raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _content(values: Mapping[str, Any]) -> Any:
+    """Return text, messages or token ids of a row; None where it has a question instead."""
+    given = [key for key in CONTENT if key in values and not isinstance(values[key], int)]
+    if len(given) > 1 or not (given or "question" in values):
+        raise CaptureError(
+            f"{' and '.join(given) or 'no prompt'}, expected one of 'prompt' (text), 'messages' (a "
+            "chat), 'tokens' (ids) or 'question'"
+        )
+    content = values[given[0]] if given else None
+    if isinstance(content, list):
+        return joined_parts(content) if is_chat(content) else ids_of(content)
+    return content

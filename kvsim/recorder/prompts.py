@@ -13,18 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, TextError
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
-from kvsim.recorder.tokenization import (
-    chat_text,
-    encoding_notes,
-    need_tokenizer,
-    reasoning_begun,
-    rendered,
-    tokenize,
-)
+from kvsim.recorder.tokenization import encoding_notes, reasoning_begun, rendered, tokenize
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
@@ -143,34 +136,34 @@ def encode(
     token ids; a needle that is not in the prompt once, or with a tokenizer that does not say where
     its tokens are in the text; a context that ends outside the prompt.
     """
-    prompt, context = whole.content, whole.context
-    before = _context_text(prompt, context)
-    if before is not None:
-        prompt = before + str(prompt)
-    text = prompt if isinstance(prompt, str) else None
-    if text is not None and not text.strip():
-        raise CaptureError("the prompt is empty, expected some text")
-    messages, template = _messages(prompt, system=system, chat=chat), template or {}
-    if messages is None and template:
+    prompt, context, template = whole.content, whole.context, template or {}
+    if context is not None and isinstance(prompt, str) != isinstance(context, str):
+        raise CaptureError(
+            f"context is {reprlib.repr(context)}, expected the text before a prompt of text, or "
+            "how many messages or tokens of another prompt"
+        )
+    if isinstance(prompt, str):
+        prompt = f"{context or ''}{prompt}"
+    messages = _messages(prompt, system=system, chat=chat)
+    special = messages is None  # a chat template has put the special tokens in already
+    if messages is not None:
+        text: str | None = rendered(messages, tokenizer, template)
+    elif template:
         raise CaptureError(
             "chat_template_kwargs are given and the prompt is no chat, expected messages, or text "
             "with --chat; leave --chat-template-kwargs out"
         )
-    if messages is not None:
-        reason = "messages" if text is None else "--chat" if chat else "a system message"
-        text = chat_text(messages, tokenizer, reason, template)
-    special = messages is None  # a chat template has put the special tokens in already
+    else:
+        text = prompt if isinstance(prompt, str) else None
     if text is not None and whole.answer_prefix is not None:
         text += "\n" * special + whole.answer_prefix
-    if text is None:
-        ids = ids_of(prompt)
-    else:
-        ids = tokenize(text, tokenizer, special=special, tiny=is_tiny(model))
-    if not ids:
-        raise CaptureError("the prompt has no tokens, expected at least one; give some text")
-    given = None if whole.response is None else response_ids(whole.response, model, tokenizer)
+    if isinstance(prompt, str) and not prompt.strip():
+        raise CaptureError("the prompt is empty, expected some text")
+    ids = token_ids(prompt if text is None else text, model, tokenizer, special=special)
+    response = whole.response
+    given = None if response is None else token_ids(response, model, tokenizer, "response")
     check_ids(ids, given or [], model)
-    texts = {"prompt": (text, ids), "response": (whole.response, given or [])}
+    texts = {"prompt": (text, ids), "response": (response, given or [])}
     notes = [
         note
         for what, (each, tokens) in texts.items()
@@ -182,60 +175,35 @@ def encode(
     if context is not None and text is None:
         context_len = counted_context(context, len(ids), "tokens")
     elif context is not None and text is not None:
-        if isinstance(prompt, str) or messages is None:
-            end = _context_end(str(prompt), len(before or ""), text)
-        else:
-            n = len(messages) - len(prompt)  # a system message that is not counted
-            counted = n + counted_context(context, len(prompt), "messages")
-            end = _messages_end(messages[:counted], text, tokenizer, template)
+        end = _context_end(prompt, context, messages or [], text, tokenizer, template)
         context_len = tokens_before(end, text, tokenizer, special=special)
     opened = "" if text is None else reasoning_begun(text, messages)
     return Encoded(ids, text, messages, spans, given, context_len, notes, opened, template)
 
 
-def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:
-    """Return the text of a context before a text; CaptureError for another kind than fits."""
-    is_text = isinstance(prompt, str)
-    if context is not None and is_text != isinstance(context, str):
-        expected = "text, expected text: what is before it"
-        if not is_text:
-            expected = "no text, expected a number: how many messages or tokens"
-        raise CaptureError(f"context is {reprlib.repr(context)} and the prompt is {expected}")
+def _context_end(
+    prompt: Any,
+    context: str | int,
+    messages: list[dict[str, Any]],
+    text: str,
+    tokenizer: Any,
+    template: Mapping[str, Any],
+) -> int:
+    """Return where the context of a prompt, or of its messages, ends in its rendered text."""
     if isinstance(context, str):
-        if context.strip():
-            return context
-        raise CaptureError("the context is empty, expected the text before the question")
-    return None
-
-
-def _context_end(prompt: str, end: int, text: str) -> int:
-    """Return where the context ends in the rendered text; end: in the prompt, both in characters.
-
-    Templates may strip the prompt.
-    """
-    start = text.rfind(prompt)
-    if start >= 0:
-        return start + end
-    start = text.rfind(prompt.strip())
+        start = text.rfind(prompt.strip())  # templates may strip it
+        length = len(context) - (len(prompt) - len(prompt.lstrip()))
+    else:
+        count = len(messages) - len(prompt)  # a system message that is not counted
+        count += counted_context(context, len(prompt), "messages")
+        beginning = rendered(messages[:count], tokenizer, template, generation=False)
+        start, length = -(not text.startswith(beginning)), len(beginning)
     if start < 0:
         raise CaptureError(
-            "the chat template does not render the prompt as it is, so its context cannot be "
+            "the chat template does not render the context as it does alone, so its end cannot be "
             "found, expected a template that does; give token ids, with context a number"
         )
-    return start + end - (len(prompt) - len(prompt.lstrip()))
-
-
-def _messages_end(
-    context: list[dict[str, Any]], text: str, tokenizer: Any, template: Mapping[str, Any]
-) -> int:
-    """Return where the first messages of a chat end in its rendered text, in characters."""
-    beginning = rendered(context, tokenizer, template, generation=False)
-    if not text.startswith(beginning):
-        raise CaptureError(
-            f"the chat template renders the first {len(context)} messages otherwise where others "
-            "follow, expected a beginning of the whole text; give token ids, with context a number"
-        )
-    return len(beginning)
+    return start + length
 
 
 def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
@@ -257,106 +225,90 @@ def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> No
         )
 
 
-def response_ids(
-    response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any
+def token_ids(
+    content: object,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    what: str = "prompt",
+    *,
+    special: bool = False,
 ) -> list[int]:
-    """Return the token ids of a given response; CaptureError for an empty one."""
-    if not isinstance(response, str):
-        if len(response):
-            return ids_of(response, "response")
-    elif response:
-        need_tokenizer(tokenizer, "text", "one that encodes it", "response")
-        return tokenize(response, tokenizer, special=False, tiny=is_tiny(model))
-    raise CaptureError(
-        "the response is empty, expected text or token ids; leave it out to generate one"
-    )
+    """Return text or token ids as a list of ids; CaptureError for anything else, or none."""
+    if not isinstance(content, str):
+        return ids_of(content, what)
+    ids = tokenize(content, tokenizer, what, special=special, tiny=is_tiny(model))
+    return ids or ids_of(ids, what)
+
+
+def ids_of(content: object, what: str = "prompt") -> list[int]:
+    """Return token ids as a list; CaptureError for anything else, or none."""
+    try:
+        array = np.asarray(content)
+    except (ValueError, TypeError, RuntimeError):
+        array = np.empty((), dtype=object)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    flags = isinstance(content, list | tuple) and bool in {*map(type, content)}
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or flags:
+        raise CaptureError(
+            f"the {what} is {reprlib.repr(content)}, expected some text, a list of chat messages, "
+            "or a list of token ids"
+        )
+    return [int(token) for token in array]
 
 
 def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
     """Return the messages of a chat; None for plain text and for token ids."""
-    if isinstance(prompt, str):
-        if not chat and system is None:
-            return None
-        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(x, Mapping) for x in prompt):
-        messages = joined_parts(prompt)  # type: ignore[arg-type]  # checked above
-    elif system is None:
-        return None
-    else:
-        raise CaptureError(
-            "the prompt is token ids, expected text or messages; leave the system message out"
-        )
+    messages: list[dict[str, Any]] | None = None
+    if is_chat(prompt):
+        messages = joined_parts(cast("Messages", prompt))
+    elif isinstance(prompt, str) and (chat or system is not None):
+        messages = [{"role": "user", "content": prompt}]
     if system is None:
         return messages
-    if any(message.get("role") in _SYSTEM for message in messages):
+    if messages is None or any(message["role"] in _SYSTEM for message in messages):
         raise CaptureError(
-            "the chat has a system message, and another one is given, expected one of them"
+            "a system message is given, and the prompt is token ids or has one, expected text, or "
+            "messages without one; leave the system message out"
         )
     return [{"role": "system", "content": system}, *messages]
 
 
-def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
-    """Return the messages, with lists of text parts joined to text.
+def is_chat(content: object) -> bool:
+    """Return whether a prompt is chat messages."""
+    some = isinstance(content, Sequence) and not isinstance(content, str) and bool(content)
+    return some and all(isinstance(each, Mapping) for each in cast("Messages", content))
 
-    The missing content of a message that calls tools is left to the template. where: the beginning
-    of an error message. Raises CaptureError for a part that is not text, and for other or no
-    content.
+
+def joined_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages of a chat, with lists of text parts joined to text.
+
+    The missing content of a message that calls tools is left to the template. CaptureError for one
+    without a role, and for other content.
     """
     joined = []
     for place, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list | tuple):
-            texts = [_text_of(part, f"{where}message {place}") for part in content]
-            joined.append({**message, "content": "".join(texts)})
-        elif content is None and not message.get("tool_calls"):
+            parts = [x if isinstance(x, Mapping) else {} for x in content]
+            texts = [x.get("text") for x in parts if x.get("type") == "text"]
+            whole = len(texts) == len(parts) and all(isinstance(x, str) for x in texts)
+            content = "".join(map(str, texts)) if whole else parts
+        fits = isinstance(content, str) or (content is None and message.get("tool_calls"))
+        if not fits or not isinstance(message.get("role"), str):
             raise CaptureError(
-                f"{where}message {place} has no content, expected text or a list of text parts; "
-                "only a message with tool_calls may have none"
+                f"message {place} is {reprlib.repr(dict(message))}, expected a 'role', and a "
+                "'content' that is text or a list of {'type': 'text', 'text': '...'}; only one "
+                "with tool_calls may have none"
             )
-        elif isinstance(content, str | None):
-            joined.append(dict(message))
-        else:
-            raise CaptureError(
-                f"{where}content of message {place} is {type(content).__name__}, expected text or "
-                "a list of text parts"
-            )
+        joined.append({**message, "content": content} if content is not None else {**message})
     return joined
-
-
-def _text_of(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
-    if not isinstance(text, str):
-        raise CaptureError(
-            f"{where} has a part of type {kind!r}, expected only text parts, such as "
-            "{'type': 'text', 'text': '...'}; leave the others out"
-        )
-    return text
-
-
-def ids_of(prompt: object, what: str = "prompt") -> list[int]:
-    """Return token ids as a list; CaptureError for anything else, or none."""
-    try:
-        array = np.asarray(prompt)
-    except (ValueError, TypeError, RuntimeError):
-        array = np.empty((), dtype=object)
-    if array.size == 0:
-        raise CaptureError("the prompt is empty, expected text, chat messages or token ids")
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise CaptureError(
-            f"the {what} is {type(prompt).__name__} of shape {array.shape} and {array.dtype}, "
-            "expected text, a list of chat messages, or a list of token ids"
-        )
-    return [int(token) for token in array]
 
 
 def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     """Return the length in tokens of a text or a chat, as `encode` encodes it."""
     messages = _messages(prompt, system=None, chat=False)
-    chat = messages or []
-    text = prompt if isinstance(prompt, str) else chat_text(chat, tokenizer, "messages", {})
+    text = str(prompt) if messages is None else rendered(messages, tokenizer, {})
     return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
 
 
@@ -375,12 +327,13 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 @contextmanager
-def naming(prompt: Prompt) -> Iterator[None]:
-    """Name a prompt in a CaptureError on it."""
+def naming(place: Prompt | str) -> Iterator[None]:
+    """Begin an error on a prompt with what it is of."""
     try:
         yield
-    except CaptureError as error:
-        raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
+    except (CaptureError, TextError) as error:
+        name = f"prompt {place.id!r}" if isinstance(place, Prompt) else place
+        raise CaptureError(f"{name}: {error}") from error
 
 
 def file_name(prompt_id: str) -> str:

@@ -128,7 +128,7 @@ def _turn(tokenizer: Any) -> str:
     """Return the text of a chat template between a user's message and its response."""
     marker = "\N{SECTION SIGN}" * 3
     try:
-        text = rendered([{"role": "user", "content": marker}], tokenizer, {}, generation=True)
+        text = rendered([{"role": "user", "content": marker}], tokenizer, {})
     except CaptureError:
         return "\n"
     return text.rpartition(marker)[2] if marker in text else "\n"

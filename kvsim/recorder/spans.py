@@ -15,11 +15,8 @@ Span = tuple[int, int]
 Needle = str | Sequence[str] | Sequence[Sequence[int]]
 
 
-def check_needle(needle: Any, where: str = "") -> tuple[str, ...] | tuple[Span, ...]:
-    """Return a needle as several; raise CaptureError for anything else than texts or spans.
-
-    where: the beginning of an error message.
-    """
+def needle_parts(needle: Any) -> tuple[str, ...] | tuple[Span, ...]:
+    """Return a needle as several; raise CaptureError for anything else than texts or spans."""
     parts = [needle] if isinstance(needle, str) else needle
     if isinstance(parts, list | tuple):
         if all(isinstance(part, str) and part.strip() for part in parts):
@@ -30,8 +27,8 @@ def check_needle(needle: Any, where: str = "") -> tuple[str, ...] | tuple[Span, 
         ):
             return tuple((start, end) for start, end in parts)
     raise CaptureError(
-        f"{where}needle is {reprlib.repr(needle)}, expected a text that is in the prompt, a list "
-        "of such texts, or for token ids a list of [start, end]"
+        f"needle is {reprlib.repr(needle)}, expected a text that is in the prompt, a list of such "
+        "texts, or for token ids a list of [start, end]"
     )
 
 
@@ -44,21 +41,16 @@ def located(
     special tokens. Raises CaptureError for a text that the prompt has not once, a span outside it,
     one kind of needle in the other kind of prompt, or a tokenizer without offsets.
     """
-    parts = check_needle(needle)
+    parts = needle_parts(needle)
     texts = [part for part in parts if isinstance(part, str)]
-    if parts and (text is None) == bool(texts):
-        given, expected = ("token ids", "spans [start, end]") if texts else ("text", "text too")
+    spans = [part for part in parts if not isinstance(part, str)]
+    outside = any(not 0 <= start < end <= n_tokens for start, end in spans)
+    if (texts if text is None else spans) or outside:
         raise CaptureError(
-            f"needle is {reprlib.repr(needle)} and the prompt is {given}, expected {expected}"
+            f"needle is {reprlib.repr(needle)}, expected texts in a prompt of text, or of token "
+            f"ids spans [start, end] within the {n_tokens} tokens of the prompt"
         )
     if text is None or not texts:
-        spans = [part for part in parts if not isinstance(part, str)]
-        for start, end in spans:
-            if not 0 <= start < end <= n_tokens:
-                raise CaptureError(
-                    f"needle has the span [{start}, {end}], expected start < end within the "
-                    f"{n_tokens} tokens of the prompt"
-                )
         return spans
     places = offsets(text, tokenizer, special=special)
     return [_tokens_of(each, text, places) for each in texts]
@@ -107,17 +99,11 @@ def tokens_before(end: int, text: str, tokenizer: Any, *, special: bool) -> int:
 def _tokens_of(needle: str, text: str, places: Sequence[Span]) -> Span:
     """Return the tokens that have a character of a text that is in another one once."""
     first, again = text.find(needle), text.find(needle, text.find(needle) + 1)
-    if first < 0 or again >= 0:
-        times = "more than once" if first >= 0 else "not"
-        raise CaptureError(
-            f"needle {reprlib.repr(needle)} is {times} in the prompt, expected once; give a text "
-            "that is there once, as the chat template renders it"
-        )
     stop = first + len(needle)
     at = [i for i, (start, end) in enumerate(places) if start < min(end, stop) and end > first]
-    if not at:
+    if first < 0 or again >= 0 or not at:
         raise CaptureError(
-            f"no token of the prompt has a character of needle {reprlib.repr(needle)}, expected "
-            "one; give a text that the tokenizer keeps"
+            f"needle {reprlib.repr(needle)} is {'more than once' if again >= 0 else 'not'} in the "
+            "prompt, expected once; give a text that is there once, as the chat template renders it"
         )
     return at[0], at[-1] + 1

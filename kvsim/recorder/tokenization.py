@@ -14,7 +14,7 @@ from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, error_line
 from kvsim.schema import first_of, object_at
-from kvsim.text.answers import REASONING, final_part, open_reasoning
+from kvsim.text.answers import REASONING, open_reasoning
 
 _SHOWN_WORDS = 8
 _SHOWN_CHARACTERS = 24
@@ -28,21 +28,23 @@ _CODE = ("'type': 'text'", '"type": "text"')
 _CALL = ("truncation", "padding")
 
 
-def need_tokenizer(tokenizer: Any, prompt: str, expected: str, what: str = "prompt") -> None:
-    """Raise CaptureError without a tokenizer; prompt: the kind of the prompt, in words."""
+def need_tokenizer(tokenizer: Any, what: str = "prompt") -> None:
+    """Raise CaptureError without a tokenizer."""
     if tokenizer is None:
         raise CaptureError(
-            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put its "
-            "files into the model's folder, or give token ids (`tokens` in a file of prompts)"
+            f"the {what} is text or a chat, and there is no tokenizer, expected one; put its files "
+            "into the model's folder, or give token ids (`tokens` in a file of prompts)"
         )
 
 
-def tokenize(text: str, tokenizer: Any, *, special: bool, tiny: bool) -> list[int]:
+def tokenize(
+    text: str, tokenizer: Any, what: str = "prompt", *, special: bool, tiny: bool
+) -> list[int]:
     """Return the token ids of a text; CaptureError for words that the tokenizer does not know.
 
     special: whether the tokenizer adds its special tokens. tiny: advice for the shipped models.
     """
-    need_tokenizer(tokenizer, "text", "one that encodes it")
+    need_tokenizer(tokenizer, what)
     ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     if unknown := _unknown_words(text, ids, tokenizer):
         advice = (
@@ -121,68 +123,55 @@ def _normalised(text: str, tokenizer: Any) -> str:
     return (text if normalizer is None else str(normalizer.normalize_str(text))).rstrip()
 
 
-def chat_text(
-    messages: list[dict[str, Any]], tokenizer: Any, reason: str, template: Mapping[str, Any]
-) -> str:
-    """Return the text of a chat. reason: why the prompt is a chat, for errors."""
-    need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
-    if not getattr(tokenizer, "chat_template", None):
-        text = "give text instead of messages" if reason == "messages" else f"leave {reason} out"
-        raise CaptureError(
-            f"the prompt is a chat ({reason}), and the tokenizer ({type(tokenizer).__name__}) has "
-            "no chat template, expected one, as instruction-tuned models have; give such a model, "
-            f"or {text}"
-        )
-    return rendered(messages, tokenizer, template, generation=True)
-
-
 def rendered(
     messages: list[dict[str, Any]],
     tokenizer: Any,
     template: Mapping[str, Any],
     *,
-    generation: bool,
+    generation: bool = True,
 ) -> str:
-    """Return the text of messages, with the beginning of the response, or a last one left open.
+    """Return the text of a chat, with the beginning of the response, or a last one left open.
 
     Messages whose text the template leaves out, or all if it refuses text, are given as lists of
-    parts. Raises CaptureError if it refuses those, too, or leaves a message out.
+    parts. Raises CaptureError without a template, if it refuses those, too, or leaves one out.
     """
+    need_tokenizer(tokenizer)
+    if not getattr(tokenizer, "chat_template", None):
+        raise CaptureError(
+            f"the prompt is a chat, and the tokenizer ({type(tokenizer).__name__}) has no chat "
+            "template, expected one, as instruction-tuned models have; give such a model, or text "
+            "without --chat and --system"
+        )
     goes_on = generation and messages[-1].get("role") == "assistant"
     options = {**template, "tokenize": False, "continue_final_message": goes_on}
     options["add_generation_prompt"] = generation and not goes_on
     texts = {n: x["content"] for n, x in enumerate(messages) if isinstance(x.get("content"), str)}
-    marked = {n: f"kvsim-{n} {text} kvsim-{n}" for n, text in texts.items()}
-    lost, first = list[int](), ""
+    marks = {n: f"kvsim-{n}-text" for n in texts}
+    in_parts, first = list[int](), ""
 
     def apply(contents: Mapping[int, str]) -> str:
         given = [dict(each) for each in messages]
         for n, text in contents.items():
-            given[n]["content"] = [{"type": "text", "text": text}] if n in lost else text
+            given[n]["content"] = [{"type": "text", "text": text}] if n in in_parts else text
         return str(tokenizer.apply_chat_template(given, **options))
-
-    def lacks(number: int, trial: str) -> bool:
-        if messages[number].get("tool_calls"):
-            return False
-        whole = marked[number]
-        part = final_part(whole) if messages[number].get("role") == "assistant" else whole
-        forms = trial, part, json.dumps(part, ensure_ascii=False)[1:-1]
-        # some templates take a switch of reasoning out of the text
-        shown, *given = (" ".join(re.sub(r"/(no_?)?think\b", " ", x).split()) for x in forms)
-        code = number in lost and any(form in trial for form in _CODE)
-        return code or not any(form in shown for form in given)
 
     for _ in range(2):
         try:
-            text, trial = apply(texts), apply(marked)
-            lost = [n for n in texts if lacks(n, trial)]
+            trial = apply(marks)
+            shows_code = any(form in trial for form in _CODE)
+            lost = [
+                n
+                for n, mark in marks.items()
+                if (mark not in trial or (n in in_parts and shows_code))
+                and not messages[n].get("tool_calls")
+            ]
             if not lost:
-                return text
+                return apply(texts)
             reason = f"leaves out the text of message {lost[0]} ({messages[lost[0]].get('role')})"
         except (TemplateError, TypeError, ValueError) as error:
             # unknown roles, or content of another kind
             lost, reason = [*texts], f"refuses the messages ({error_line(error)})"
-        first = first or reason
+        in_parts, first = lost, first or reason
     raise CaptureError(
         f"the tokenizer's chat template {first}, expected roles and content that it accepts; see "
         "the template, or leave --system out"

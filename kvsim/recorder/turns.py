@@ -14,18 +14,10 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.answers import reasoning_notes
 from kvsim.recorder.facts import check_labels
 from kvsim.recorder.generation import WHOLE, continues
-from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import fitting_tokens
-from kvsim.recorder.prompts import (
-    Encoded,
-    Prompt,
-    Turn,
-    check_ids,
-    ids_of,
-    response_ids,
-)
-from kvsim.recorder.tokenization import reasoning_begun, rendered, response_text, tokenize
+from kvsim.recorder.prompts import Encoded, Prompt, Turn, check_ids, naming, token_ids
+from kvsim.recorder.tokenization import reasoning_begun, rendered, response_text
 from kvsim.schema import Spans
 from kvsim.text.answers import text_check
 
@@ -60,69 +52,66 @@ def encode_turns(
     unknown ids or words; more tokens than the model's context. TextError for a scorer that is not
     of free text.
     """
-    if not all(isinstance(turn, Turn) for turn in whole.turns):
+    turns = whole.turns
+    asked: tuple[Prompt | Turn, ...] = (whole, *turns)
+    alike = all(isinstance(turn, Turn) for turn in turns)
+    if not alike or len({each.response is None for each in asked}) > 1:
         raise CaptureError(
-            f"turns are {reprlib.repr(whole.turns)}, expected a list of kvsim.recorder.Turn"
+            f"turns are {reprlib.repr(turns)}, expected a list of kvsim.recorder.Turn, with "
+            "responses to all of them and to the prompt, or to none"
         )
-    answers = [(whole.answer, whole.scorer), *((x.answer, x.scorer) for x in whole.turns)]
-    for answer, scorer in answers if whole.turns else ():
-        text_check("", answer or "", scorer)
-    given = {turn.response is not None for turn in whole.turns}
-    if given - {whole.response is not None}:
-        raise CaptureError(
-            "responses of some turns are given and of others not, expected all or none of them"
-        )
+    for each in asked if turns else ():
+        text_check("", each.answer or "", each.scorer)
     out: list[EncodedTurn] = []
     messages, text, prefix = encoded.messages, encoded.text, whole.answer_prefix
-    for number, turn in enumerate(whole.turns, start=2):
-        question: Any = turn.question
-        check_labels(turn.labels, f"turn {number}: ")
-        fits = isinstance(question, str) == (text is not None)
-        if not fits or (hasattr(question, "__len__") and not len(question)):
-            kind = "token ids" if text is None else "text"
-            raise CaptureError(
-                f"turn {number} has the question {reprlib.repr(question)}, expected {kind}, as the "
-                "prompt is"
-            )
-        if isinstance(question, str) and text is not None:
-            if messages is not None:
-                last = messages[-1]
-                begun = last["content"] if last.get("role") == "assistant" else ""
-                messages = [
-                    *messages[: len(messages) - bool(begun)],
-                    {"role": "assistant", "content": f"{begun}{prefix or ''}{_ANSWER}"},
-                    {"role": "user", "content": question},
-                ]
-                whole_text = rendered(messages, tokenizer, encoded.template, generation=True)
-                question = _after(text + _ANSWER, whole_text)
-            prefix = turn.answer_prefix
-            if prefix is not None:
-                question += "\n" * (messages is None) + prefix
-            text += _ANSWER + question
-            opened = reasoning_begun(text, messages)
-            ids = tokenize(question, tokenizer, special=False, tiny=is_tiny(model))
-        else:
-            ids, opened = ids_of(question, "question"), ""
-        response = [] if turn.response is None else response_ids(turn.response, model, tokenizer)
-        own = turn.max_new_tokens or whole.max_new_tokens
-        most = longest if longest is not None else own or Options().longest
-        if not ids or type(most) is not int or most < 1:
-            what = "a question without tokens" if not ids else "no tokens for its answer"
-            raise CaptureError(f"turn {number} has {what}, expected some; give at least one")
-        out.append(EncodedTurn(ids, response, most, opened))
+    for number, turn in enumerate(turns, start=2):
+        with naming(f"turn {number}"):
+            check_labels(turn.labels)
+            question: Any = turn.question
+            if isinstance(question, str) != (text is not None) or question == "":
+                raise CaptureError(
+                    f"the question is {reprlib.repr(question)}, expected some text after text, "
+                    "and token ids after token ids"
+                )
+            opened = ""
+            if text is not None:
+                before = text + _ANSWER
+                if messages is None:
+                    text = before + question
+                else:
+                    messages = _next(messages, (prefix or "") + _ANSWER, question)
+                    text = rendered(messages, tokenizer, encoded.template)
+                if not text.startswith(before):
+                    raise CaptureError(
+                        "the chat template renders a turn otherwise where another turn follows it, "
+                        "expected the beginning of the whole text; leave --chat out, or give token "
+                        "ids"
+                    )
+                prefix = turn.answer_prefix
+                if prefix is not None:
+                    text += "\n" * (messages is None) + prefix
+                question, opened = text[len(before) :], reasoning_begun(text, messages)
+            ids = token_ids(question, model, tokenizer, "question")
+            response = []
+            if turn.response is not None:
+                response = token_ids(turn.response, model, tokenizer, "response")
+            own = turn.max_new_tokens or whole.max_new_tokens
+            most = longest if longest is not None else own or Options().longest
+            if type(most) is not int or most < 1:
+                raise CaptureError(f"its answer has {most} tokens, expected at least 1")
+            out.append(EncodedTurn(ids, response, most, opened))
     later = [token for each in out for token in (*each.ids, *each.response)]
     check_ids(encoded.ids, [*(encoded.response or []), *later] if out else [], model)
     return out
 
 
-def _after(beginning: str, text: str) -> str:
-    """Return what a chat template puts behind an answer, up to the beginning of the next one."""
-    if not text.startswith(beginning):
-        raise CaptureError(
-            "the chat template renders a turn otherwise where another turn follows it, expected "
-            "the beginning of the whole text; leave --chat out, or give token ids"
-        )
-    return text[len(beginning) :]
+def _next(messages: list[dict[str, Any]], answer: str, question: str) -> list[dict[str, Any]]:
+    """Return a chat with an answer, which may be begun, and the next question."""
+    if messages[-1]["role"] == "assistant":
+        *messages, begun = messages
+        answer = (begun.get("content") or "") + answer
+    new = {"assistant": answer, "user": question}
+    return [*messages, *({"role": role, "content": text} for role, text in new.items())]
 
 
 def fitting_turns(

@@ -54,7 +54,7 @@ def test_the_command_line_has_the_same_options():
         ({"stop": None}, "stop is None, expected text that is not empty"),
         ({"labels": ["a"]}, "labels are ..a.., expected names with values"),
         ({"stop": "w1"}, "stop is text, and there is no tokenizer"),
-        ({"system": "w1"}, "token ids, expected text or messages; leave the system message out"),
+        ({"system": "w1"}, "the prompt is token ids .*leave the system message out"),
         ({"overwrite": True, "resume": True}, "overwrite and resume are both given"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0, 4]}, "the model has no layer 4, expected numbers from 0 to 3"),

@@ -148,8 +148,8 @@ def test_files_without_prompts_of_their_own_names(tmp_path):
     [
         ("", "the prompt is empty"),
         ("  \n", "the prompt is empty"),
-        ([], "the prompt is empty"),
-        (torch.zeros(0, dtype=torch.long), "the prompt is empty"),
+        ([], r"the prompt is \[\]"),
+        (torch.zeros(0, dtype=torch.long), "the prompt is tensor"),
         ("w1 hello w2 world hello", "does not know 'hello', 'world', expected words"),
         ([1, 64], "token id 64 is not in the model's vocabulary, expected 0 to 63"),
         ([-1], "token id -1"),
