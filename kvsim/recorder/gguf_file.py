@@ -7,9 +7,11 @@ tensors, sizes of blocks and the values of quantised weights are as in the packa
 from __future__ import annotations
 
 import math
+import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,10 +56,6 @@ _OPTIONAL = ("attention.head_count_kv", "rope.freq_base", "vocab_size")
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-class UnusableError(ValueError):
-    """A complete file of another kind of model."""
-
-
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A tensor as it is stored: the name of its type, its shape, its rows as bytes [rows, m]."""
@@ -67,24 +65,16 @@ class StoredTensor:
     data: NDArray[np.uint8]
 
     def values(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows as float32 [len(rows), columns], dequantised by the package `gguf`."""
+        """Return rows, all in this order, as float32 of the shape, dequantised by `gguf`."""
         from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415  an extra
 
         with np.errstate(all="ignore"):  # a scale of a damaged file may be infinite
             values = dequantize(self.data[rows], GGMLQuantizationType[self.kind])
-        return np.asarray(values, "<f4")
+        return np.asarray(values, "<f4").reshape(self.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A parameter of the model: the rows of a tensor, in the order of transformers."""
-
-    tensor: StoredTensor
-    rows: NDArray[np.int64]
-
-    def values(self) -> NDArray[np.float32]:
-        """Return the rows as little-endian float32 [rows, columns]."""
-        return self.tensor.values(self.rows)
+#: Returns a parameter of the model, with the rows of its tensor in the order of transformers.
+Weight = Callable[[], NDArray[np.float32]]
 
 
 class _Bytes:
@@ -127,10 +117,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415  an extra
 
     source = _Bytes(np.memmap(path, np.uint8, "r").data)
-    source.take(len(MAGIC))
-    (version,) = source.numbers("I")
-    if version not in _VERSIONS:
-        raise ValueError(f"its version is {version}, expected {' or '.join(map(str, _VERSIONS))}")
+    magic, (version,) = bytes(source.take(len(MAGIC))), source.numbers("I")
+    if magic != MAGIC or version not in _VERSIONS:
+        raise ValueError(f"it begins with {magic!r} and version {version}, no known GGUF file")
     n_tensors, n_fields = source.numbers("Q", 2)
     fields: dict[str, Any] = {}
     for _ in range(n_fields):
@@ -161,25 +150,21 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
-    """Return a value of the metadata. Raises UnusableError for one that is missing or no `kind`."""
+    """Return a value of the metadata. Raises TypeError for one that is missing or no `kind`."""
     value = fields.get(key, default)
     if not isinstance(value, kind):
-        found = "missing" if value is None else f"of type {type(value).__name__}"
-        raise UnusableError(f"{key} is {found}, expected {kind.__name__}; convert the model again")
+        raise TypeError(f"{key} is {reprlib.repr(value)}, expected {kind.__name__}")
     return value
 
 
 def configuration(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return the configuration of transformers for a file.
 
-    Raises UnusableError for an unknown architecture, and for metadata that would have no effect.
+    Raises ValueError for an unknown architecture, and for metadata that would have no effect.
     """
     name = field(fields, "general.architecture", str)
     if name not in ARCHITECTURES:
-        raise UnusableError(
-            f"its architecture is {name}, expected {', '.join(ARCHITECTURES)}; "
-            "give the model as a folder with safetensors"
-        )
+        raise ValueError(f"its architecture is {name}")
     own = {
         key.removeprefix(f"{name}."): x for key, x in fields.items() if key.startswith(f"{name}.")
     }
@@ -191,10 +176,7 @@ def configuration(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     sizes = {field(own, key, int) for key in _HEAD if key in own}
     if others or len(sizes) > 1:
         shown = ", ".join(f"{name}.{key}" for key in others) or "heads of several sizes"
-        raise UnusableError(
-            f"it has {shown}, expected a plain {name} model; "
-            "give the model as a folder with safetensors"
-        )
+        raise ValueError(f"it has {shown}, expected a plain {name} model")
     config: dict[str, Any] = {
         "model_type": name,
         "dtype": "float32",
@@ -222,16 +204,14 @@ def configuration(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 def weights(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Weight]:
     """Return the parameters of the model by their names in transformers.
 
-    Raises UnusableError unless the file has exactly these, in the shapes of the configuration.
+    Raises ValueError unless the file has exactly these, in the shapes of the configuration.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map  # noqa: PLC0415  an extra
 
     name, layers = config["model_type"], config["num_hidden_layers"]
     blocks = {part[1] for each in tensors if (part := each.split("."))[0] == "blk"}
     if len(blocks) != layers:
-        raise UnusableError(
-            f"block_count is {layers}, expected the {len(blocks)} of its tensors; download it again"
-        )
+        raise ValueError(f"block_count is {layers}, expected the {len(blocks)} of its tensors")
     with torch.device("meta"):  # layers of these architectures have equal shapes
         config_of_one = AutoConfig.for_model(**{**config, "num_hidden_layers": 1})
         model = AutoModelForCausalLM.from_config(config_of_one)
@@ -249,17 +229,16 @@ def weights(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> d
     stored = {each: tensor.shape for each, tensor in tensors.items()}
     wrong = {each: shape for each, (_, shape) in expected.items()}.items() ^ stored.items()
     if differing := sorted({each for each, _ in wrong}):
-        raise UnusableError(
+        raise ValueError(
             f"{len(differing)} of its weights are missing, more, or of other shapes "
-            f"({first_of(differing)}), expected those of a {name} model with its metadata; "
-            "download it again, or give the model as a folder with safetensors"
+            f"({first_of(differing)})"
         )
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    parts = {}
+    parts: dict[str, Weight] = {}
     for each, (ours, _) in expected.items():
         rows = np.arange(len(tensors[each].data))
         count = heads.get(each.split(".")[-2]) if name == "llama" else None
         if count:  # the two halves of a head are interleaved, as llama.cpp rotates them
             rows = rows.reshape(count, -1, 2).swapaxes(1, 2).ravel()
-        parts[ours] = Weight(tensors[each], rows)
+        parts[ours] = partial(tensors[each].values, rows)
     return parts

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InOrder
 from tokenizers.processors import TemplateProcessing
 
-from kvsim.recorder.gguf_file import SPECIAL, UnusableError, field
+from kvsim.recorder.gguf_file import SPECIAL, field
 from kvsim.schema import visible
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -51,19 +51,15 @@ _LONGEST = 1000
 def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer of a file, and the settings that transformers has next to it.
 
-    Raises UnusableError for a file without one or with one of another kind.
+    Raises ValueError for a file without one or with one of another kind.
     """
     if "tokenizer.ggml.tokens" not in fields:
-        raise UnusableError(
-            "it has no tokenizer, expected the file of a language model; convert it with its "
-            "tokenizer, or give a folder with safetensors"
-        )
+        raise ValueError("it has no tokenizer")
     tokens = _strings(fields, "tokenizer.ggml.tokens")
     ids = {token: at for at, token in enumerate(tokens)}
     if len(ids) < len(tokens) or max(map(len, tokens), default=0) > _LONGEST:
-        raise UnusableError(
-            f"its tokenizer has a token twice or one of more than {_LONGEST} characters, expected "
-            "each once and shorter; convert it again"
+        raise ValueError(
+            f"its tokenizer has a token twice, or one of more than {_LONGEST} characters"
         )
     special = {}
     for ours, theirs in SPECIAL.items():
@@ -76,9 +72,9 @@ def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     elif kind == "llama":
         backend = _sentencepiece(fields, ids, special["unk"])
     else:
-        raise UnusableError(
+        raise ValueError(
             f"its tokenizer is {kind!r} with words as in {words!r}, expected 'llama', or 'gpt2' "
-            f"with words as in {', '.join(_WORDS)}; give the model as a folder with safetensors"
+            f"with words as in {', '.join(_WORDS)}"
         )
     types = field(fields, "tokenizer.ggml.token_type", list, [])
     for token, number in zip(tokens, types, strict=False):
@@ -106,10 +102,7 @@ def _byte_level(
     for merge in _strings(fields, "tokenizer.ggml.merges"):
         pair = merge.split(" ")
         if len(pair) != 2 or not ids.keys() >= {*pair, "".join(pair)}:
-            raise UnusableError(
-                f"its tokenizer merges {visible(merge)!r}, expected two tokens of its vocabulary "
-                "that make a third; download it again"
-            )
+            raise ValueError(f"its tokenizer merges {visible(merge)!r}, no two tokens of it")
         merges.append((pair[0], pair[1]))
     backend = Tokenizer(BPE(ids, merges, unk_token=unknown, ignore_merges=words in _WHOLE))
     splits: list[Any] = [Split(Regex(each), "isolated") for each in _WORDS[words]]
@@ -144,5 +137,5 @@ def _sentencepiece(
 def _strings(fields: Mapping[str, Any], key: str) -> Sequence[str]:
     values = field(fields, key, list)
     if not all(isinstance(value, str) for value in values):
-        raise UnusableError(f"{key} has other values than text, expected text; download it again")
+        raise ValueError(f"{key} has other values than text")
     return values

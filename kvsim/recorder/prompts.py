@@ -251,7 +251,7 @@ def ids_of(content: object, what: str = "prompt") -> list[int]:
     flags = isinstance(content, list | tuple) and bool in {*map(type, content)}
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or flags:
         raise CaptureError(
-            f"the {what} is {reprlib.repr(content)}, expected some text, a list of chat messages, "
+            f"the {what} is {reprlib.repr(content)}, expected text, a list of chat messages, "
             "or a list of token ids"
         )
     return [int(token) for token in array]
