@@ -25,16 +25,16 @@ import string
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import pi
-from typing import Any
 
 from kvsim.errors import TextError
 from kvsim.text.haystack import draw, prose
+from kvsim.text.tasks import CountTokens, Sample
 
-__all__ = ["RULER", "RulerSample", "ruler_sample"]
+__all__ = ["RULER", "ruler_sample"]
 
 #: Of each task of needles: haystack, kind of keys and of values, and how many keys, values of a
 #: key, and keys that are asked for.
@@ -57,50 +57,9 @@ _COLOURS = ("red", "blue", "green", "black", "white", "silver", "brown", "grey")
 _DEPTHS = 40  # places of needles in prose, from its beginning to its end
 
 
-@dataclass(frozen=True)
-class RulerSample:
-    """A prompt of RULER.
-
-    Attributes:
-        task: one of `RULER`.
-        length: the requested length in tokens, of prompt and response.
-        tokens: those of the plain prompt.
-        context: the text before the question.
-        question: the question.
-        answer_prefix: the beginning of the answer.
-        answers: the right answers, of which a response has a share.
-        max_new_tokens: tokens of the response.
-    """
-
-    task: str
-    length: int
-    tokens: int
-    context: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    max_new_tokens: int
-    depth: None = None
-
-    @property
-    def prompt(self) -> str:
-        """The plain prompt."""
-        return f"{self.context}{self.question}\n{self.answer_prefix}"
-
-    def row(self, name: str, *, split: bool = False) -> dict[str, Any]:
-        """Return the sample as a line of a prompt file, which says where the context ends."""
-        return {
-            "id": name,
-            **{x: getattr(self, x) for x in ("context", "question", "answer_prefix")},
-            "answer": list(self.answers),
-            "scorer": "string_match_all",
-            **{x: getattr(self, x) for x in ("max_new_tokens", "task", "length", "tokens")},
-        }
-
-
 def ruler_sample(
-    seed: int, index: int, count_tokens: Callable[[str], int], *, task: str, length: int
-) -> RulerSample:
+    seed: int, index: int, count_tokens: CountTokens, *, task: str, length: int
+) -> Sample:
     """Draw a prompt.
 
     Args:
@@ -116,27 +75,31 @@ def ruler_sample(
     if task not in RULER:
         raise TextError(f"task is {task!r}, expected one of {', '.join(RULER)}")
     rng = random.Random(f"{seed} ruler {task} {length} {index}")
-    least, most, build = _MAKERS[task.partition("_")[0]](rng, task, length)
+    maker, new_tokens = _MAKERS[task.partition("_")[0]]
+    least, most, parts = maker(rng, length, *_NEEDLES.get(task, ()))
+    room = length - new_tokens
 
-    def too_long(units: int) -> bool:
-        drawn = build(units)
-        return count_tokens(drawn.prompt) + drawn.max_new_tokens > length
+    def build(units: int) -> Sample:
+        context, question, prefix, answers = parts(units)
+        more = (), None, prefix, new_tokens
+        return Sample(task, length, 0, None, context, question, answers, *more)
 
-    units = bisect_left(range(least, most + 1), x=True, key=too_long) + least - 1
-    while units > least and too_long(units):  # a place or a word more can take fewer tokens
+    def tokens(units: int) -> int:
+        return count_tokens(build(units).prompt)
+
+    units = bisect_left(range(least, most + 1), x=True, key=lambda n: tokens(n) > room) + least - 1
+    while units > least and tokens(units) > room:  # a place or a word more can take fewer tokens
         units -= 1
     if units < least:
-        drawn = build(least)
-        shortest = count_tokens(drawn.prompt) + drawn.max_new_tokens
+        shortest = tokens(least) + new_tokens
         raise TextError(f"length is {length}, expected at least {shortest} for {task}")
-    drawn = build(units)
-    tokens = count_tokens(drawn.prompt)
+    drawn = replace(build(units), tokens=tokens(units))
     if units == most:
         raise TextError(
-            f"length is {length}, expected at most {tokens + drawn.max_new_tokens}: Python's "
+            f"length is {length}, expected at most {drawn.tokens + new_tokens}: Python's "
             "documentation has no more prose or words"
         )
-    return replace(drawn, tokens=tokens)
+    return drawn
 
 
 @cache
@@ -162,12 +125,23 @@ def _inserted(rng: random.Random, lines: list[str], new: Sequence[str]) -> list[
     return [next(added if i in chosen else rest) for i in range(len(lines) + len(new))]
 
 
+#: Context, question, beginning of the answer, and answers.
+_Parts = tuple[str, str, str, tuple[str, ...]]
+
 #: The fewest and the most lines or words of filler, and what builds the prompt with so many.
-_Made = tuple[int, int, Callable[[int], RulerSample]]
+_Made = tuple[int, int, Callable[[int], _Parts]]
 
 
-def _niah(rng: random.Random, task: str, length: int) -> _Made:
-    haystack, key_kind, value_kind, n_keys, n_values, n_asked = _NEEDLES[task]
+def _niah(
+    rng: random.Random,
+    length: int,
+    haystack: str,
+    key_kind: str,
+    value_kind: str,
+    n_keys: int,
+    n_values: int,
+    n_asked: int,
+) -> _Made:
     keys: dict[str, list[str]] = {}
     while len(keys) < n_keys:
         keys[_drawn(rng, key_kind)] = [_drawn(rng, value_kind) for _ in range(n_values)]
@@ -194,7 +168,7 @@ def _niah(rng: random.Random, task: str, length: int) -> _Made:
             decoys += [] if key in keys else [fact(key, _drawn(rng, value_kind))]
     place = rng.random()
 
-    def build(n: int) -> RulerSample:
+    def build(n: int) -> _Parts:
         if filler is not None:
             pairs = [(d / (_DEPTHS - 1), each) for d, each in zip(depths, facts, strict=True)]
             text = filler.last_words(n).text(pairs)
@@ -210,12 +184,12 @@ def _niah(rng: random.Random, task: str, length: int) -> _Made:
         question = f"What {be} {all_of}{mentioned}?"
         answers = tuple(value for key in asked for value in keys[key])
         prefix = f"{mentioned[0].upper()}{mentioned[1:]} {be}"
-        return RulerSample(task, length, 0, context, question, prefix, answers, 128)
+        return context, question, prefix, answers
 
     return 1, most, build
 
 
-def _vt(rng: random.Random, task: str, length: int) -> _Made:
+def _vt(rng: random.Random, length: int) -> _Made:
     def chain(letters: int) -> tuple[list[str], list[str], str]:
         names = dict[str, None]()
         while len(names) < 5:
@@ -243,16 +217,15 @@ def _vt(rng: random.Random, task: str, length: int) -> _Made:
     variables, assignments, value = chain(5)
     seed = rng.random()
 
-    def build(n: int) -> RulerSample:
+    def build(n: int) -> _Parts:
         lines = _inserted(random.Random(seed), [_NOISE] * n, assignments)
         context, question, prefix = asked(lines, value)
-        parts = before + context, question, prefix
-        return RulerSample(task, length, 0, *parts, tuple(variables), 30)
+        return before + context, question, prefix, tuple(variables)
 
     return 1, length // 8, build
 
 
-def _cwe(rng: random.Random, task: str, length: int) -> _Made:
+def _cwe(rng: random.Random, length: int) -> _Made:
     words = rng.sample(_words(), len(_words()))
     short = length < 4096
 
@@ -273,43 +246,43 @@ def _cwe(rng: random.Random, task: str, length: int) -> _Made:
     before = f"{before}{question}\n{prefix} {shown}\n\n"
     common, others = words[size : size + 10], words[size + 10 :]
 
-    def build(n: int) -> RulerSample:
+    def build(n: int) -> _Parts:
         context, question = listed(common, others[:n], *((6, 1) if short else (30, 3)))
-        return RulerSample(task, length, 0, before + context, question, prefix, tuple(common), 120)
+        return before + context, question, prefix, tuple(common)
 
     return 1, len(others), build
 
 
-def _fwe(rng: random.Random, task: str, length: int) -> _Made:
+def _fwe(rng: random.Random, length: int) -> _Made:
     vocabulary = dict.fromkeys(["..."])
     while len(vocabulary) < max(5, length // 50):
         vocabulary["".join(rng.choices(string.ascii_lowercase, k=6))] = None
     coded, seed = list(vocabulary), rng.random()
+    prefix = (
+        "Answer: According to the coded text above, the three most frequently appeared words are:"
+    )
 
-    def build(n: int) -> RulerSample:
+    def build(n: int) -> _Parts:
         share = n * 6 / pi**2  # over zeta(2)
         words = [word for k, word in enumerate(coded, 1) for _ in range(int(share / k**2))]
         random.Random(seed).shuffle(words)
-        return RulerSample(
-            task,
-            length,
-            0,
+        context = (
             "Read the following coded text and track the frequency of each coded word. Find the "
-            f"three most frequently appeared coded words. {' '.join(words)}\n",
-            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the "
-            "three most frequently appeared words in the above coded text?",
-            "Answer: According to the coded text above, the three most frequently appeared words "
-            "are:",
-            tuple(coded[1:4]),
-            50,
+            f"three most frequently appeared coded words. {' '.join(words)}\n"
         )
+        question = (
+            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the "
+            "three most frequently appeared words in the above coded text?"
+        )
+        return context, question, prefix, tuple(coded[1:4])
 
     return 60, 60 + length, build  # from 60 on, no two of the asked words are as frequent
 
 
-_MAKERS: dict[str, Callable[[random.Random, str, int], _Made]] = {
-    "niah": _niah,
-    "vt": _vt,
-    "cwe": _cwe,
-    "fwe": _fwe,
+# What draws a task, and the tokens of its response.
+_MAKERS: dict[str, tuple[Callable[..., _Made], int]] = {
+    "niah": (_niah, 128),
+    "vt": (_vt, 30),
+    "cwe": (_cwe, 120),
+    "fwe": (_fwe, 50),
 }

@@ -56,15 +56,17 @@ class Sample:
     """A prompt, with its answer.
 
     Attributes:
-        task: one of `TASKS`.
-        length: the requested length in tokens.
+        task: one of `TASKS`, or of RULER's (`kvsim.text.ruler.RULER`).
+        length: the requested length in tokens; of RULER's tasks, of prompt and response.
         tokens: the length of the encoded prompt, at most `length`.
         depth: the share of the context's words before the needle, as requested; None without one.
         context: the text before the question; of a chat the messages before it.
         question: the rest of the prompt; of a chat the last message.
-        answer: the right answer, or None for text alone.
+        answer: the right answer, RULER's several of which a response has a share, or None.
         needles: the texts that the answer depends on.
         response: text that continues the prompt, or None.
+        answer_prefix, max_new_tokens: of RULER's tasks, the beginning of the answer, on a line of
+            its own, and the tokens of a response.
     """
 
     task: str
@@ -73,34 +75,43 @@ class Sample:
     depth: float | None
     context: str | list[dict[str, str]]
     question: str
-    answer: str | None
+    answer: str | tuple[str, ...] | None
     needles: tuple[str, ...] = ()
     response: str | None = None
+    answer_prefix: str | None = None
+    max_new_tokens: int | None = None
 
     @property
     def prompt(self) -> str | list[dict[str, str]]:
         """The whole prompt: text, or the messages of a chat."""
         if isinstance(self.context, str):
-            return self.context + self.question
+            end = "" if self.answer_prefix is None else f"\n{self.answer_prefix}"
+            return self.context + self.question + end
         return [*self.context, {"role": "user", "content": self.question}]
 
     def row(self, name: str, *, split: bool = False) -> dict[str, Any]:
         """Return the sample as a line of a prompt file (`kvsim capture --prompts`).
 
-        split: say where the context ends, so that `--compress context` is possible.
+        split: say where the context ends, as RULER's tasks always do, so that `--compress context`
+        is possible.
         """
+        if split and not self.question:
+            raise TextError(f"{self.task} has no question; leave --context out")
         row: dict[str, Any] = {"id": name}
-        if isinstance(self.prompt, list):
+        if self.answer_prefix is not None:  # columns of kvpress's benchmarks
+            row |= {"context": self.context, "question": self.question}
+            row["scorer"] = "string_match_all"
+        elif isinstance(self.context, list):
             row["messages"] = self.prompt
             row |= {"context": len(self.context)} if split else {}
         elif split:
             row |= {"context": self.context, "prompt": self.question}
         else:
             row["prompt"] = self.prompt
-        optional: dict[str, Any] = {"needle": list(self.needles) or None, "answer": self.answer}
-        optional |= {"response": self.response, "depth": self.depth}
-        row |= {key: value for key, value in optional.items() if value is not None}
-        return {**row, "task": self.task, "length": self.length, "tokens": self.tokens}
+        names = ("answer_prefix", "answer", "response", "depth", "max_new_tokens")
+        row |= {"needle": list(self.needles) or None}
+        row |= {key: getattr(self, key) for key in (*names, "task", "length", "tokens")}
+        return {key: value for key, value in row.items() if value is not None}
 
 
 #: The most words or lines of filler, and what builds the sample with so many, without its tokens.

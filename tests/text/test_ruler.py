@@ -41,7 +41,7 @@ def solved(sample):
     counted = re.findall(r"(?<=\. )[a-z]+(?= |\n)", text.partition("often.\n")[2])
     if sample.task == "fwe":
         counted = [word for word in text.partition("coded words. ")[2].split() if word != "..."]
-    return [word for word, _ in Counter(counted).most_common(len(sample.answers))]
+    return [word for word, _ in Counter(counted).most_common(len(sample.answer))]
 
 
 @settings(max_examples=40)
@@ -50,9 +50,9 @@ def test_answers_follow_from_the_text(task, length, seed):
     """They are what a reader of the text finds, each once, and all of them score 1."""
     sample = drawn(task, length, seed=seed)
 
-    assert sorted(solved(sample)) == sorted(sample.answers)
-    assert len(sample.answers) == {"vt": 5, "cwe": 10, "fwe": 3}.get(task, len(sample.answers))
-    assert score(" ".join(sample.answers).upper(), sample.answers, "string_match_all") == 1
+    assert sorted(solved(sample)) == sorted(sample.answer)
+    assert len(sample.answer) == {"vt": 5, "cwe": 10, "fwe": 3}.get(task, len(sample.answer))
+    assert score(" ".join(sample.answer).upper(), sample.answer, "string_match_all") == 1
 
 
 @pytest.mark.parametrize("task", RULER)
@@ -72,9 +72,9 @@ def test_numbers_of_facts_are_those_of_the_tasks():
     assert [facts[f"niah_single_{i}"] for i in (1, 2, 3)] == [1, 1, 1]
     assert facts["niah_multikey_1"] == facts["niah_multivalue"] == facts["niah_multiquery"] == 4
     assert facts["niah_multikey_2"] > 20
-    assert [len(drawn(f"niah_{task}").answers) for task in ("multivalue", "multiquery")] == [4, 4]
-    assert len(drawn("niah_single_3").answers[0]) == 36
-    assert Counter(drawn("cwe", 8000).context.split())[drawn("cwe", 8000).answers[0]] == 30
+    assert [len(drawn(f"niah_{task}").answer) for task in ("multivalue", "multiquery")] == [4, 4]
+    assert len(drawn("niah_single_3").answer[0]) == 36
+    assert Counter(drawn("cwe", 8000).context.split())[drawn("cwe", 8000).answer[0]] == 30
 
 
 def test_bad_tasks_and_lengths_are_one_line():
