@@ -295,7 +295,7 @@ def small_demo(monkeypatch, tmp_path_factory):
 
     few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
     monkeypatch.setattr("kvsim.studies.language.tasks.prompts", lambda *_, **__: few)
-    monkeypatch.setattr(demo._Demo, "_draw", lambda *_: None)
+    monkeypatch.setattr(demo, "_draw", lambda *_: None)
     real = random_trace(
         layers=3,
         group=1,

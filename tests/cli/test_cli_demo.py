@@ -85,7 +85,7 @@ def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path,
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_module._Demo, "_draw", stop)
+    monkeypatch.setattr(demo_module, "_draw", stop)
     status, _, err = run("demo", "--out", out)
 
     assert status == 130

@@ -6,15 +6,13 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.groups import grouped
 from kvsim.cli.shared import OptionError, Overwrite, path_option, several
 from kvsim.errors import suggest
 from kvsim.files import check_output, write_file
@@ -31,21 +29,9 @@ _RULER = tuple(f"ruler:{task}" for task in RULER)
 
 if TYPE_CHECKING:
     from kvsim.studies.language.tasks import Sample
-    from kvsim.text.ruler import RulerSample
     from kvsim.text.tasks import Sample as TextSample
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a page and its response, where they are not those of a level."""
-
-    facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None
-    lines: Annotated[
-        int | None, typer.Option(help="Lines of the response; get and join: at most one per fact.")
-    ] = None
-
-
-@grouped
 def prompts(
     model: Annotated[
         str,
@@ -100,8 +86,10 @@ def prompts(
     ] = False,
     n: Annotated[int, typer.Option(min=1, help="The number of prompts.")] = 10,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0,
-    *,
-    page: Sizes,
+    facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None,
+    lines: Annotated[
+        int | None, typer.Option(help="Lines of the response; get and join: at most one per fact.")
+    ] = None,
     out: Annotated[Path | None, path_option("FILE.jsonl", "Write to a file instead.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -114,44 +102,31 @@ def prompts(
     """
     if out is not None:
         check_output(out, overwrite=overwrite)
-    elif overwrite:
-        raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
-    sizes = dict(vars(page))
     shipped = model in MODELS
     of_text = {"length": length, "depth": depth, "context": context or None}
-    of_pages = {"domain": domain, **sizes}
-    unread = of_text if shipped else {"level": level, **of_pages}
-    given = [name for name, value in unread.items() if value is not None]
-    if given:
-        kind = (
-            "tiny and tiny-deep" if given[0] not in of_text else "models for real text, as smollm2"
-        )
+    of_pages = {"level": level, "domain": domain, "facts": facts, "lines": lines}
+    unread = of_text if shipped else of_pages
+    if given := [name for name, value in unread.items() if value is not None]:
+        kind = "models for real text, as smollm2" if shipped else "tiny and tiny-deep"
         raise OptionError(
             f"--{given[0]} is an option of {kind}, but --model is {model}; leave it out"
         )
-    rows, lengths = [], []
+    rows = list[dict[str, Any]]()
     if shipped:
-        expected = f"numbers from 1 to {len(TOKENS)}"
-        levels = None if level is None else _numbers("level", level, int, expected)
-        for i, sample in enumerate(_samples(n, seed, task, levels, domain, sizes)):
-            parts = (sample.task, sample.level, sample.domain)
-            rows.append(sample.row(_name(parts, seed, i)))
-            lengths.append(sample.tokens)
+        for sample in _on_pages(n, seed, task, level, domain, facts=facts, lines=lines):
+            parts: tuple[object, ...] = (sample.task, sample.level, sample.domain)
+            rows.append(sample.row(_name(parts, seed, len(rows))))
     else:
-        for i, text in enumerate(_on_text(model, n, seed, task, length, depth)):
-            if context and not text.question:
-                raise OptionError(f"--context: {text.task} has no question; leave --context out")
-            share = None if text.depth is None else f"d{text.depth:g}"
-            name = _name((text.task, text.length, share), seed, i)
-            rows.append(text.row(name, split=context))
-            lengths.append(text.tokens)
+        for text in _on_text(model, n, seed, task, length or ["512"], depth):
+            parts = (text.task, text.length, None if text.depth is None else f"d{text.depth:g}")
+            rows.append(text.row(_name(parts, seed, len(rows)), split=context))
     written = "\n".join(map(json.dumps, rows))
     if out is None:
         typer.echo(written)
         return
     write_file(out, written + "\n", overwrite=overwrite)
     what = "with their responses " if shipped else ""
-    low, high = min(lengths), max(lengths)
+    low, *_, high = sorted(2 * [row["tokens"] for row in rows])
     tokens = plural(high, "token") if low == high else f"{low} to {high} tokens"
     typer.echo(f"{out}: {plural(n, 'prompt')}, {what}{tokens}")
 
@@ -161,36 +136,32 @@ def _on_text(
     n: int,
     seed: int,
     tasks: Sequence[str] | None,
-    lengths: Sequence[str] | None,
+    lengths: Sequence[str],
     depths: Sequence[str] | None,
-) -> list[TextSample | RulerSample]:
-    from kvsim.text.ruler import ruler_sample
-    from kvsim.text.tasks import sample
-
-    sizes = _numbers("length", lengths or ["512"], int, "whole numbers of tokens")
-    places = _numbers("depth", depths or ["0.5"], float, "numbers from 0 to 1")
-    chosen = tasks or TEXT_TASKS
-    for task in chosen:
-        if task not in (*TEXT_TASKS, *_RULER):
-            near = suggest(task, (*TEXT_TASKS, *_RULER))
-            raise OptionError(
-                f"--task is {task!r}{near}; expected {', '.join((*TEXT_TASKS, *_RULER))}"
-            )
-    if depths and all(task in (*DEPTHLESS, *_RULER) for task in chosen):
-        raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
-
+) -> list[TextSample]:
     from kvsim.cli.show import echo_error
     from kvsim.recorder.models import load_tokenizer
     from kvsim.recorder.prompts import token_count
+    from kvsim.text.ruler import ruler_sample
+    from kvsim.text.tasks import sample
 
-    tokenizer = load_tokenizer(model, note=echo_error)
-    count = partial(token_count, tokenizer=tokenizer)
+    sizes, places = _numbers("length", lengths, int), _numbers("depth", depths or ["0.5"], float)
+    chosen, known = tasks or TEXT_TASKS, (*TEXT_TASKS, *_RULER)
+    for task in chosen:
+        if task not in known:
+            raise OptionError(
+                f"--task is {task!r}{suggest(task, known)}; expected {', '.join(known)}"
+            )
+    depthless = {*DEPTHLESS, *_RULER}
+    if depths and depthless.issuperset(chosen):
+        raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
+    count = partial(token_count, tokenizer=load_tokenizer(model, note=echo_error))
     turns = _turns(chosen, sizes, places)
     drawn: Counter[tuple[Any, ...]] = Counter()
-    samples: list[TextSample | RulerSample] = []
+    samples = []
     for i in range(n):
         task, length, depth = turns[i % len(turns)]
-        at = None if task in (*DEPTHLESS, *_RULER) else depth
+        at = None if task in depthless else depth
         index = drawn[task, length, at]
         drawn[task, length, at] += 1
         if task in _RULER:
@@ -201,43 +172,36 @@ def _on_text(
     return samples
 
 
-def _numbers(
-    option: str, texts: Sequence[str], kind: type[int | float], expected: str
-) -> list[Any]:
-    out = []
-    for text in texts:
-        try:
-            out.append(kind(text))
-        except ValueError:
-            raise OptionError(f"--{option} is {text!r}; expected {expected}") from None
-    return list(dict.fromkeys(out))
+def _numbers(option: str, texts: Sequence[str], kind: type[int | float]) -> list[Any]:
+    try:
+        return list(dict.fromkeys(map(kind, texts)))
+    except ValueError:
+        raise OptionError(f"--{option} is {','.join(texts)!r}; expected numbers") from None
 
 
-def _samples(
+def _on_pages(
     n: int,
     seed: int,
     tasks: Sequence[str] | None,
-    levels: Sequence[int] | None,
+    levels: Sequence[str] | None,
     domains: Sequence[str] | None,
-    sizes: Mapping[str, Any],
+    **sizes: Any,
 ) -> list[Sample]:
     """Draw prompts of all combinations in turn, each from its own seed; None means all."""
     from kvsim.studies.language.tasks import prompts as draw
 
-    choices = {"task": tasks, "level": levels, "domain": domains}
+    numbers = None if levels is None else _numbers("level", levels, int)
+    choices = {"task": tasks, "level": numbers, "domain": domains}
     if all(values is None or len(values) == 1 for values in choices.values()):
         fixed: dict[str, Any] = {name: values[0] for name, values in choices.items() if values}
         return draw(n, seed, **fixed, **sizes)
-    turns = _turns(tasks or TASKS, levels or [None], domains or list(DOMAINS))
-    shares = Counter(turns[i % len(turns)] for i in range(n))
+    turns = _turns(tasks or TASKS, numbers or [None], domains or list(DOMAINS))
     drawn = {}
-    for turn in turns:
-        task, level, domain = turn
-        turn_seed = zlib.crc32(f"{seed} {task} {level} {domain}".encode())
-        # at least one, so that a bad value is an error even if its turn does not come
-        count = max(1, shares[turn])
-        drawn[turn] = iter(draw(count, turn_seed, task=task, level=level, domain=domain, **sizes))
-    return [next(drawn[turns[i % len(turns)]]) for i in range(n)]
+    for task, level, domain in turns:
+        own = zlib.crc32(f"{seed} {task} {level} {domain}".encode())
+        given = {"task": task, "level": level, "domain": domain}
+        drawn[task, level, domain] = draw(1 + n // len(turns), own, **given, **sizes)
+    return [drawn[turns[i % len(turns)]][i // len(turns)] for i in range(n)]
 
 
 def _turns(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,9 @@ from kvsim.samples import sample_judged, sample_trace
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
     from kvsim.sweeps import Run
+
+# Cells of a table.
+Rows = list[dict[str, Any]]
 
 #: `full` is the reference; `random` is chance.
 POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
@@ -64,7 +67,7 @@ def run(
     try:
         with published(out, overwrite=True) as draft:
             draft.mkdir()
-            document = _Demo(draft, quiet=as_json).run()
+            document = _demo(draft, (lambda _: None) if as_json else echo_text)
             (draft / MARKER).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
             _check_target(out)
     except KeyboardInterrupt:
@@ -82,138 +85,117 @@ def run(
 
 def _check_target(out: Path) -> None:
     """Raise OutputError if `out` exists and is not just an earlier demo."""
-    if not out.exists() and not out.is_symlink():
-        return
-    problem = "exists and is not of `kvsim demo`"
-    if not out.is_symlink() and (out / MARKER).is_file():
-        foreign = sorted({path.name for path in out.iterdir()} - _FILES)
-        problem = f"has {', '.join(foreign)}, which is not of a demo" if foreign else ""
-    if problem:
-        advice = "give another --out or move that away, nothing was changed"
-        raise OutputError(f"{out} {problem}; {advice}")
-
-
-class _Demo:
-    """One demo in a folder."""
-
-    def __init__(self, folder: Path, *, quiet: bool) -> None:
-        self.folder, self.quiet = folder, quiet
-
-    def run(self) -> dict[str, Any]:
-        """Do all steps, print on the way, and return what `--json` prints."""
-        from kvsim.store import open_trace
-
-        trace, facts = self._record()
-        tiny = self._compare(trace, "", TINY_HEAD, _read_tiny, judge=True)
-        trace = open_trace(sample_trace("smollm2"))
-        layers = ", ".join(map(str, trace.layer_ids))
-        self._echo(
-            f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
-            f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
-            "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
-            "end of the text asks for it, after the policies have evicted. KL and what stands with "
-            "it were judged by the whole model, in which all 30 layers evict."
+    is_demo = not out.is_symlink() and (out / MARKER).is_file()
+    foreign = {path.name for path in out.iterdir()} - _FILES if is_demo else {"no demo"}
+    if foreign and (out.exists() or out.is_symlink()):
+        raise OutputError(
+            f"{out} has {', '.join(sorted(foreign))}, expected an earlier demo or nothing; give "
+            "another --out or move that away, nothing was changed"
         )
-        smollm2 = self._compare(trace, SMOLLM2, SMOLLM2_HEAD, _read_smollm2, judge=False)
-        return {"trace": facts, **tiny, "smollm2": smollm2}
-
-    def _echo(self, text: str) -> None:
-        if not self.quiet:
-            echo_text(text)
-
-    def _record(self) -> tuple[Trace, dict[str, Any]]:
-        from kvsim.recorder import capture, load_model
-        from kvsim.studies.language.tasks import prompts
-
-        quiet_transformers()
-        model, tokenizer = load_model("tiny")
-        sample = prompts(1, task="walk")[0]
-        options: dict[str, Any] = {"name": "demo", "o_proj": False, "progress": True}
-        trace = capture(model, tokenizer, sample.prompt, out=self.folder / "trace.zarr", **options)
-        check, wrote = trace.meta["answer_check"], trace.n_pos - trace.prompt_len
-        self._echo(
-            f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
-            f"prompt of {trace.prompt_len} tokens and wrote {wrote}; its answer {check['answer']} "
-            f"is {'right' if check['right'] else f'wrong, expected {sample.answer}'}."
-        )
-        names = ("name", "digest", "prompt_len")
-        return trace, {
-            **{name: getattr(trace, name) for name in names},
-            "tokens": trace.n_pos,
-            "answer": check["answer"],
-            "answer_right": check["right"],
-        }
-
-    def _compare(
-        self,
-        trace: Trace,
-        prefix: str,
-        head: tuple[int, int],
-        read: Callable[[Sequence[Mapping[str, Any]], str], str],
-        *,
-        judge: bool,
-    ) -> dict[str, Any]:
-        """Replay, draw, save and print, and return what `--json` prints of it.
-
-        prefix: of the names of the files. head: layer and KV head of the retention map. read:
-        returns sentences about the cells of the table, given the metric that ranks them. judge: by
-        `tiny`, or else by what is stored.
-        """
-        from kvsim.analysis.evidence import ranking
-        from kvsim.analysis.overview import SUMMARY, summarise
-        from kvsim.analysis.table import available
-        from kvsim.cli.replaying import fidelity_line, means
-
-        run, shown = _replayed(trace, judge=judge), available(SUMMARY, [trace])
-        self._draw(trace, run, prefix, head)
-        run.save(self.folder / f"{prefix}run")
-        summary = summarise(run.table)
-        rows, best = cells(summary), verdict(run.table, shown)
-        if not self.quiet:
-            number = f"{len(POLICIES)} policies at {len(BUDGETS)} budgets"
-            echo_text(f"Replayed {number}, at one interval.\n")
-            echo_verdict(best)
-            echo_results(summary)
-            echo_text(f"\n{means(run.table, shown)}" if judge else "")
-            by = next(name for name in ranking(run.table, shown) if name in rows[0])
-            echo_text(f"{fidelity_line(run.table)}\n{read(rows, by)}")
-        shares = fidelity_shares(run.table)
-        return {**run.describe(), **best, "cells": rows, "fidelity": shares}
-
-    def _draw(self, trace: Trace, run: Run, prefix: str, head: tuple[int, int]) -> None:
-        from kvsim.plots import over_budgets, retention_map
-        from kvsim.plots.style import picture
-
-        records = [record for record in run.records if record.policy != "full"]
-        figures = {
-            "retention.png": retention_map(trace, records, layer=head[0], head=head[1]),
-            "budgets.png": over_budgets(run.table),
-        }
-        for name, figure in figures.items():
-            (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))
 
 
-def _replayed(trace: Trace, *, judge: bool) -> Run:
-    """Return the sweep; judge: by `tiny`, else by what is stored."""
+def _demo(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Do all steps in a folder, say on the way, and return what `--json` prints."""
+    from kvsim.store import open_trace
+
+    trace, facts = _record(folder, say)
+    rows, by, tiny = _compare(trace, folder, TINY_HEAD, say)
+    say(_read_tiny(rows, by))
+    trace = open_trace(sample_trace("smollm2"))
+    layers = ", ".join(map(str, trace.layer_ids))
+    say(
+        f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
+        f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
+        "documentation. A sentence with a code is hidden in the prompt, and nothing but the end of "
+        "the text asks for it, after the policies have evicted. KL and what stands with it were "
+        "judged by the whole model, in which all 30 layers evict."
+    )
+    rows, by, smollm2 = _compare(trace, folder, SMOLLM2_HEAD, say, SMOLLM2, sample_judged())
+    say(_read_smollm2(rows, by))
+    return {"trace": facts, **tiny, "smollm2": smollm2}
+
+
+def _record(folder: Path, say: Callable[[str], None]) -> tuple[Trace, dict[str, Any]]:
+    from kvsim.recorder import capture, load_model
+    from kvsim.studies.language.tasks import prompts
+
+    quiet_transformers()
+    model, tokenizer = load_model("tiny")
+    sample = prompts(1, task="walk")[0]
+    options: dict[str, Any] = {"name": "demo", "o_proj": False, "progress": True}
+    trace = capture(model, tokenizer, sample.prompt, out=folder / "trace.zarr", **options)
+    check, wrote = trace.meta["answer_check"], trace.n_pos - trace.prompt_len
+    say(
+        f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
+        f"prompt of {trace.prompt_len} tokens and wrote {wrote}; its answer {check['answer']} "
+        f"is {'right' if check['right'] else f'wrong, expected {sample.answer}'}."
+    )
+    return trace, {
+        **{name: getattr(trace, name) for name in ("name", "digest", "prompt_len")},
+        "tokens": trace.n_pos,
+        "answer": check["answer"],
+        "answer_right": check["right"],
+    }
+
+
+def _compare(
+    trace: Trace,
+    folder: Path,
+    head: tuple[int, int],
+    say: Callable[[str], None],
+    prefix: str = "",
+    judged: Path | None = None,
+) -> tuple[Rows, str, dict[str, Any]]:
+    """Replay, draw, save and print; return table, metric that ranks, and what `--json` prints.
+
+    head: layer and KV head of the retention map. prefix: of the names of files. judged: what a
+    judge found before; by default `tiny` judges.
+    """
     import polars as pl
 
-    from kvsim.analysis.table import in_order
+    from kvsim.analysis.evidence import ranking
+    from kvsim.analysis.overview import SUMMARY, summarise
+    from kvsim.analysis.table import available, in_order
+    from kvsim.cli.replaying import fidelity_line, means
     from kvsim.policies import policy
     from kvsim.sweeps.driver import replay_all
 
-    policies = [policy(name) for name in POLICIES]
+    options: dict[str, Any] = {"interval": INTERVAL, "judge": judged is None}
     with bar("cells") as report:
-        run = replay_all(
-            [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=report
-        ).whole()
+        policies = [policy(name) for name in POLICIES]
+        run = replay_all([trace], policies, BUDGETS, **options, progress=report).whole()
     if run.failures:
         raise TraceError(f"a replay failed: {run.failures[0].error}")
-    if judge:
-        return run
-    return replace(run, table=in_order([run.table, pl.read_parquet(sample_judged())]))
+    if judged is not None:
+        run = replace(run, table=in_order([run.table, pl.read_parquet(judged)]))
+    _draw(trace, run, folder, prefix, head)
+    run.save(folder / f"{prefix}run")
+    shown, summary = available(SUMMARY, [trace]), summarise(run.table)
+    rows, best = cells(summary), verdict(run.table, shown)
+    by = next(name for name in ranking(run.table, shown) if name in rows[0])
+    if say is echo_text:
+        echo_text(
+            f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.\n"
+        )
+        echo_verdict(best)
+        echo_results(summary)
+        echo_text("" if judged else f"\n{means(run.table, shown)}")
+        echo_text(fidelity_line(run.table))
+    shares = fidelity_shares(run.table)
+    return rows, by, {**run.describe(), **best, "cells": rows, "fidelity": shares}
 
 
-def _read_tiny(rows: Sequence[Mapping[str, Any]], by: str) -> str:
+def _draw(trace: Trace, run: Run, folder: Path, prefix: str, head: tuple[int, int]) -> None:
+    from kvsim.plots import over_budgets, retention_map
+    from kvsim.plots.style import picture
+
+    records = [record for record in run.records if record.policy != "full"]
+    retention = retention_map(trace, records, layer=head[0], head=head[1])
+    for name, figure in {"retention": retention, "budgets": over_budgets(run.table)}.items():
+        (folder / f"{prefix}{name}.png").write_bytes(picture(figure, "png"))
+
+
+def _read_tiny(rows: Rows, by: str) -> str:
     small = _ranked(rows, by, min(BUDGETS))
     streaming = next(row for row in small if row["policy"] == "streaming_llm")
     return (
@@ -223,7 +205,7 @@ def _read_tiny(rows: Sequence[Mapping[str, Any]], by: str) -> str:
     )
 
 
-def _ranked(rows: Sequence[Mapping[str, Any]], by: str, budget: int) -> list[Mapping[str, Any]]:
+def _ranked(rows: Rows, by: str, budget: int) -> Rows:
     """Return the cells of a budget, but for `full`, the best by a metric first."""
     from kvsim.analysis.registry import METRICS
 
@@ -231,7 +213,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], by: str, budget: int) -> list[Map
     return sorted(cells, key=lambda row: float(row[by]), reverse=METRICS[by].better == "higher")
 
 
-def _read_smollm2(rows: Sequence[Mapping[str, Any]], by: str) -> str:
+def _read_smollm2(rows: Rows, by: str) -> str:
     parts = []
     for budget in BUDGETS:
         recall = {row["policy"]: row["needle_recall"] for row in _ranked(rows, by, budget)}

@@ -38,15 +38,17 @@ Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvsim.errors import KvsimError
 from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIAL, VERBS
 
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
+
+T = TypeVar("T")
 
 #: Purposes of a retrieval; `Retrieval.purpose`.
 Purpose = Literal[
@@ -105,23 +107,9 @@ class Page:
         """The number of lines without those of the agenda."""
         return count(self.first.text) + 1
 
-    def statements(self) -> list[range]:
-        """Return the places of each fact, each entry of the key and each entry of the agenda."""
-        return [
-            *(range(fact.at, fact.at + 3) for fact in self.facts.values()),
-            *(range(digit.at - 1, digit.at + 1) for digit in self.key.values()),
-            *(range(entry[0].at - 1, entry[-1].at + 1) for entry in self.agenda.values()),
-        ]
 
-
-# words that may stand in a place, and how errors call them
-_NODE = frozenset(NODES), "a node name"
-_KIND = frozenset(KINDS), "a kind"
-_DIGIT = frozenset(DIGITS), "a digit"
-_COUNTER = frozenset(COUNTERS), "a counter #0 to #127"
-_VERB = frozenset(VERBS), "one of " + ", ".join(VERBS)
-_FILLER = frozenset(FILLER)
-_LISTS = frozenset({"get", "join"})
+_LISTS = ("get", "join")
+_END = "the end"
 
 
 def count(counter: str) -> int:
@@ -133,117 +121,78 @@ class _Reader:
     """A reader of the words of a prompt, whose errors say what was expected."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = words
-        self.at = 0
+        self.words, self.at = [*words, _END], 0
 
-    def peek(self) -> str:
-        return self.words[self.at] if self.at < len(self.words) else "the end"
-
-    def take(self, expected: tuple[frozenset[str], str]) -> Word:
-        word, (words, name) = self.peek(), expected
-        if word not in words:
+    def take(self, expected: Collection[str], name: str) -> Word:
+        word = self.words[self.at]
+        if word not in expected:
             raise LedgerError(f"word {self.at + 1} of the prompt is {word!r}, expected {name}")
         self.at += 1
         return Word(word, self.at - 1)
 
     def skip(self, *words: str) -> None:
         for word in words:
-            self.take((frozenset({word}), repr(word)))
+            self.take((word,), repr(word))
 
-
-def _read_facts(reader: _Reader) -> dict[str, Fact]:
-    facts: dict[str, Fact] = {}
-    reader.skip("facts", ":")
-    while reader.peek() != "key":
-        if reader.peek() in _FILLER:
-            while reader.peek() in _FILLER:
-                reader.at += 1
-            reader.skip(".")
-            continue
-        node = reader.take(_NODE)
-        if node.text in facts:
-            raise LedgerError(f"two facts about {node.text!r}, expected one")
-        facts[node.text] = Fact(node.at, reader.take(_NODE).text, reader.take(_KIND).text)
-        reader.skip(".")
-    return facts
-
-
-def _read_key(reader: _Reader) -> dict[str, Word]:
-    key: dict[str, Word] = {}
-    reader.skip("key", ":")
-    while reader.peek() != "question":
-        kind = reader.take(_KIND).text
-        if kind in key:
-            raise LedgerError(f"two digits for {kind!r} in the key, expected one")
-        key[kind] = reader.take(_DIGIT)
-        reader.skip(",")
-    return key
-
-
-def _read_named(reader: _Reader, verb: str, lines: int) -> list[Word]:
-    if verb not in _LISTS:
-        named = [reader.take(_NODE)]
-    else:
-        named = []
-        while reader.peek() != ".":
-            named.append(reader.take(_NODE))
-            reader.skip(",")
-        if len(named) != lines:
-            raise LedgerError(f"{verb} #{lines - 1} lists {len(named)} nodes, expected {lines}")
-    reader.skip(".")
-    return named
+    def until(self, word: str) -> Iterator[None]:
+        """Yield as long as another word, and not the end, comes next; then read the word."""
+        while self.words[self.at] not in (word, _END):
+            yield
+        self.skip(word)
 
 
 def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]]:
     agenda: dict[int, list[Word]] = {}
     if verb not in ("check", "wait"):
         return agenda
-    entry = [_COUNTER] if verb == "check" else [_KIND, _DIGIT]
     reader.skip("agenda")
-    while reader.peek() != ".":
-        due = count(reader.take(_COUNTER).text)
-        if due in agenda or not due < lines:
-            raise LedgerError(
-                f"the agenda has #{due} twice or too early, expected each of #{lines - 1} to #0 "
-                "at most once"
-            )
-        agenda[due] = [reader.take(word) for word in entry]
-        if verb == "check" and not due <= count(agenda[due][0].text) < lines:
-            raise LedgerError(
-                f"at #{due} the agenda asks for {agenda[due][0].text}, expected #{lines - 1} to "
-                f"#{due}, the sums of earlier lines"
-            )
+    for _ in reader.until("."):
+        free = [word for word in COUNTERS[:lines] if count(word) not in agenda]
+        due = count(reader.take(free, f"a counter from #{lines - 1} to #0, each once").text)
+        if verb == "check":
+            earlier = f"#{lines - 1} to #{due}, the sums of earlier lines"
+            agenda[due] = [reader.take(COUNTERS[due:lines], earlier)]
+        else:
+            agenda[due] = [reader.take(KINDS, "a kind"), reader.take(DIGITS, "a digit")]
         reader.skip(",")
-    reader.skip(".")
     return agenda
 
 
 def read(prompt: str) -> Page:
     """Read ``prompt``, with the index of each word that a response may need; raise LedgerError."""
     reader = _Reader(prompt.split())
-    facts = _read_facts(reader)
-    key = _read_key(reader)
-    reader.skip("question", ":")
-    verb = reader.take(_VERB).text
-    counter = reader.take(_COUNTER)
-    lines = count(counter.text) + 1
-    named = _read_named(reader, verb, lines)
+    facts: dict[str, Fact] = {}
+    reader.skip("facts", ":")
+    for _ in reader.until("key"):
+        if reader.words[reader.at] in FILLER:
+            for _ in reader.until("."):
+                reader.take(FILLER, "filler or '.'")
+            continue
+        node = reader.take({*NODES} - facts.keys(), "a node name without a fact")
+        successor = reader.take(NODES, "a node name").text
+        facts[node.text] = Fact(node.at, successor, reader.take(KINDS, "a kind").text)
+        reader.skip(".")
+    key: dict[str, Word] = {}
+    reader.skip(":")
+    for _ in reader.until("question"):
+        kind = reader.take({*KINDS} - key.keys(), "a kind without a digit").text
+        key[kind] = reader.take(DIGITS, "a digit")
+        reader.skip(",")
+    reader.skip(":")
+    verb = reader.take(VERBS, f"one of {', '.join(VERBS)}").text
+    first = reader.take(COUNTERS, "a counter #0 to #127")
+    lines, named = count(first.text) + 1, []
+    for _ in range(lines if verb in _LISTS else 1):
+        named.append(reader.take(NODES, "a node name"))
+        reader.skip(*(",",) * (verb in _LISTS))
+    reader.skip(".")
     agenda = _read_agenda(reader, verb, lines)
     reader.skip("report")
-    report = [reader.take(_COUNTER)]
-    while reader.peek() != ".":
-        report.append(reader.take(_COUNTER))
-    earliest = max(count(word.text) for word in report)
-    if earliest >= lines:
-        raise LedgerError(
-            f"the report asks for #{earliest}, expected at most {counter.text}, the first line"
-        )
-    reader.skip(".", "think", ":")
-    if reader.at < len(reader.words):
-        raise LedgerError(
-            f"the prompt continues with {reader.peek()!r}, expected its end at 'think :'"
-        )
-    return Page(facts, key, verb, counter, named, agenda, report, reader.at)
+    counters = COUNTERS[:lines], f"a counter of at most {first.text}, the first line"
+    report = [reader.take(*counters)]
+    report += [reader.take(*counters) for _ in reader.until(".")]
+    reader.skip("think", ":", _END)
+    return Page(facts, key, verb, first, named, agenda, report, len(reader.words) - 1)
 
 
 class Retrieval(NamedTuple):
@@ -295,15 +244,11 @@ class _Response:
         self.retrievals.append(Retrieval(purpose, self.page.length + len(self.words) - 1, path))
         return self.say(word)
 
-    def fact(self, node: str, line: int) -> Fact:
-        if node not in self.page.facts:
-            raise LedgerError(f"no fact about {node!r}, which line {line + 1} needs")
-        return self.page.facts[node]
-
-    def digit(self, kind: str, line: int) -> Word:
-        if kind not in self.key:
-            raise LedgerError(f"no digit for {kind!r}, which line {line + 1} needs")
-        return self.key[kind]
+    def stated(self, table: Mapping[str, T], name: str) -> T:
+        """Return what the prompt states about a node or a kind."""
+        if name not in table:
+            raise LedgerError(f"nothing is stated about {name!r}, which the response needs")
+        return table[name]
 
 
 def _interlude(out: _Response, counter: int, total: int) -> None:
@@ -335,18 +280,18 @@ def solve(prompt: str) -> Solution:
         if line == 0 or page.verb in _LISTS:
             node = out.look_up("item", *page.named[line]).text
         elif page.verb == "fork" and total % 2:
-            passed = out.fact(after, line)
+            passed = out.stated(page.facts, after)
             node = out.look_up("branch", passed.successor, passed.at + 1).text
         else:
             node = out.say(after).text
-        fact = out.fact(node, line)
+        fact = out.stated(page.facts, node)
         if page.verb == "join":
-            between, fact = fact, out.fact(fact.successor, line)
+            between, fact = fact, out.stated(page.facts, fact.successor)
             out.look_up("join", fact.successor, between.at + 1, fact.at + 1)
         else:
             out.look_up("successor", fact.successor, fact.at + 1)
         after = fact.successor
-        digit = out.digit(fact.kind, line)
+        digit = out.stated(out.key, fact.kind)
         out.look_up("digit", digit.text, fact.at + 2, digit.at)
         counter = page.lines - 1 - line
         total = (total + int(digit.text)) % 10

@@ -25,10 +25,18 @@ TASKS = ("walk", "get", "join", "check", "wait", "fork", "needle")
 #: Lines from one entry of the agenda to the next.
 PERIOD = {"check": 4, "wait": 8}
 
-MAX_FACTS = len(NODES)
-MAX_LINES = len(COUNTERS)
 MAX_KINDS = min(len(domain.kinds) for domain in DOMAINS.values())
-MAX_FILLER = 64
+
+# Ranges of sizes.
+_SIZES = {
+    "facts": (2, len(NODES)),
+    "lines": (1, len(COUNTERS)),
+    "kinds": (1, MAX_KINDS),
+    "filler": (0, 64),
+    "report": (1, len(COUNTERS)),
+    "cycle": (1, len(NODES)),
+    "level": (1, 5),
+}
 
 
 @dataclass(frozen=True)
@@ -137,14 +145,15 @@ def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> l
     return [*words, "."]
 
 
-def _within(name: str, value: float, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise LedgerError(f"{name} is {value}, expected {low} to {high}")
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise LedgerError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
+def _check(**given: float | str | None) -> None:
+    """Raise LedgerError for an unknown task or domain, or a size outside its range."""
+    names = {"task": TASKS, "domain": tuple(DOMAINS)}
+    for name, value in given.items():
+        if name in names and value not in names[name]:
+            raise LedgerError(f"{name} is {value!r}, expected one of {', '.join(names[name])}")
+        low, high = _SIZES.get(name, (0, 0))
+        if name in _SIZES and value is not None and not low <= float(value) <= high:
+            raise LedgerError(f"{name} is {value}, expected {low} to {high}")
 
 
 def make(
@@ -181,21 +190,15 @@ def make(
     Raises:
         LedgerError: no such task or domain, or a size outside its range.
     """
-    _one_of("task", task, TASKS)
     domain = domain or rng.choice(list(DOMAINS))
-    _one_of("domain", domain, list(DOMAINS))
-    _within("facts", facts, 2, MAX_FACTS)
-    _within("lines", lines, 1, MAX_LINES)
-    _within("kinds", kinds, 1, MAX_KINDS)
-    _within("filler", filler, 0, MAX_FILLER)
-    _within("report", 1 if report is None else report, 1, MAX_LINES)
-    _within("cycle", 1 if cycle is None else cycle, 1, MAX_FACTS)
+    sizes = {"kinds": kinds, "filler": filler, "report": report, "cycle": cycle}
+    _check(task=task, domain=domain, facts=facts, lines=lines, **sizes)
     verb = "get" if task == "needle" else task
     listed = verb in ("get", "join")
     if listed:
         lines = min(lines, facts)
     if verb == "check" and (lines - 1) % PERIOD["check"] == 0 and lines > 1:
-        lines += 1 if lines < MAX_LINES else -1
+        lines += 1 if lines < len(COUNTERS) else -1
     if verb == "wait":
         kinds = max(kinds, (lines - 1) // PERIOD["wait"])
     nodes = rng.sample(NODES, facts)
@@ -289,18 +292,17 @@ def prompts(
             with a level.
     """
     given = {name: size for name, size in sizes.items() if size is not None}
-    if level is not None:
-        _within("level", level, 1, 5)
-        if given:
-            raise LedgerError(
-                f"level {level} sets all sizes itself, but {', '.join(given)} "
-                f"{'is' if len(given) == 1 else 'are'} given too; expected a level or sizes"
-            )
+    _check(level=level)
+    if level is not None and given:
+        raise LedgerError(
+            f"level {level} and {', '.join(given)} are given, expected a level, which sets all "
+            "sizes, or sizes"
+        )
     rng = random.Random(f"ledger {seed}")
     samples = []
     for index in range(n):
         name = task or TASKS[index % len(TASKS)]
-        _one_of("task", name, TASKS)
+        _check(task=name)
         if level is not None:
             size = LEVELS[name][level - 1]
         else:
