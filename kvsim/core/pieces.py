@@ -13,6 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.view import View
@@ -21,6 +22,8 @@ from kvsim.schema import NEVER, Compress, Spans
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
+
+Scores = setting.Scores
 
 
 class Piece:
@@ -168,19 +171,6 @@ class Schedule:
         return replace(self, **{x.name: value for x, value in given if value is not None})
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Result of a scorer: values [L, H, n], higher = keep, and the new values of its columns."""
-
-    values: Tensor
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def of(returned: Tensor | Scores) -> Scores:
-        """The scores of a scorer; a stateless one returns its values alone."""
-        return returned if isinstance(returned, Scores) else Scores(returned)
-
-
 class Scorer(Piece, ABC):
     """Which entries matter.
 
@@ -286,7 +276,7 @@ class Wrapper(Scorer):
 
     def inner(self, view: View) -> Scores:
         """The scores of the scorer inside."""
-        return Scores.of(view.scored(self.scorer))
+        return view.scored(self.scorer)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -182,9 +182,7 @@ class Policy:
     def apart(self) -> bool:
         """Whether layers that share a budget are scored apart, and no more than numbers of each."""
         within = not self.scorer.across_layers and isinstance(self.allocator, Uniform)
-        return (
-            within and self.codec is None and not self.foreign and self.layer_budgets.across_layers
-        )
+        return within and self.codec is None and self.layer_budgets.across_layers
 
     @property
     def rounds(self) -> bool:
@@ -374,13 +372,6 @@ class Policy:
         while hasattr(chain[-1], "scorer"):
             chain.append(chain[-1].scorer)
         return tuple(chain)
-
-    @cached_property
-    def foreign(self) -> bool:
-        """Whether a piece is of the user's own, which may write to what it reads."""
-        pieces = (*self.scorers, *(getattr(self, name.name) for name in fields(self)[2:]))
-        modules = {type(piece).__module__.partition(".")[0] for piece in (self, *pieces)}
-        return not modules <= {"kvsim", "builtins"}
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:

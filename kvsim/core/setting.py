@@ -6,8 +6,8 @@ whole sequence, d head dimension, D of the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kvsim.core.attention import Formula, Rope
@@ -23,6 +23,10 @@ class Source(Protocol):
     @property
     def compacted(self) -> bool:
         """Whether only live entries are held, in the slots of `Entries`; else all positions."""
+
+    @property
+    def parts(self) -> Callable[[], Iterator[tuple[slice, Source]]] | None:
+        """Yields places and sources of layers that are held at once; None where all are."""
 
     def summed(self, name: str) -> tuple[int, Tensor] | None:
         """First rows whose queries are not all held, and what was summed over them.
@@ -94,6 +98,19 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Result of a scorer: values [L, H, n], higher = keep, and the new values of its columns."""
+
+    values: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(returned: Tensor | Scores) -> Scores:
+        """The scores of a scorer; a stateless one returns its values alone."""
+        return returned if isinstance(returned, Scores) else Scores(returned)
+
+
+@dataclass(frozen=True)
 class Setting:
     """Constants over the events of a replay.
 
@@ -111,7 +128,6 @@ class Setting:
         protected_ends: how many first and how many most recent positions are protected, likewise.
         response: the first row after the prompt, likewise.
         policy: its name, for errors.
-        guarded: the policy gets copies, and is refused where it writes to them.
     """
 
     budget: int
@@ -126,4 +142,3 @@ class Setting:
     protected_ends: tuple[int, int] = (0, 0)
     response: int = 0
     policy: str = "a policy"
-    guarded: bool = False

@@ -15,7 +15,7 @@ from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
-from kvsim.core.setting import Setting, Source
+from kvsim.core.setting import Scores, Setting, Source
 from kvsim.core.weights import LOGIT_BYTES, row_grid, row_weights
 from kvsim.errors import PolicyError
 from kvsim.schema import GUIDE
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class View:
     """A policy's view of the cache right after row `row` has attended.
 
-    Its tensors are read by others too, and must not be written to.
+    Its tensors are read by others too, and must not be written to: `x * 2`, not `x.mul_(2)`.
     """
 
     def __init__(
@@ -51,57 +51,36 @@ class View:
         self.rounded = merges or rounded_after is not None
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
-        # tensors that others read too, the copies that a guarded policy gets, and their versions
-        self._shared: dict[str, tuple[Tensor, Tensor, int]] = {}
-        self._written = ""
         #: what stays the same over the events
         self.setting = setting
         #: the row after which the event fires; nothing later is visible
         self.row = row
         #: index of each layer of the block in the trace, int [L]
-        self.layers = self._share("layers", layers)
-        #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
-        self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
-        # what the scorer itself protects; a function of the view, which must not hold itself
-        self._scorer_protects: Callable[[View], Tensor] = lambda view: torch.zeros_like(view.live)
+        self.layers = layers
+        self._budget, self._reads_budget = torch.full_like(layers, setting.budget)[:, None], False
+        #: what the scorer protects at a budget, for the allocator
+        self.scorer_protection: Callable[[int], Any]
+
+    @property
+    def budget(self) -> Tensor:
+        """Entries that each head keeps when the layer's budget is shared equally, int [L, 1]."""
+        self._reads_budget = True
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Tensor) -> None:
+        self._budget = budget
 
     def parts(self) -> Iterator[View]:
         """Views of the layers that are held at once, one after the other; itself of all of them."""
-        yield self
-
-    def note_scorer(self, protects: Callable[[View], Tensor]) -> None:
-        """Note how the scorer's own protection follows from a view, for `scorer_protected`."""
-        self._scorer_protects = protects
-
-    @property
-    def scorer_protected(self) -> Tensor:
-        """Entries that the scorer itself protects, for the allocator; bool [L, H, n]."""
-        return self._scorer_protects(self)
-
-    def _share(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor that others read too, a copy of it where the policy is guarded."""
-        if not self.setting.guarded:
-            return tensor
-        if name not in self._shared or self._shared[name][0] is not tensor:
-            self._find_written(name)
-            with torch.inference_mode(mode=False):  # so that torch counts writes
-                copy = tensor.clone()
-            self._shared[name] = tensor, copy, copy._version  # noqa: SLF001  no public name
-        return self._shared[name][1]
-
-    def _find_written(self, *names: str) -> None:
-        for name in names:
-            if name in self._shared and not _unwritten(*self._shared[name]):
-                self._written = name
-
-    def check_unwritten(self, label: str) -> None:
-        """Raise PolicyError, which begins with `label`, if a tensor of this view was written to."""
-        self._find_written(*self._shared)
-        if self._written:
-            raise PolicyError(
-                f"{label}: writes to {self._written!r} of its view at row {self.row}; expected new "
-                "tensors, such as x * 2 for x.mul_(2); mend the policy"
-            )
+        if self._source.parts is None:
+            yield self
+            return
+        for at, source in self._source.parts():
+            entries, since, layers = self._entries.of_layers(at), self._since[at], self.layers[at]
+            part = View(source, entries, self.setting, row=self.row, since=since, layers=layers)
+            part.budget = self._budget[at]
+            yield part
 
     @property
     def prompt_len(self) -> int:
@@ -121,7 +100,7 @@ class View:
     @property
     def since(self) -> Tensor:
         """Row of the last event that acted on each layer, -1 before the first; int [L]."""
-        return self._share("since", self._since)
+        return self._since
 
     @property
     def n_layers(self) -> int:
@@ -154,7 +133,7 @@ class View:
                 f"declares {declared}; add {column!r} and the value of a new entry to `columns`, "
                 f"see {GUIDE}"
             )
-        return self._share(column, self._entries.columns[column])
+        return self._entries.columns[column]
 
     @property
     def pos(self) -> Tensor:
@@ -162,17 +141,17 @@ class View:
 
         In layers that have only some rows of the prompt, the places among these rows.
         """
-        return self._share("pos", self._entries.pos)
+        return self._entries.pos
 
     @property
     def live(self) -> Tensor:
         """False on pads; bool [L, H, n]."""
-        return self._share("live", self._entries.live)
+        return self._entries.live
 
     @property
     def count(self) -> Tensor:
         """Live entries of each head; int [L, H]."""
-        return self._share("count", self._entries.count)
+        return self._entries.count
 
     @property
     def _padded(self) -> bool:
@@ -206,13 +185,12 @@ class View:
 
         Where the model multiplies the output by a gate, that gate's mean over the prompt is in it.
         """
-        return self._share("o_proj", self._source.o_proj)
+        return self._source.o_proj
 
     @property
     def probe(self) -> ProbeRows:
         """Queries and keys of rows that repeat the context, recorded on request."""
-        queries, keys, chunks = self._source.probe
-        return ProbeRows(self._share("probe_q", queries), self._share("probe_k", keys), chunks)
+        return self._source.probe
 
     @property
     def keys(self) -> Tensor:
@@ -227,7 +205,7 @@ class View:
     def _gather(self, name: str, stored: Tensor) -> Tensor:
         if name not in self._gathered:
             self._gathered[name] = gather(stored, self._entries)
-        return self._share(name, self._gathered[name])
+        return self._gathered[name]
 
     def first(self, last: int) -> int:
         """The first of the `last` most recent rows, 0 at the earliest."""
@@ -235,16 +213,12 @@ class View:
 
     def queries(self, last: int) -> Tensor:
         """Queries of the `last` most recent rows after RoPE; [L, H, G, w, d]."""
-        return self._share("queries", self._source.queries(self.first(last), self.row + 1))
-
-    def unrotated(self, last: int) -> Tensor:
-        """Return the most recent queries before RoPE."""
-        return self.unrotated_span(self.first(last), self.row + 1)
+        return self._source.queries(self.first(last), self.row + 1)
 
     def span(self, start: int, stop: int) -> Tensor:
         """Queries of rows start..stop-1 after RoPE; later than the event for the clairvoyant."""
         self._look(stop)
-        return self._share("queries", self._source.queries(start, stop))
+        return self._source.queries(start, stop)
 
     def unrotated_span(self, start: int, stop: int, keys: Tensor | None = None) -> Tensor:
         """Return queries of a span before RoPE, or keys [..., w, d] of its rows."""
@@ -280,15 +254,38 @@ class View:
         """
         return self._source.lasting(key, compute)
 
-    def scored(self, scorer: Any) -> Any:
-        """Return what a scorer returns of this view, which an engine may know from a replay."""
-        return scorer.score(self)
+    def scored(self, scorer: Any) -> Scores:
+        """Return the scores of a scorer, which must not be written to.
+
+        Those of caches that nothing has left are the same for every policy with an equal scorer,
+        whatever keeps entries by them, and at every budget unless the scorer reads the budget.
+        """
+        if self._source.parts is not None:
+            parts = [part.scored(scorer) for part in self.parts()]
+            of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
+            return Scores(torch.cat([part.values for part in parts]), of_all)
+        if not self._entries.whole or type(scorer).__hash__ is None:
+            return Scores.of(scorer.score(self))
+        setting, before = self.setting, self._reads_budget
+
+        def score() -> tuple[Any, ...]:
+            self._reads_budget = False
+            scores = Scores.of(scorer.score(self))
+            budgets = self._budget.tolist() if self._reads_budget else None
+            return scores.values, *scores.columns.values(), (*scores.columns,), budgets
+
+        looks = setting.events, setting.protected_ends, setting.response
+        key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
+        values, *columns, names, budgets = self.across(key, score)
+        self._reads_budget = before or budgets is not None
+        if budgets not in (None, self._budget.tolist()):
+            return Scores.of(scorer.score(self))
+        return Scores(values, dict(zip(names, columns, strict=True)))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
         self._look(stop)
-        output, lse = self._source.full(start, stop)
-        return self._share("full", output), self._share("full (log-sum-exp)", lse)
+        return self._source.full(start, stop)
 
     def _look(self, stop: int) -> None:
         if stop > self.row + 1 and not self.setting.clairvoyant:
@@ -316,7 +313,7 @@ class View:
         size = next((size for size in self._windows if size >= last), last)
         if size not in self._windows:
             self._windows[size] = self.rows(self.first(size), self.row + 1)
-        window = self._share("attn", self._windows[size])
+        window = self._windows[size]
         return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
 
     def log_attn(self, last: int) -> Tensor:
@@ -439,11 +436,3 @@ class View:
             if bool(blind.any()):
                 out.masked_fill_(blind.unsqueeze(-1), 0.0)
         return out.view(n_layers, heads, group, count, -1)
-
-
-def _unwritten(original: Tensor, copy: Tensor, version: int) -> bool:
-    """Whether nothing was written to a copy, as far as torch counts it and values show it."""
-    if copy._version != version or copy.shape != original.shape:  # noqa: SLF001  as above
-        return False
-    # NaN is what a column holds before it has a value
-    return torch.equal(original, copy) or torch.allclose(original, copy, 0, 0, equal_nan=True)

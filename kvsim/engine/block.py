@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.merging import Merger, unknown
-from kvsim.core.policy import Plan, Policy, Scorer, Scores, protected_by
+from kvsim.core.policy import Plan, Policy, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
 from kvsim.core.storing import Codec, advance, round_marked
 from kvsim.core.view import Setting, Source, View
-from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import GUIDE, NEVER
 
@@ -64,70 +63,6 @@ class Choice:
         return [plans]
 
 
-class EventView(View):
-    """The View of an event, which knows the scores of caches that nothing has left.
-
-    They are the same for every policy with an equal scorer, whatever keeps entries by them, and at
-    every budget unless the scorer reads the budget.
-    """
-
-    _reads_budget = False
-
-    @property
-    def budget(self) -> Tensor:
-        """Entries that each head keeps when the layer's budget is shared equally, int [L, 1]."""
-        self._reads_budget = True
-        return self._budget
-
-    @budget.setter
-    def budget(self, budget: Tensor) -> None:
-        self._budget = budget
-
-    @property
-    def _apart(self) -> bool:
-        return isinstance(self._source, TraceSource) and self._source.apart
-
-    def parts(self) -> Iterator[View]:
-        """Views of the layers that are held at once, one after the other; itself of all of them."""
-        if not self._apart:
-            yield self
-        elif isinstance(self._source, TraceSource):
-            for layers, source in self._source.parts():
-                yield self._part(layers, source)
-
-    def _part(self, layers: slice, source: Source) -> EventView:
-        entries, since = self._entries.of_layers(layers), self._since[layers]
-        view = EventView(
-            *(source, entries, self.setting), row=self.row, since=since, layers=self.layers[layers]
-        )
-        view.budget = self._budget[layers]
-        return view
-
-    def scored(self, scorer: Scorer) -> Scores:
-        """Return the scores of a scorer, which must not be written to."""
-        if self._apart:
-            parts = [Scores.of(part.scored(scorer)) for part in self.parts()]
-            of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
-            return Scores(torch.cat([part.values for part in parts]), of_all)
-        if not self._entries.whole or self.setting.guarded:
-            return Scores.of(scorer.score(self))
-        setting, before = self.setting, self._reads_budget
-
-        def score() -> tuple[Any, ...]:
-            self._reads_budget = False
-            scores = Scores.of(scorer.score(self))
-            budgets = self._budget.tolist() if self._reads_budget else None
-            return scores.values, *scores.columns.values(), (*scores.columns,), budgets
-
-        looks = setting.events, setting.protected_ends, setting.response
-        key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
-        values, *columns, names, budgets = self.across(key, score)
-        self._reads_budget = before or budgets is not None
-        if budgets not in (None, self._budget.tolist()):
-            return Scores.of(scorer.score(self))
-        return Scores(values, dict(zip(names, columns, strict=True)))
-
-
 class Block:
     """The cache of a block of layers while a policy acts on it.
 
@@ -157,8 +92,7 @@ class Block:
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
         self._settings = (*context, setting)
-        # what the scorer itself protects, of a view
-        self._scorer_protects = partial(protected_by, cache(policy.scorer.protection))
+        self._scorer_protection = cache(policy.scorer.protection)
         self.layers = layers
         keys = source.keys
         n, heads = keys.shape[:2]
@@ -201,7 +135,7 @@ class Block:
             budget = policy.budget_at(row + 1, setting.budget)
             held = policy.protection(budget).size(setting.prompt_len)
             setting = replace(setting, budget=budget, protected=held)
-        view = EventView(
+        view = View(
             self.source,
             entries,
             setting,
@@ -215,13 +149,12 @@ class Block:
         acting = acts.tolist()
         if not any(acting):
             return Choice(view, acts, entries.live)
-        scores = Scores.of(view.scored(policy.scorer))
+        scores = view.scored(policy.scorer)
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
         protected = protected_by(policy.requested, view)
-        view.note_scorer(self._scorer_protects)
+        view.scorer_protection = self._scorer_protection
         plan = policy.allocator.plan(view, values, protected)
-        view.check_unwritten(policy.name)
         if not policy.allocator.enforces:
             protected = torch.zeros_like(protected)
         _check_quotas(policy, plan, protected, row)

@@ -14,7 +14,7 @@ from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
-from kvsim.engine.source import ended, isolated, windows
+from kvsim.engine.source import ended, windows
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.schema import NEVER
 
@@ -48,7 +48,7 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     policy = policy.at(whole(budget))
-    trace = (isolated(trace) if policy.foreign else trace).evicting
+    trace = trace.evicting
     schedule = schedule or policy.schedule
     if schedule.compress.startswith(("context", "both")) and trace.context_len is None:
         raise NeedsError(

@@ -88,14 +88,14 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
     """
     scorer, keys = policy.scorer, trace.n_heads * trace.dim
     copies = 0 if scorer.per_row else scorer.copies
-    numbers = (2 + copies + policy.foreign) * keys
+    numbers = (2 + copies) * keys
     if copies:
         numbers += 2 * trace.n_heads * trace.value_dim
     if policy.codec is not None:  # overwrites copies
         numbers += 2 * trace.n_heads * (trace.dim + trace.value_dim)
-    # layers that read the entries of one are scored with it; attention of the window, which a
-    # policy of the user's own may copy, and what it is reduced to, some of it in float64
-    rows = min(max(policy.rows, ROWS * scorer.per_row), trace.n_pos) * (1 + policy.foreign) + 8
+    # layers that read the entries of one are scored with it; attention of the window, and what it
+    # is reduced to, some of it in float64
+    rows = min(max(policy.rows, ROWS * scorer.per_row), trace.n_pos) + 8
     numbers += trace.n_qheads * max(map(trace.owners.count, trace.owners)) * rows
     if scorer.clairvoyant and not trace.has("attn_out"):  # full attention is computed at once
         numbers += trace.n_qheads * (trace.dim + 2 * trace.value_dim)

@@ -26,7 +26,7 @@ from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, ended, isolated, read_together
+from kvsim.engine.source import TraceSource, ended, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER, Compress
 from kvsim.store.opening import TraceLike, as_trace
@@ -103,8 +103,6 @@ class ReplayOptions:
     Attributes:
         checked: `check_cell` has passed already.
         by_row: replay an interval of 1 in blocks of rows where that is possible.
-        poison: overwrite keys and values with NaN as soon as their entry has left.
-        guard: treat a policy of kvsim as one of the user's own, which gets copies; slower.
     """
 
     layers: Sequence[int] | None = None
@@ -114,16 +112,13 @@ class ReplayOptions:
     progress: Callable[[int, int], None] | None = None
     checked: bool = False
     by_row: bool = True
-    poison: bool = False
-    guard: bool = False
 
 
 def run(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: ReplayOptions
 ) -> Record:
     """`replay` with the schedule resolved, and the options of tests."""
-    policy, guarded = policy.at(budget), policy.foreign or options.guard
-    trace = (isolated(trace) if guarded else trace).evicting
+    policy, trace = policy.at(budget), trace.evicting
     source = trace.per_query_head() if policy.per_query_head else trace
     if not options.checked:
         check_cell(trace, policy, budget, options.memory, schedule)
@@ -222,20 +217,19 @@ def _replay(
         "events": tuple(events),
         "protected_ends": (protection.first(setting.prompt_len), protection.recent),
         "response": part.prompt_len,
-        "guarded": setting.guarded or options.guard,
     }
     setting, context = replace(setting, **future), [replace(x, **future) for x in context]
     most = MEMO_BYTES if options.memory is None else options.memory // 16
-    device, poison = torch.device(options.device), options.poison
-    each = layers_per_block(part, policy, options.memory) if policy.apart and not poison else None
-    source = TraceSource(part, places, device, most=most, each=each, poison=poison)
+    device = torch.device(options.device)
+    each = layers_per_block(part, policy, options.memory) if policy.apart else None
+    source = TraceSource(part, places, device, most=most, each=each)
     layers = torch.tensor(run.layers, device=device)
     block = Block(source, policy, setting, layers, context=context)
     plans: list[Plans] = []
     if run.whole:
         events = []
     if options.by_row:
-        replay_rows(block, events, poison=poison)
+        replay_rows(block, events)
         events = []
     for row in events:
         choice = block.choose(row)
@@ -291,7 +285,6 @@ def setting_of(
         longest=partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len),
         windowed=trace.windowed,
         policy=policy.name,
-        guarded=policy.foreign,
     )
 
 

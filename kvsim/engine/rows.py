@@ -26,11 +26,8 @@ ROWS = 32
 _FAINT = 1e-6
 
 
-def replay_rows(block: Block, events: Sequence[int], *, poison: bool = False) -> None:
-    """Fire `events` on the block: consecutive rows from the last of the prompt on.
-
-    poison: overwrite the weights of entries that left, for tests.
-    """
+def replay_rows(block: Block, events: Sequence[int]) -> None:
+    """Fire `events` on the block: consecutive rows from the last of the prompt on."""
     rest = list(events)
     while rest:
         row = rest.pop(0)
@@ -40,15 +37,15 @@ def replay_rows(block: Block, events: Sequence[int], *, poison: bool = False) ->
             break
     while rest:
         rows, rest = rest[:ROWS], rest[ROWS:]
-        _run(block, rows[0], rows[-1] + 1, poison=poison)
+        _run(block, rows[0], rows[-1] + 1)
 
 
-def _run(block: Block, start: int, stop: int, *, poison: bool) -> None:
+def _run(block: Block, start: int, stop: int) -> None:
     """Rows start..stop-1, each of which appends one entry and evicts one per head."""
     entries, policy = block.entries, block.policy
     count = entries.pos.shape[-1]
     entries.append(start, stop)
-    view = RowView(block, start, stop, poison=poison)
+    view = RowView(block, start, stop)
     protection, last = policy.protection(view.setting.budget), entries.pos.shape[-1] - 1
     pos, recent = entries.pos, protection.recent
     stays = (pos < protection.first(view.setting.prompt_len)) | (pos < 0)
@@ -56,7 +53,6 @@ def _run(block: Block, start: int, stop: int, *, poison: bool) -> None:
     for row in range(start, stop):
         view.open(row, count + row - start)
         scores = Scores.of(policy.scorer.score(view))
-        view.check_unwritten(policy.name)
         check(policy, scores, view.live, block.layers, row)
         entries.columns.update(scores.columns)
         fixed = ~view.live | stays
@@ -81,7 +77,7 @@ class RowView(View):
     pads they have a position, and they can be anywhere.
     """
 
-    def __init__(self, block: Block, start: int, stop: int, *, poison: bool) -> None:
+    def __init__(self, block: Block, start: int, stop: int) -> None:
         super().__init__(
             block.source,
             block.entries,
@@ -90,7 +86,7 @@ class RowView(View):
             since=block.since,
             layers=block.layers,
         )
-        self._block, self._start, self._stop, self._poison = block, start, stop, poison
+        self._block, self._start, self._stop = block, start, stop
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
@@ -102,7 +98,7 @@ class RowView(View):
     @property
     def live(self) -> Tensor:
         """Which slots hold a live entry, bool [L, H, n]."""
-        return self._share("live", self._live)
+        return self._live
 
     @property
     def count(self) -> Tensor:
@@ -134,18 +130,14 @@ class RowView(View):
 
     def close(self, slot: Tensor) -> None:
         """The entries at slot [L, H, 1] have left."""
-        self._shared.clear()
         self._live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
-        if self._poison and self._weights is not None:
-            later = self._weights[:, :, self.row + 1 - self._start :]
-            later.scatter_(-1, slot[:, :, None, None].expand(*later.shape[:-1], 1), 1e30)
 
     def _gather(self, name: str, stored: Tensor) -> Tensor:
         if name not in self._gathered:
             at = gather(stored, self._block.entries)
             self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
-        return self._share(name, self._gathered[name])
+        return self._gathered[name]
 
     def attn(self, last: int, group: Reduction | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
@@ -156,7 +148,7 @@ class RowView(View):
             return super().attn(last, group)
         if self._attention is None:
             self._attention = self._softmax()
-        return reduce_group(self._share("attn", self._attention).unsqueeze(3), group)
+        return reduce_group(self._attention.unsqueeze(3), group)
 
     def received(self) -> Tensor:
         """Attention received from the current row, summed over the group; [L, H, n]."""

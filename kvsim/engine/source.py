@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,31 +11,14 @@ from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.shared_results import MEMO_BYTES
-from kvsim.core.sources import ArraySource, SharedEntries
+from kvsim.core.sources import SharedEntries
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.schema import CHUNK, NEVER, numbered
+from kvsim.schema import CHUNK, numbered
 
 T = TypeVar("T")
 
 _ALL = slice(None)
-
-
-class _Copies:
-    """The arrays of another source, each read a copy."""
-
-    def __init__(self, base: ArraySource) -> None:
-        self._base, self.shapes, self.positions = base, base.shapes, base.positions.clone()
-
-    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Return a copy of part of an array."""
-        return self._base.read(name, layers, pos).clone()
-
-
-def isolated(trace: Trace) -> Trace:
-    """Return a copy of a trace, for a policy that may write to it."""
-    same = None if trace.path is None else trace.fingerprint
-    return trace.derived(_Copies(trace.source), deepcopy(trace.header), fingerprint=same)
 
 
 def read_together(trace: Trace, layer: int) -> Trace:
@@ -74,7 +56,6 @@ class TraceSource:
         device: where to compute.
         most: bytes that the trace may keep for later replays.
         each: how many layers are held at once, which `parts` has; all by default.
-        poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
 
     Raises:
         PolicyError: a layer with entries masked out by its window or chunks, for which a View has
@@ -92,7 +73,6 @@ class TraceSource:
         *,
         most: int = MEMO_BYTES,
         each: int | None = None,
-        poison: bool = False,
     ) -> None:
         for layer in layers:
             check_unwindowed(trace, layer)
@@ -104,7 +84,6 @@ class TraceSource:
         self._full, self._full_start = (self._window, self._window), trace.n_pos
         self.memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
-        self._poison = poison
         self._place, self._most = (tuple(layers), str(device)), most
         self._each = each or len(layers)
 
@@ -120,12 +99,11 @@ class TraceSource:
         return self._trace.memo((*key, self._place), compute, self._most)
 
     @property
-    def apart(self) -> bool:
-        """Whether not all layers are held at once."""
-        return self._each < len(self._place[0])
+    def parts(self) -> Callable[[], Iterator[tuple[slice, TraceSource]]] | None:
+        """Yields places of layers that are held at once, and their source; None where all are."""
+        return self._parts if self._each < len(self._place[0]) else None
 
-    def parts(self) -> Iterator[tuple[slice, TraceSource]]:
-        """Places of the layers that are held at once, and their source, one after the other."""
+    def _parts(self) -> Iterator[tuple[slice, TraceSource]]:
         layers = self._place[0]
         for first in range(0, len(layers), self._each):
             part = slice(first, first + self._each)
@@ -134,7 +112,7 @@ class TraceSource:
     @cached_property
     def keys(self) -> Tensor:
         """[L, H, T, d]; T is 0 where not all layers are held at once, and `parts` have them."""
-        return self._read("k", slice(0, 0) if self.apart else _ALL)
+        return self._read("k", slice(0, 0) if self.parts else _ALL)
 
     @cached_property
     def values(self) -> Tensor:
@@ -204,11 +182,7 @@ class TraceSource:
         return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
-        """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""
-        if self._poison:
-            gone = (evicted_at != NEVER).unsqueeze(-1)
-            self.keys = self.keys.masked_fill(gone, torch.nan)
-            self.values = self.values.masked_fill(gone, torch.nan)
+        """Hold all positions still."""
 
 
 def projections(trace: Trace, layers: slice) -> Tensor:

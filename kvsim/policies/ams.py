@@ -53,7 +53,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Allocator, Plan, Protection
+from kvsim.core.pieces import Allocator, Plan, Protection, protected_by
 from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
@@ -169,7 +169,7 @@ class AMS(Allocator):
         if self.mode == "strict":
             return Plan(quotas.units, parts.group, columns=columns, notes=notes)
         # what the scorer protects ranks first in its segment, and so uses up the segment's quota
-        first = view.scorer_protected
+        first = protected_by(view.scorer_protection, view)
         candidates = select(scores, quotas.units, first, view.live, parts.group)
         notes["quota"] = quotas.units
         notes["segment"] = parts.group

@@ -125,7 +125,7 @@ class LiveSource:
     """
 
     #: `kvsim.core.setting.Source`
-    compacted = True
+    compacted, parts = True, None
 
     def __init__(
         self,

@@ -125,4 +125,4 @@ def test_queries_are_those_of_the_last_rows_rotated_and_not(trace):
 
     assert torch.equal(view.queries(4).flatten(1, 2), trace.q[:, :, 11:15])
     assert view.queries(100).shape[3] == 15
-    torch.testing.assert_close(view.unrotated(4).flatten(1, 2), plain[:, :, 11:15])
+    torch.testing.assert_close(view.unrotated_span(11, 15).flatten(1, 2), plain[:, :, 11:15])

@@ -161,29 +161,6 @@ def test_a_batch_without_responses_or_in_blocks_is_refused(model, trace, options
         kvsim.live(model, [trace], "tova", 16, batch=4, **options)
 
 
-@dataclass(frozen=True)
-class Writing(Scorer):
-    """The length of a key; writes to the model's cache through numpy."""
-
-    label: ClassVar[str] = "writing"
-
-    def score(self, view):
-        """Long keys stay."""
-        scores = view.keys.norm(dim=-1)
-        view.values.numpy()[:] = 0
-        return scores
-
-
-def test_a_policy_that_writes_fails_alone(model, trace):
-    """Its write is noticed, and other policies run as without it."""
-    options = {"interval": 8, "metrics": ["response_kl", "wipeout"]}
-    run = kvsim.live(model, [trace], [Policy("mine", Writing()), *policies("tova")], 16, **options)
-    alone = kvsim.live(model, [trace], policies("tova"), 16, **options)
-
-    assert ["mine: writes to 'values'" in failure.error for failure in run.failures] == [True]
-    assert run.table.equals(alone.table)
-
-
 def test_teacher_forced_likelihoods_are_those_of_the_model(model, trace):
     """With nothing evicted, those of one plain forward over all tokens."""
     loop = ClosedLoop(kvsim_running(model), trace, None, None)

@@ -73,12 +73,6 @@ def peeking(_: Tensor, view: View) -> Tensor:
     return torch.nn.functional.cosine_similarity(view.keys, mean, dim=-1)
 
 
-def mourning(_: Tensor, view: View) -> Tensor:
-    """Similarity to the mean of all keys so far, those that left included."""
-    mean = view._source.keys[:, :, : view.row + 1].mean(2, keepdim=True)
-    return torch.nn.functional.cosine_similarity(view.keys, mean, dim=-1)
-
-
 def dividing(_: Tensor, view: View) -> Tensor:
     """The first component of the normalised key, whose norm can be 0."""
     return view.keys[..., 0] / view.keys.norm(dim=-1)
@@ -99,17 +93,6 @@ def through_numpy(scores: Tensor, view: View) -> Tensor:
     """Queries of the most recent row are set to 0 in memory that tensors share."""
     view.queries(1).numpy()[:] = 0
     return scores
-
-
-def clamping(scores: Tensor, view: View) -> Tensor:
-    """Pads move to position 0, in the table of the entries."""
-    view.pos.clamp_(min=0)
-    return scores
-
-
-def reweighting(scores: Tensor, view: View) -> Tensor:
-    """Attention that is memoised for all pieces of the policy is doubled."""
-    return scores + view.attn(1).mul_(2).sum((2, 3))
 
 
 def undeclared(_: Tensor, view: View) -> Tensor:
@@ -140,13 +123,10 @@ class Greedy(Allocator):
     [
         (mine(normalising), "input_unchanged"),
         (mine(through_numpy), "input_unchanged"),
-        (mine(clamping), "input_unchanged"),
-        (mine(reweighting), "input_unchanged"),
         (Remembering(), "isolation"),
         (CountingUp(), "isolation"),
         (mine(counting_pads), "ragged"),
         (mine(peeking), "causality"),
-        (mine(mourning), "no_peeking_at_the_dead"),
         (mine(dividing), "finite"),
         (mine(first_head), "head_permutation"),
         (mine(undeclared), "declared_sign"),
@@ -154,7 +134,7 @@ class Greedy(Allocator):
     ids=lambda value: type(value).__name__ if isinstance(value, Mine) else value,
 )
 def test_bug_in_a_policy_of_the_users_own_is_caught(scorer, invariant):
-    """Leaked state, pads, the future, the dead, NaN and mixed heads, each by its own invariant."""
+    """Leaked state, pads, the future, NaN and mixed heads, each by its own invariant."""
     policy = kvsim.Policy("mine", scorer)
     with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
         check_policy(policy, max_examples=1000, only=[invariant], shrink=False)

@@ -158,8 +158,8 @@ def _rotated(view: View, last: int) -> Tensor:
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
     if view.is_prompt:  # there every query has its position
         return view.attn(last)
-    plain = view.unrotated(last)  # [L, H, G, w, d]
-    rows = torch.arange(view.first(last), view.row + 1)
+    first, stop = view.first(last), view.row + 1
+    plain, rows = view.unrotated_span(first, stop), torch.arange(first, stop)
     queries = view.rope.rotate(plain, torch.full_like(rows, view.row))
     logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
     hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]

@@ -30,7 +30,6 @@ INVARIANTS: Mapping[str, Invariant] = {
         independence.unknown_question,
         independence.chunked_prompt,
         independence.later_questions,
-        independence.no_peeking_at_the_dead,
         independence.absent_rows,
         independence.isolation,
         independence.rows_equal_events,

@@ -1,6 +1,6 @@
 """Invariants that say what a Record does not depend on.
 
-Later rows, dead entries, rows that do not reach a layer, other traces, how it is computed, the
+Later rows, rows that do not reach a layer, other traces, how it is computed, the
 order of the heads.
 """
 
@@ -19,7 +19,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine import check_cell, layers_per_block
 from kvsim.engine.replay import ReplayOptions, run
-from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, TraceError
+from kvsim.errors import BudgetError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
 from kvsim.testing.strategies import make_case
@@ -42,7 +42,7 @@ def input_unchanged(trial: Trial) -> None:
     before = {name: array.clone() for name, array in _arrays(trace).items()}
     for by_row in trial.ways:
         try:
-            trial.replay(trace, by_row=by_row, guard=True)
+            trial.replay(trace, by_row=by_row)
             after = _arrays(trace)
         except TraceError as error:
             raise Broken(str(error)) from error
@@ -190,16 +190,6 @@ def _has_rule(trial: Trial) -> bool:
     except (BudgetError, PolicyError):
         return False
     return True
-
-
-def no_peeking_at_the_dead(trial: Trial) -> None:
-    """Keys and values overwritten with NaN at the moment they leave change nothing."""
-    for by_row in trial.ways:
-        try:
-            record = trial.replay(poison=True, by_row=by_row)
-        except KvsimError as error:
-            raise Broken(f"a dead entry shows: {error}") from error
-        trial.same(record.evicted_at, "dead entries overwritten")
 
 
 def absent_rows(trial: Trial) -> None:
