@@ -226,10 +226,6 @@ class Scorer(Piece, ABC):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
-    def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """Remark for readers of results on this trace; empty if there is no reason for one."""
-        return ""
-
     def logarithm(self) -> Scorer:
         """Return the ranking by logarithms if scores could underflow to 0, else the scorer."""
         return self
@@ -271,7 +267,6 @@ class Wrapper(Scorer):
     copies: ClassVar[Any] = property(attrgetter("scorer.copies"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
-    remark: ClassVar[Any] = property(attrgetter("scorer.remark"))
     protection: ClassVar[Any] = property(attrgetter("scorer.protection"))
 
     def inner(self, view: View) -> Scores:
@@ -353,10 +348,6 @@ class Allocator(Sizing, ABC):
         """Protection of the allocator itself."""
         return _NOTHING
 
-    def remark(self, budget: int) -> str:
-        """Remark for readers of results at this budget; empty if there is no reason for one."""
-        return ""
-
     @abstractmethod
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas for scores [L, H, n]; together at least the head's protected entries."""
@@ -398,11 +389,6 @@ class LayerBudgets(Sizing, ABC):
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
         """Entries of a head after n_pos tokens where no budget plays a part; None if unknown."""
         return None
-
-    @property
-    def remark(self) -> str:
-        """Remark for readers of costs; empty if there is no reason for one."""
-        return ""
 
     @abstractmethod
     def budgets(self, view: View, budget: int) -> Tensor:

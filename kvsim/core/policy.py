@@ -320,41 +320,24 @@ class Policy:
         return replace(self, name="+".join(parts), scaled=self.lengths, default=default)
 
     def remark(self, budget: int) -> str:
-        """Remark for readers of results at this budget; empty if there is no reason for one."""
+        """Say which lengths are scaled to this budget, or exceed half of it; empty for none."""
         if not self.bounded:
             return ""
-        remarks = [self.at(budget).allocator.remark(budget)]
+        changed = [x for x in self.scaled or self.lengths if x.at(budget) != x.value]
         if self.scaled:
-            values = ", ".join(
-                f"{self._key(length)}={length.at(budget)} instead of {length.value}"
-                for length in self.scaled
-                if length.at(budget) != length.value
-            )
-            to = f"budget {budget}"
-            remarks.append(f"scaled to {to}: {values}" if values else f"{to}: all lengths fit")
-        first = {each._replace(depth=0): each for each in reversed(self.lengths)}  # not taken over
-        large = [
-            each
-            for each in self.lengths
-            if each in first.values()
-            and each not in self.scaled
-            and each.name in ("window", "recent")
-            and 2 * each.value > budget
-            and each.at(budget) < each.value
-        ]
-        if large:
-            given = " and ".join(f"{self._key(length)}={length.value}" for length in large)
-            options = (
-                f"--set {self.name}.{self._key(length)}={length.at(budget)}" for length in large
-            )
-            verb, exceed = ("is", "exceeds") if len(large) == 1 else ("are", "exceed")
-            entries = max(length.entries for length in large)
-            remarks.append(
-                f"{given} {verb} meant for budget {entries} and {exceed} half of {budget}; "
-                f"compare with {' '.join(options)}, or all lengths with --fit"
-            )
-        text = "; ".join(filter(None, remarks))
-        return f"{self.name}: {text}" if text else ""
+            values = (f"{self._key(x)}={x.at(budget)} instead of {x.value}" for x in changed)
+            text = ", ".join(values) or "all lengths fit"
+            return f"{self.name}: scaled to budget {budget}: {text}"
+        inner = {x._replace(depth=0): x for x in reversed(self.lengths)}.values()  # not taken over
+        large = " ".join(
+            f"--set {self.name}.{self._key(x)}={x.at(budget)}"
+            for x in changed
+            if x in inner and x.name in ("window", "recent") and 2 * x.value > budget
+        )
+        return large and (
+            f"{self.name}: lengths exceed half of budget {budget}; compare with {large}, or all "
+            "lengths with --fit"
+        )
 
     def _key(self, length: Length) -> str:
         """The name under which `--set` takes a length."""

@@ -86,10 +86,6 @@ class Propagation(Piece, ABC):
     def check(self, n_layers: int) -> None:
         """Raise PolicyError for a model that the propagation has no rule for."""
 
-    def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """Remark for readers of results; empty if there is no reason for one."""
-        return ""
-
     def facts(self, n_layers: int) -> Mapping[str, Any]:
         """Parameters that follow from the number of layers, as they were used."""
         return {}

@@ -203,12 +203,8 @@ def _eviction_remarks(
     small = policy.budget_at((events[0] if events else trace.n_pos - 1) + 1, budget)
     if of_policy := policy.remark(small):
         yield of_policy
-    of_pieces = [policy.scorer.remark(trace, schedule)]
-    if policy.reader is not None:
-        of_pieces.append(policy.reader.remark(trace, budget))
-    if policy.propagation is not None:
-        of_pieces.append(policy.propagation.remark(trace.n_layers, trace.prompt_len, budget))
-    yield from (f"{policy.name}: {text}" for text in of_pieces if text)
+    if policy.reader is not None and (of_reader := policy.reader.remark(trace, budget)):
+        yield f"{policy.name}: {of_reader}"
     # else rows of the question or of later chunks see what is left
     alone = schedule.ends(trace.prompt_len, trace.context_len) == [trace.prompt_len]
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:

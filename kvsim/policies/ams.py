@@ -119,24 +119,6 @@ class AMS(Allocator):
         recent = min(self.recent, budget)
         return Protection(min(self.sink, budget - recent), recent)
 
-    def remark(self, budget: int) -> str:
-        """Say where the budget shortened what is protected, or the window."""
-        remarks = []
-        kept = self.protection(budget)
-        if (kept.sink, kept.recent) != (self.sink, self.recent):
-            remarks.append(
-                f"budget {budget} holds {kept.sink} of {self.sink} sinks and {kept.recent} of "
-                f"{self.recent} recent entries"
-            )
-        if self.window > budget:
-            remarks.append(f"the window of {self.window} rows is cut to the budget, {budget}")
-        if self.mode == "strict" and self.max_segment < 2 * self.min_segment - 1:
-            remarks.append(
-                f"max_segment {self.max_segment} is below 2 x min_segment - 1, so segments can be "
-                f"shorter than {self.min_segment}"
-            )
-        return "; ".join(remarks)
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Usage, mass and credit, segments, quotas (sections 3.2 to 3.5 of the paper)."""
         usage, suffix = self._usage(view)

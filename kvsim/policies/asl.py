@@ -143,16 +143,6 @@ class Selecting(Propagation):
         """Return the parameters of the rule."""
         return dict(zip(("first_layer", "look_back"), self.rule(n_layers), strict=True))
 
-    def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """A look-back that the model is too small for."""
-        first, back = self.rule(n_layers)
-        if back == self.look_back or prompt_len <= budget:
-            return ""
-        return (
-            f"ranks are compared over {back} layer{'s' * (back > 1)} instead of {self.look_back}, "
-            f"because layer {first} of {n_layers} is the first that is tested"
-        )
-
     def after(self, view: View, memory: _Memory | None) -> Step:
         """Compare the ranks of this layer with those of the layers before it."""
         n, budget = view.row + 1, view.setting.budget

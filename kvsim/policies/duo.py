@@ -164,16 +164,6 @@ class Duo(Planned):
         """The sinks, of every head."""
         return Protection(sink=self.sink)
 
-    def remark(self, budget: int) -> str:
-        """In how many layers no head retrieves, so that `stream` has no effect there."""
-        alone = int((~self._retrieval.any(-1)).sum())
-        if not alone or self.stream is None or self.stream >= budget:
-            return ""
-        return (
-            f"in {alone} of {plural(len(self._retrieval), 'layer')} no head retrieves, and each "
-            f"holds {budget} entries instead of stream={self.stream}"
-        )
-
     @cached_property
     def _retrieval(self) -> Tensor:
         return self._plan.retrieval(self.share)

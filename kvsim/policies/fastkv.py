@@ -57,16 +57,6 @@ class FastKV(AtLayer):
         """The window, which always propagates, and a token that is selected."""
         return self.window + 1 if self.rows is None else 1
 
-    def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """A prompt that propagates whole although it is longer than the budget."""
-        kept = self._kept(budget, prompt_len)
-        if prompt_len <= budget or kept < prompt_len:
-            return ""
-        return (
-            f"{kept} rows of a prompt of {prompt_len} tokens propagate, so every layer computes "
-            "all of it; give fewer rows to see an effect across layers"
-        )
-
     def whole(self, selection: Selection, layer: int) -> bool:
         """The layer is given, also where the prompt is too short for anything to be dropped."""
         return self.kv_before == "full" and layer <= self.at(len(selection.counts))

@@ -21,8 +21,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Protection, Schedule, Scorer, Scores
-from kvsim.core.trace import Trace
+from kvsim.core.pieces import Protection, Scorer, Scores
 from kvsim.core.view import View
 
 
@@ -60,12 +59,3 @@ class ObservedAttention(Scorer):
         got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
         n = view.pos.shape[-1]
         return got / group / (n - torch.arange(n, device=got.device))
-
-    def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """Say that later events have little to go by."""
-        if not schedule.decodes(trace):
-            return ""
-        return (
-            "events in decoding score by the attention of one row, as in kvpress; h2o, whose "
-            "scores are sums over all rows, can differ by far"
-        )

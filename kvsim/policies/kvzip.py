@@ -14,7 +14,8 @@ with logits scaled as the model scales them. All heads of all layers share one b
 scores best among all of their entries together; `kvzip@uniform` keeps the same number in each head.
 
 Deviations. The paper evicts before there is a question; what comes after the context has no score.
-Here it ranks above all of the context, the newest first, so that the budget binds it too. Scores of
+Here it ranks above all of the context, the newest first, so that the budget binds it too: events in
+decoding leave little of the context. Scores of
 the context are computed once and stay with the entries. The whole context is repeated, chat
 template and system message included, in chunks of 2,048 tokens. Without a `context`, which the
 setting of the paper needs, the whole prompt is repeated; in a chat the request then follows the
@@ -37,9 +38,8 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Allocator, Plan, Schedule, Scorer, Scores
+from kvsim.core.pieces import Allocator, Plan, Scorer, Scores
 from kvsim.core.select import compete
-from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 
 #: Tokens of a chunk, where costs have to guess.
@@ -80,15 +80,6 @@ class KVzip(Scorer):
     def importance(self, view: View) -> Tensor:
         """The largest weight of any row and any query head of the group; [L, H, n]."""
         return largest_weights(view, self.sink).amax(2)
-
-    def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """A note that events in decoding leave little of the context."""
-        if not schedule.decodes(trace):
-            return ""
-        return (
-            "has no scores of the response, whose entries rank above the context and fill the "
-            "budget at events in decoding; its paper evicts once, after the context: --interval own"
-        )
 
 
 def largest_weights(view: View, sink: int) -> Tensor:

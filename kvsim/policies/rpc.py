@@ -57,7 +57,6 @@ class Growing(LayerBudgets):
     compression: Annotated[int, AtLeast(1)] = 4
 
     bounded = False
-    remark = "no budget binds; it holds prompt, window and a share of what is generated"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """Nothing: the policy's budget plays no part, and prompt and window always have room."""

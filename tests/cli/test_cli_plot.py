@@ -61,9 +61,9 @@ def test_remarks_of_records_go_to_standard_error(run, paths, tmp_path, command, 
 
     assert (status, said) == (0, f"Written to {out}.\n")
     notes = err.splitlines()
-    cut = [note for note in notes if "the window of 128 rows is cut to the budget" in note]
+    cut = [note for note in notes if "lengths exceed half of budget" in note]
     assert len(cut) == count
-    assert all(note.startswith("Note: ams+tova: budget ") for note in cut)
+    assert all(note.startswith("Note: ams+tova: lengths ") for note in cut)
     assert len(set(notes)) == len(notes)
 
 

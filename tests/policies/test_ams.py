@@ -173,11 +173,9 @@ def test_minima_that_do_not_fit_still_give_the_budget(mode):
 
 
 def test_budgets_below_what_is_protected():
-    """Strict shortens the recent entries, the released mode the sinks; the record says so."""
+    """Strict shortens the recent entries, the released mode the sinks."""
     strict = run(make(3), sink=4, recent=32, budget=6)
     released = run(make(3), "ams@release", sink=4, recent=32, budget=6)
-    for record in (strict, released):
-        assert "budget 6 holds" in record.remark
     row = strict.events[-1]
     alive = [r.evicted_at[:, :, : row + 1] > row for r in (strict, released)]
     assert (alive[0].nonzero()[2].reshape(2, 3, 6) == [0, 1, 2, 3, row - 1, row]).all()

@@ -79,13 +79,3 @@ def test_layers_with_sinks_of_their_own_are_refused_with_a_variant_that_takes_th
     with pytest.raises(PolicyError, match=r"differ in their sinks.* such as kvzip@uniform"):
         kvsim.replay(trace, "kvzip", 8)
     assert kvsim.replay(trace, "kvzip@uniform", 8).retained(14).sum() == 2 * 2 * 8
-
-
-def test_events_in_decoding_get_a_remark():
-    """What has no score fills the budget there; the paper's one event has no remark."""
-    trace = make_case("normal", n=40, prompt_len=20).trace()
-
-    often, paper = (kvsim.replay(trace, "kvzip", 12, interval=x, prefill=True) for x in (4, None))
-
-    assert "no scores of the response" in often.remark
-    assert "no scores of the response" not in paper.remark

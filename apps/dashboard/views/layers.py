@@ -42,11 +42,11 @@ def page() -> None:
         st.info("The prompt of this trace has one token, so there is nothing to rank.")
         st.stop()
     ranking, diagnosis = _diagnosis(trace, source)
-    curve, remark = diagnosis.curve, diagnosis.remark
+    curve = diagnosis.curve
     verdict = curve.verdict()
     st.info(f"{verdict.capitalize()}." if curve.fits else f"ASL {verdict}.")
-    for note in filter(None, (_few(curve), remark and f"Note: {remark}.")):
-        st.caption(note)
+    if few := _few(curve):
+        st.caption(few)
     _curves(trace, source, ranking, diagnosis)
     _pattern(trace, source, ranking, diagnosis)
     _overlap(trace, source)

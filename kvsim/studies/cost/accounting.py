@@ -344,12 +344,8 @@ def _sizes(policy: Policy, later: int, rows: int, uncut: bool, budget: int) -> t
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
     """Yield the assumptions about the policy."""
-    interval, piece = policy.schedule.interval, policy.propagation
-    if piece is not None and (remark := piece.remark(model.n_layers, prompt, budget)):
-        yield remark
-    if policy.layer_budgets.remark:
-        yield policy.layer_budgets.remark
-    elif "held" not in policy.bounds:
+    interval = policy.schedule.interval
+    if "held" not in policy.bounds:
         size = "; its size follows the text, and counted is a cache from which nothing leaves"
         yield f"no budget binds{size * policy.allocator.always_acts}"
     elif not policy.bounded:

@@ -115,7 +115,6 @@ def layers(
         _print_layers(opened[0], diagnoses)
     else:
         _print_selections(selections, counts)
-    show.echo_notes(each.remark for each in diagnoses)
     echo_text(
         "Fidelity of the values: all exact, from full attention over recorded queries and keys; "
         "layers behind a selection are shown as if none had selected."

@@ -38,7 +38,6 @@ SELECTION_COLUMNS: dict[str, Any] = {
     "layer": pl.Int64,
     "relative_variance": pl.Float64,
     "verdict": pl.String,
-    "remark": pl.String,
     "fidelity": pl.Enum(FIDELITY),
 }
 
@@ -69,12 +68,6 @@ class Diagnosis:
     def layer(self) -> int | None:
         """The selection layer."""
         return self.curve.selected()
-
-    @property
-    def remark(self) -> str:
-        """The rule's remark about this size, which may be empty."""
-        curve = self.curve
-        return curve.rule.remark(curve.n_layers, curve.prompt_len, curve.budget)
 
     @property
     def union(self) -> Floats:
@@ -167,7 +160,6 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
             "layer": layer,
             "relative_variance": None if layer is None else float(curve.relative[layer]),
             "verdict": curve.verdict(),
-            "remark": diagnosis.remark,
         }
         rows.append(row)
     return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
