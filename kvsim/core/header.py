@@ -11,7 +11,8 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.parameters import check_fields
-from kvsim.core.probe import Chunk, Probe
+from kvsim.core.probe import ARRAYS, Chunk, Probe
+from kvsim.core.probe import KEY as PROBE
 from kvsim.core.sources import Size
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, LABELS, LOGPROBS, SUMS, object_at
@@ -124,7 +125,7 @@ class Header:
     @property
     def probe(self) -> Probe | None:
         """The chunks and tokens of its probe; None without one."""
-        return Probe.of(self.meta, self.context_len or self.prompt_len, self.name)
+        return Probe.of(self.meta)
 
     @property
     def probe_chunks(self) -> tuple[Chunk, ...]:
@@ -153,57 +154,55 @@ class Header:
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         """Raise TraceError where the header does not fit arrays of these shapes."""
         check_fields(self, where, TraceError)
-        Probe.of(self.meta, self.context_len or self.prompt_len, where)
-        for fact, fits, expected in self._facts(shapes):
+        for name, value, fits, expected in self._facts(shapes):
             if not fits:
-                raise TraceError(f"{where}: {fact}; expected {expected}; record the trace again")
+                raise TraceError(f"{where}: {name} is {reprlib.repr(value)}; expected {expected}")
 
-    def _facts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, bool, str]]:
-        """Each fact, whether it fits the arrays, and what is expected; later ones need earlier."""
+    def _facts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, bool, str]]:
+        """Name, value, whether it fits the arrays, what is expected; later ones need earlier."""
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         heads, value_dim = shapes["v"][1::2]
-        largest = n_qheads, heads, dim, value_dim
-        shown = reprlib.repr
+        largest, meta = (n_qheads, heads, dim, value_dim), self.meta
+        fits = not self.sizes or _are_sizes(self.sizes, n_layers, largest)
         yield (
-            f"sizes are {shown(self.sizes)}",
-            not self.sizes or _are_sizes(self.sizes, n_layers, largest),
-            (
-                "query heads, KV heads, dimensions of keys and of values for each of "
-                f"{n_layers} layers, at most {largest}"
-            ),
+            "sizes",
+            self.sizes,
+            fits,
+            f"(heads, KV heads, dim, value_dim) each, at most {largest}",
         )
         end = self.prompt_len
-        yield f"prompt_len is {end}", 1 <= end <= n_pos, f"1 to {n_pos}, the number of tokens"
+        yield "prompt_len", end, 1 <= end <= n_pos, f"1 to {n_pos}, the number of tokens"
         context = end if self.context_len is None else self.context_len
-        yield f"context_len is {context}", 1 <= context <= end, f"1 to {end}, as the prompt has"
-        pairs = all(len(each) == 2 for each in self.questions)
-        ends = [end, *chain(*self.questions), n_pos] if self.questions else [end]
-        yield (
-            f"questions are {shown(self.questions)}",
-            pairs and all(type(b) is int and a < b for a, b in pairwise(ends)),
-            (
-                f"a list of [start, stop] behind the prompt of {end} and before the end of {n_pos} "
-                "tokens, each followed by tokens of its answer"
-            ),
-        )
-        yield from self._left_out_facts(shapes)
-        spans = self.meta.get("spans", {})
-        yield (
-            f"spans are {shown(spans)}",
-            isinstance(spans, dict) and all(_are_spans(each, end) for each in spans.values()),
-            f"a list of [start, end] within the {end} tokens of the prompt for each name",
-        )
-        response = n_pos - end
+        yield "context_len", context, 1 <= context <= end, f"1 to {end}, as the prompt has"
+        ends = [end, *chain(*self.questions), *[n_pos] * bool(self.questions)]
+        fits = all(len(each) == 2 for each in self.questions)
+        fits = fits and all(type(b) is int and a < b for a, b in pairwise(ends))
+        yield "questions", self.questions, fits, f"[start, stop] of each between {end} and {n_pos}"
+        sums, left_out = [name for name in SUMS if name in shapes], self.left_out
+        if left_out is None:
+            yield "left_out", left_out, not sums, f"rows, because it has {sums}"
+        else:
+            start, stop = left_out
+            fits = start % CHUNK == stop % CHUNK == 0 and 0 < start < stop < context
+            yield "left_out", left_out, fits, f"whole blocks of {CHUNK} rows from {CHUNK} on"
+            fits = {"attn_out", "lse"} <= shapes.keys() and shapes.get("received", ())[2:] == (
+                stop,
+            )
+            yield "left_out", left_out, fits, "outputs, log-sum-exp, and attention received"
+        probe, given = self.probe, meta.get(PROBE)
+        fits = given is None or (probe is not None and probe.fits(context))
+        yield "meta.probe", given, fits, f"chunks that repeat the {context} tokens of its context"
+        rows = None if probe is None else len(probe.tokens)
+        recorded = {shapes[name][2] if name in shapes else None for name in ARRAYS}
+        yield "meta.probe", given, recorded == {rows}, f"as many rows as {' and '.join(ARRAYS)}"
+        spans = meta.get("spans", {})
+        yield "spans", spans, _are_spans(spans, end), f"lists of [start, end] within {end} tokens"
         for key, n, low, high in (
-            *((key, response, -math.inf, 0.0) for key in LOGPROBS),
+            *((key, n_pos - end, -math.inf, 0.0) for key in LOGPROBS),
             ("layer_sensitivity", n_layers, 0.0, math.inf),
         ):
-            numbers = self.meta.get(key)
-            yield (
-                f"{key} is {shown(numbers)}",
-                numbers is None or _numbers(numbers, n, low, high),
-                f"{n} finite numbers from {low:g} to {high:g}",
-            )
+            fits = key not in meta or meta[key] is None or _numbers(meta[key], n, low, high)
+            yield key, meta.get(key), fits, f"{n} finite numbers from {low:g} to {high:g}"
         ids, owners = self.layer_ids, self.owners or range(n_layers)
         for name, kind, values in (
             ("layer numbers", int, ids),
@@ -211,76 +210,26 @@ class Header:
             ("ropes", Rope, self.ropes),
             ("owners", int, owners),
         ):
-            yield (
-                f"{name} are {shown(values)}",
-                len(values) == n_layers and all(type(value) is kind for value in values),
-                f"{kind.__name__} for each of {n_layers} layers",
-            )
-        yield (
-            f"layer is {shown([*ids])}",
-            all(a < b for a, b in pairwise((-1, *ids, 1 << 31))),
-            "the model's layer numbers, increasing from 0 or more",
-        )
-        sizes = self.sizes or (largest,) * n_layers
+            fits = len(values) == n_layers and all(type(value) is kind for value in values)
+            yield name, values, fits, f"{kind.__name__} for each of {n_layers} layers"
+        fits = all(a < b for a, b in pairwise((-1, *ids, 1 << 31)))
+        yield "layer", [*ids], fits, "the model's layer numbers, increasing from 0 or more"
+        alike = [*zip(self.formulas, self.sizes or (largest,) * n_layers, strict=True)]
         for layer, owner in enumerate(owners):
-            formula = self.formulas[layer]
-            yield (
-                f"layer {layer} reads the entries of layer {owner}",
-                owner == layer
-                or (
-                    0 <= owner < layer
-                    and owners[owner] == owner
-                    and (self.formulas[owner], sizes[owner]) == (formula, sizes[layer])
-                    and not formula.sinks
-                ),
-                "an earlier layer with entries of its own, and one formula without sinks",
-            )
-        latent = self.meta.get("latent")
-        for rope, formula, (n_qheads, heads, dim, value_dim) in zip(
-            self.ropes, self.formulas, sizes, strict=True
+            own = owner in range(layer) and owners[owner] == owner and alike[owner] == alike[layer]
+            fits = owner == layer or (own and not self.formulas[layer].sinks)
+            yield "owners", owners, fits, "earlier layers with entries of their own and one formula"
+        latent = meta.get("latent")
+        for rope, (formula, (n_qheads, heads, dim, value_dim)) in zip(
+            self.ropes, alike, strict=True
         ):
-            yield (
-                (
-                    f"latent is {shown(latent)}, of {heads} KV heads with keys of {dim} and values "
-                    f"of {value_dim} dimensions"
-                ),
-                latent is None or (latent, heads, value_dim) == (value_dim, 1, min(value_dim, dim)),
-                "the size of the values of one head, which end its keys",
-            )
-            width = 2 * len(rope.inv_freq)
-            yield (
-                f"rope rotates {width} dimensions, but a head has {dim}",
-                width <= dim,
-                f"at most {dim // 2} frequencies",
-            )
-            yield (
-                f"{len(formula.sinks)} sinks for {n_qheads} query heads",
-                len(formula.sinks) in (0, n_qheads),
-                "one for each, or none",
-            )
-
-    def _left_out_facts(
-        self, shapes: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, bool, str]]:
-        sums = [name for name in SUMS if name in shapes]
-        if self.left_out is None:
-            yield f"it has {sums} and leaves out no rows", not sums, "both or neither"
-            return
-        start, stop = self.left_out
-        blocks = start % CHUNK == stop % CHUNK == 0
-        yield (
-            f"rows {start} to {stop - 1} are left out",
-            blocks and 0 < start < stop < (self.context_len or self.prompt_len),
-            (
-                f"whole blocks of {CHUNK} rows, the first one and the last row of the prompt not "
-                "among them"
-            ),
-        )
-        yield (
-            f"rows {start} to {stop - 1} are left out of {', '.join(shapes)}",
-            {"attn_out", "lse", "received"} <= shapes.keys() and shapes["received"][2] == stop,
-            "outputs, log-sum-exp and the attention received from them",
-        )
+            own = (latent, heads, value_dim) == (value_dim, 1, min(value_dim, dim))
+            fits = latent is None or own
+            yield "latent", latent, fits, f"{value_dim}, of a single KV head with keys as long"
+            width = rope.rotary_dim or 0
+            yield "rotary_dim of rope", width, width <= dim, f"at most the {dim} of a head"
+            n_sinks = len(formula.sinks)
+            yield "number of sinks", n_sinks, n_sinks in (0, n_qheads), f"{n_qheads}, or none"
 
 
 def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
@@ -295,12 +244,13 @@ def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
 
 
 def _are_spans(spans: Any, prompt_len: int) -> bool:
-    """Whether these are pairs of positions of the prompt."""
-    return isinstance(spans, list | tuple) and all(
-        isinstance(span, list | tuple)
-        and [*map(type, span)] == [int, int]
-        and 0 <= span[0] < span[1] <= prompt_len
-        for span in spans
+    """Whether these are lists of pairs of positions of the prompt by name."""
+    return isinstance(spans, dict) and all(
+        isinstance(each, list | tuple)
+        and all(isinstance(span, list | tuple) for span in each)
+        and all([*map(type, span)] == [int, int] for span in each)
+        and all(0 <= start < stop <= prompt_len for start, stop in each)
+        for each in spans.values()
     )
 
 

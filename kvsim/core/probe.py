@@ -6,13 +6,11 @@ They are no rows of the sequence. The trace holds their queries and keys (`probe
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvsim.core.lazy import Tensor
-from kvsim.errors import TraceError
 from kvsim.schema import object_at
 
 #: Its key in `meta`.
@@ -56,36 +54,26 @@ class Probe:
         }
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any], end: int, where: str) -> Probe | None:
-        """Return the probe of a trace whose context has `end` tokens; None if it has no probe.
-
-        Raises TraceError unless its chunks are the context, and its rows have a token each.
-        """
-        given, document = meta.get(KEY), object_at(meta, KEY)
-        if given is None:
-            return None
+    def of(cls, meta: Mapping[str, Any]) -> Probe | None:
+        """Return the probe of a trace; None without one, or where it is none."""
+        document = object_at(meta, KEY)
         chunks: Any = document.get("chunks")
         tokens: Any = document.get("tokens")
-        whole = isinstance(chunks, list | tuple) and all(
-            _whole(chunk) and len(chunk) == 3 for chunk in chunks
-        )
-        parts = [Chunk(*chunk) for chunk in chunks] if whole else []
-        joins = [0, *(part.stop for part in parts)]
-        fits = (
-            document.keys() == {"kind", "chunks", "tokens"}
-            and document["kind"] == "repeat"
-            and [part.start for part in parts] == joins[:-1]
-            and all(part.start < part.stop and part.rows > 0 for part in parts)
+        listed = isinstance(chunks, list | tuple) and _whole(tokens)
+        if not listed or not all(_whole(chunk) and len(chunk) == 3 for chunk in chunks):
+            return None
+        return cls(str(document.get("kind")), tuple(Chunk(*x) for x in chunks), tuple(tokens))
+
+    def fits(self, end: int) -> bool:
+        """Whether its chunks are the `end` tokens of a context, and its rows have a token each."""
+        joins = [0, *(part.stop for part in self.chunks)]
+        return (
+            self.kind == "repeat"
+            and [part.start for part in self.chunks] == joins[:-1]
+            and all(part.start < part.stop and part.rows > 0 for part in self.chunks)
             and joins[-1] == end
-            and _whole(tokens)
-            and len(tokens) == sum(part.rows for part in parts)
+            and len(self.tokens) == sum(part.rows for part in self.chunks)
         )
-        if not fits:
-            raise TraceError(
-                f"{where}: meta.probe is {reprlib.repr(given)}, expected rows that repeat the "
-                f"{end} tokens of its context in chunks; record the trace again"
-            )
-        return cls("repeat", tuple(parts), tuple(tokens))
 
 
 class ProbeRows(NamedTuple):
@@ -94,18 +82,6 @@ class ProbeRows(NamedTuple):
     queries: Tensor
     keys: Tensor
     chunks: tuple[Chunk, ...]
-
-
-def check_probe(probe: Probe | None, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise TraceError unless a probe and its arrays are both there and of one size, or neither."""
-    rows = None if probe is None else len(probe.tokens)
-    for name in ARRAYS:
-        recorded = shapes[name][2] if name in shapes else None
-        if recorded != rows:
-            raise TraceError(
-                f"{where}: {name} has {recorded or 'no'} rows and meta.probe {rows or 'none'}, "
-                "expected as many, or neither of them; record the trace again"
-            )
 
 
 def _whole(values: Any) -> bool:

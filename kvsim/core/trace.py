@@ -36,7 +36,6 @@ from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import left_out_among, whole_shapes
 from kvsim.core.parameters import integer
-from kvsim.core.probe import check_probe
 from kvsim.core.shared_results import Memo
 from kvsim.core.sources import (
     ArraySource,
@@ -215,7 +214,6 @@ class Trace(Facts):
             left_out=left_out,
         )
         header.check(shapes, name)
-        check_probe(header.probe, shapes, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
         arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}

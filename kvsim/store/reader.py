@@ -16,7 +16,6 @@ from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts
 from kvsim.core.digest import fingerprint
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import stored_part, whole_shape
-from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError, suggest
 from kvsim.samples import SAMPLES, locate
@@ -173,7 +172,6 @@ class StoredTrace:
         if "token_text" in self.attributes:
             check_texts(self.attributes["token_text"], n_pos, self.where)
         self.header.check(self.shapes, self.where)
-        check_probe(self.header.probe, self.shapes, self.where)
 
     def _find_projections(self) -> None:
         projections = find_projections(self.path, self.header.meta, self.where)

@@ -20,7 +20,6 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import LeftOut, held_parts, whole_shapes
-from kvsim.core.probe import check_probe
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, local_path
@@ -225,7 +224,6 @@ class TraceWriter:
             floats = {x: n for x, n in shapes.items() if x in CHECKSUMMED and x != "tokens"}
             whole = whole_shapes(floats, header.left_out, where)
             header.check(whole, where)
-            check_probe(header.probe, whole, where)
             attributes = {
                 **attributes_of(header),
                 "digest": self._digest.total(header, shapes),

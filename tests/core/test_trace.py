@@ -226,8 +226,8 @@ def test_numbers_that_are_not_finite_are_named(name, value):
         ({"prompt_len": 41}, "prompt_len is 41; expected 1 to 40"),
         ({"tokens": [1, 2]}, "tokens are"),
         ({"token_text": ["a"]}, "token_text is"),
-        ({"layer_ids": [1]}, "layer numbers are"),
-        ({"rope": Rope.default(16)}, "rope rotates 16 dimensions, but a head has 8"),
+        ({"layer_ids": [1]}, "layer numbers is"),
+        ({"rope": Rope.default(16)}, "rotary_dim of rope is 16; expected at most the 8 of a head"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

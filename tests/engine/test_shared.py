@@ -152,8 +152,8 @@ def test_a_stored_trace_says_who_reads_what(tmp_path):
 @pytest.mark.parametrize("owners", [(0, 1, 0), (1, 1, 2, 3), (0, 0, 1, 3), (0, 1, -1, 3)])
 def test_owners_that_cannot_be_are_refused(owners):
     """One for each layer: itself, or an earlier one with entries of its own."""
-    with pytest.raises(TraceError, match=r"owners|reads the entries"):
+    with pytest.raises(TraceError, match="owners is"):
         changed(make(owners=()), owners=owners)
     formulas = [Formula(0.3), Formula(0.3), Formula(0.4), Formula(0.3)]
-    with pytest.raises(TraceError, match="layer 2 reads the entries of layer 0"):
+    with pytest.raises(TraceError, match="owners is"):
         make(formulas=formulas)
