@@ -96,12 +96,9 @@ def main(pages: list[str]) -> None:
         rest = [page for page in pages if page != START]
         if rest:
             prepare(full)
-            own = ("layers", "response")
-            shoot(full, [page for page in rest if page not in own], layer=0, head=2)
+            shoot(full, [page for page in rest if page != "response"], layer=0, head=2)
         if "response" in rest:
             shoot(full, ["response"], **LINK_OF_RESPONSE)
-        if "layers" in rest:  # the sample has three layers that are no neighbours
-            shoot(full, ["layers"], trace="traces/walk-1-paint-s0-000.zarr")
     total = sum(path.stat().st_size for path in DOCS.glob("images/dashboard-*.webp"))
     print(total, "bytes")
     if total > ALL:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 #: Pages by their address; the first one opens by default.
-PAGES = ("answer", "retention", "response", "segments", "compare", "trace", "layers", "fidelity")
+PAGES = ("answer", "retention", "response", "segments", "compare")
 #: Milliseconds without a change after which a page stands still.
 QUIET = 300
 # When the page last changed, when its script last ended, and when it was last clicked or typed

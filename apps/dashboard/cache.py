@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import polars as pl
 import streamlit as st
 from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Policy, Record, Trace
-from kvsim.analysis.attention.windows import head_table, last_needed
-from kvsim.analysis.kept.states import head_course, longest_gaps, read_counts
+from kvsim.analysis.attention.windows import last_needed
 from kvsim.plots import NEEDED
 
-from .tiles import Tile, attention_tile, reading_tile, retention_tile
+from .tiles import Tile, reading_tile, retention_tile
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,6 @@ class Choice:
         return policy.fitted() if self.fit else policy
 
 
-class Retained(NamedTuple):
-    """A tile of what events leave of a head, and the longest gap [E, 2] after each event."""
-
-    tile: Tile
-    gaps: NDArray[np.int64]
-
-
 @st.cache_resource(max_entries=8, show_spinner=False)
 def trace(source: Source) -> Trace:
     """Open a trace; its arrays are read on use."""
@@ -91,20 +82,11 @@ def together(choice: Choice) -> bool:
     return choice.built().across_layers
 
 
-@st.cache_data(max_entries=64, show_spinner="counting what is left after each event")
-def course(
-    source: Source, choice: Choice, alone: int | None, layer: int, head: int
-) -> pl.DataFrame:
-    """Numbers of a head after each event; alone: the layer that was replayed, None for all."""
-    return head_course(record(source, choice, alone), layer, head)
-
-
 @st.cache_data(max_entries=32, show_spinner="pooling the map of positions")
-def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Retained:
-    """Kept positions of a head after the events, and its longest gaps."""
+def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Tile:
+    """Kept positions of a head after the events; alone: the only layer replayed, None for all."""
     replayed = record(source, choice, alone)
-    tile = retention_tile(replayed, replayed.layers.index(layer), head)
-    return Retained(tile, longest_gaps(replayed, layer, head, tile.rows))
+    return retention_tile(replayed, replayed.layers.index(layer), head)
 
 
 @st.cache_data(max_entries=32, show_spinner="pooling the map of what rows read")
@@ -112,27 +94,6 @@ def reading(source: Source, choice: Choice, alone: int | None, layer: int, head:
     """Return the positions that each row of a head reads, holds or has lost."""
     replayed = record(source, choice, alone)
     return reading_tile(replayed, replayed.layers.index(layer), head)
-
-
-@st.cache_data(max_entries=64, show_spinner="counting what rows read")
-def read(
-    source: Source, choice: Choice, alone: int | None, layer: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Entries that rows after the prompt see, and those that they read, of the heads of a layer."""
-    replayed = record(source, choice, alone)
-    return read_counts(replayed, replayed.layers.index(layer))
-
-
-@st.cache_data(max_entries=32, show_spinner="computing the attention of this head")
-def attention(source: Source, layer: int, qhead: int, rows: range, positions: range) -> Tile:
-    """Attention of one query head, pooled."""
-    return attention_tile(trace(source), layer, qhead, rows, positions)
-
-
-@st.cache_data(max_entries=64, show_spinner="measuring the heads of this layer")
-def heads(source: Source, layer: int) -> pl.DataFrame:
-    """Attention of the query heads of a layer, a row each."""
-    return head_table(trace(source), layer)
 
 
 @st.cache_data(max_entries=64, show_spinner="finding rows that need each position")

@@ -1,9 +1,9 @@
-"""Elements of pages: titles, notes of fidelity, tables of events, labels of tokens, heat maps."""
+"""Elements of pages: titles, notes of fidelity, tables of events, labels of tokens."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
@@ -12,14 +12,9 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 from numpy.typing import NDArray
-from plotly.colors import hex_to_rgb
 
-from kvsim.analysis.kept.states import REGION
 from kvsim.analysis.significance import FEWEST
-from kvsim.plots.style import COLOURS
 from kvsim.schema import FIDELITY_MEANING, plural, visible
-
-from .tiles import Tile
 
 #: Cells up to which weights are sent in float32; beyond, in so many parts of 1.
 _FINE, _PARTS = 300 * 300, 10_000
@@ -69,30 +64,6 @@ def fidelity(levels: Iterable[str]) -> None:
         st.caption(f":material/verified: fidelity **{level}**: {FIDELITY_MEANING[level]}.")
 
 
-def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
-    """Show what an event leaves of a head, by policy; courses: `head_course`, one row or no row."""
-    events = pl.concat(course.with_columns(policy=pl.lit(name)) for name, course in courses.items())
-    rows = pl.DataFrame({"policy": list(courses)}).join(
-        events, on="policy", how="left", maintain_order="left"
-    )
-    form = st.column_config.NumberColumn
-    st.dataframe(
-        rows,
-        hide_index=True,
-        column_config={
-            "event": form("after row"),
-            "share": form("share kept", format="percent", help="of all positions there"),
-            "wipeout": form(
-                "wiped out",
-                format="percent",
-                help=f"regions of {REGION} positions of which nothing is left",
-            ),
-            "longest": form("longest gap", help="longest run of positions that are evicted"),
-            "middle": form("middle kept", format="percent", help="of the text's middle third"),
-        },
-    )
-
-
 def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[str]:
     """Return a distinct label for each cell between edges: position and token, escaped."""
     names = []
@@ -112,43 +83,6 @@ def excerpt(text: str, most: int = 16) -> str:
 def shortened(text: str, most: int = 16) -> str:
     """Return a token as a label: an excerpt, escaped, because plotly reads some HTML."""
     return html.escape(excerpt(text, most), quote=False)  # plotly shows &quot; as it is
-
-
-def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 560) -> None:
-    """Show attention: bluer is more, on a square-root scale; with row, position, weight on hover.
-
-    Weights of a large picture are sent as integers in ten-thousandths, which halves the bytes.
-    """
-    fine = tile.values.size <= _FINE
-    z = tile.values if fine else np.rint(tile.values * _PARTS).astype(np.uint16)
-    rows, positions = (token_names(texts, edges) for edges in (tile.rows, tile.positions))
-    shades = np.linspace(0, 1, 17)
-    # none is transparent, so that a dark page stays dark
-    blue = hex_to_rgb(COLOURS[5 if st.context.theme.type == "dark" else 0])
-    colours = [f"rgba{(*blue, round(float(shade), 3))}" for shade in shades]
-    top = float(z.max()) or 1.0
-    unit = 1 if fine else _PARTS
-    ticks = [share**2 * top for share in (0.1, 0.25, 0.5, 0.75, 1.0)]
-    figure = go.Figure(
-        go.Heatmap(
-            z=z,
-            x=positions,
-            y=rows,
-            zmin=0,
-            zmax=top,
-            colorscale=list(zip(shades**2, colours, strict=True)),
-            hovertemplate="row %{y}<br>position %{x}<br>weight "
-            + ("%{z:.3g}" if fine else f"%{{z}} / {_PARTS:,}")
-            + "<extra></extra>",
-            colorbar={
-                "title": {"text": "weight"},
-                "tickvals": ticks,
-                "ticktext": [f"{tick / unit:.2g}" for tick in ticks],
-            },
-        )
-    )
-    axes(figure, positions, tile.positions, "row", height)
-    chart(figure, key)
 
 
 def axes(

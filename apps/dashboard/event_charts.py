@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from kvsim.plots.style import COLOURS, KEPT, MISSED
 from kvsim.studies.segments.segmentation import Segmented, thinned
 
-from . import cache, elements
+from . import elements
 from .tiles import READ_STATES, SIDE, STATES, Tile
 
 Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
 # Colour of each of tiles.STATES: they differ in lightness too.
 _STATES = ("rgba(0,0,0,0)", KEPT, PALE, MISSED)
 #: The colours of `retention` in words.
-LEGEND = _legend([*STATES[1:], "the longest evicted run"], [*_STATES[1:], QUOTA])
+LEGEND = _legend(STATES[1:], _STATES[1:])
 # Colour of each of tiles.READ_STATES; a lighter blue on white, and a darker one on black.
 _READ_STATES = ("rgba(0,0,0,0)", PALE, f"rgba{(*hex_to_rgb(KEPT), 0.4)}", KEPT)
 #: The colours of `reading` in words.
@@ -48,31 +48,12 @@ _WORDS = 20_000
 _LABELLED = 24
 
 
-def retention(
-    retained: cache.Retained, texts: Sequence[str] | None, row: int, height: int
-) -> go.Figure:
-    """Draw a line of cells for each event, its longest gap, and a frame around one event."""
-    tile, gaps = retained
+def retention(tile: Tile, texts: Sequence[str] | None, row: int, height: int) -> go.Figure:
+    """Draw a line of cells for each event, and a frame around one event."""
     positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
     figure = _map(tile, positions, events, _STATES, STATES, "after %{y}")
     figure.update_traces(ygap=1 if len(events) <= 100 else 0)
-    # the first and the last cell of each gap, and nothing between two gaps
-    evicted = gaps[:, 1] > gaps[:, 0]
-    cells = np.searchsorted(tile.positions, gaps[evicted] - [0, 1], side="right") - 1
-    ends: list[str | None] = []
-    for first, last in cells.tolist():
-        ends += [positions[first], positions[last], None]
-    lines = [name for name, has in zip(events, evicted, strict=True) if has for _ in range(3)]
-    figure.add_scatter(
-        x=ends,
-        y=lines,
-        mode="lines+markers" if len(events) <= 60 else "lines",
-        line={"color": QUOTA, "width": 3 if len(events) <= 60 else 1},
-        marker={"symbol": "line-ns", "size": 9, "line": {"width": 3, "color": QUOTA}},
-        showlegend=False,
-        hoverinfo="skip",
-    )
     _frame(figure, int(np.searchsorted(tile.rows, row, side="right")) - 1)
     elements.axes(figure, positions, tile.positions, "event", height)
     return figure

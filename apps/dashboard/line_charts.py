@@ -11,7 +11,7 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
-from kvsim.plots.style import COLOURS, is_crowded, requested_order, series
+from kvsim.plots.style import is_crowded, requested_order, series
 from kvsim.plots.summary import metric_label
 from kvsim.schema import visible
 
@@ -28,8 +28,6 @@ _MARKERS = {
     "<": "triangle-left",
     ">": "triangle-right",
 }
-#: For references; visible on a light and a dark background.
-GREY = COLOURS[-1]
 #: Panels of one picture at most, and in a row.
 PANELS, ACROSS = 12, 3
 
@@ -51,12 +49,6 @@ def styles(names: Sequence[str]) -> dict[str, Style]:
         }
         for name, look in series(names).items()
     }
-
-
-def style(colour: str, dash: str = "solid", *, marker: bool | None = None) -> Style:
-    """Return the style of a line; by default dotted and dashed lines have no markers."""
-    marked = dash == "solid" if marker is None else marker
-    return {"color": colour, "dash": dash, "symbol": "circle" if marked else None}
 
 
 def draw(figure: go.Figure, key: str, height: int = 420) -> None:
@@ -226,77 +218,3 @@ def against_entries(
         figure.update_yaxes(title=label, type="log" if is_wide(points) else None, **at)
     figure.update_xaxes(title=cost, row=len(panels))
     return figure
-
-
-def over_layers(
-    curves: Mapping[str, tuple[Sequence[float | None], Style]],
-    *,
-    key: str,
-    label: str,
-    x: Sequence[float] | None = None,
-    x_label: str = "layer",
-    top: float | None = None,
-    mark: tuple[float, str] | None = None,
-    height: int = 340,
-) -> None:
-    """Show lines over the layers, or over other numbers `x`; by name, with a style each.
-
-    A style without a symbol is that of a reference. top: upper end of the axis. mark: a place on x
-    and its label.
-    """
-    figure = go.Figure()
-    for name, (values, look) in curves.items():
-        figure.add_scatter(
-            x=list(range(len(values)) if x is None else x),
-            y=[None if value != value else value for value in values],  # noqa: PLR0124 NaN
-            name=name,
-            mode="lines" if look["symbol"] is None else "lines+markers",
-            line={"color": look["color"], "dash": look["dash"], "width": 1.6},
-            marker={"symbol": look["symbol"] or "circle", "size": 7},
-            hovertemplate=f"{name}<br>{x_label} %{{x}}: %{{y:.4g}}<extra></extra>",
-        )
-    if mark is not None:
-        figure.add_vline(
-            mark[0],
-            line={"color": GREY, "dash": "dash", "width": 1.5},
-            annotation={"text": mark[1], "font": {"color": GREY}},
-            annotation_position="top",
-        )
-    few = x is None and max(len(values) for values, _ in curves.values()) < 24
-    figure.update_xaxes(title=x_label, dtick=1 if few else None)
-    figure.update_yaxes(title=label, range=None if top is None else [0, top], rangemode="tozero")
-    figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"})
-    draw(figure, key, height)
-
-
-#: Colours of the levels of fidelity.
-LEVELS = {
-    "exact": COLOURS[2],
-    "closed": COLOURS[5],
-    "judged": COLOURS[6],
-    "open": COLOURS[4],
-}
-
-
-def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:
-    """Show a bar for each value of a column, cut by level of fidelity; of `level_shares`."""
-    figure = go.Figure()
-    names = {value: elements.shortened(value, 40) for value in order}
-    for level, colour in LEVELS.items():
-        part = counted.filter(pl.col("fidelity") == level)
-        if part.height:
-            figure.add_bar(
-                x=part["share"].to_list(),
-                y=[names[value] for value in part[column]],
-                name=level,
-                orientation="h",
-                marker={"color": colour},
-                customdata=part.select("values", "of").to_numpy(),
-                hovertemplate=f"%{{y}}: {level} %{{x:.1%}}<br>%{{customdata[0]:,}} of "
-                "%{customdata[1]:,} values<extra></extra>",
-            )
-    figure.update_xaxes(title="share of the values", range=[0, 1], tickformat=".0%")
-    order_of = {"categoryorder": "array", "categoryarray": list(names.values())}
-    figure.update_yaxes(type="category", autorange="reversed", **order_of)
-    figure.update_layout(barmode="stack", showlegend=True, bargap=0.25)
-    draw(figure, key, max(180, 26 * len(order) + 90))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from . import controls
-from .views import answer, compare, fidelity, layers, response, retention, segments, trace
+from .views import answer, compare, response, retention, segments
 
 RUN, HEAD = ("run",), ("trace", "layer", "head")
 #: The module of each page by its address; the first one opens by default.
@@ -15,12 +15,9 @@ PAGES = {
     "response": response,
     "segments": segments,
     "compare": compare,
-    "trace": trace,
-    "layers": layers,
-    "fidelity": fidelity,
 }
 #: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
-SHOWN = {"compare": RUN, "fidelity": RUN, "response": (*RUN, *HEAD), "layers": ("trace", "layer")}
+SHOWN = {"compare": RUN, "response": (*RUN, *HEAD)}
 
 #: Less room above titles and between parts, nothing cut in boxes and numbers, and links to pages on
 #: narrow screens, where streamlit's are in the folded sidebar; everything else is streamlit's.

@@ -14,11 +14,9 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
-from kvsim.studies.layers.ranking import RankPattern
 from kvsim.studies.segments.segmentation import Segmented
 
 from .elements import excerpt
-from .tiles import Tile
 
 _MISSED, _UNREAD = TOKEN_STATES.index("missed"), TOKEN_STATES.index("held, not read")
 _KEPT = (TOKEN_STATES.index("retained"), _UNREAD)
@@ -58,21 +56,6 @@ def response(period: Mapping[str, Any], total: float) -> str:
     )
 
 
-def attention(tile: Tile, texts: Sequence[str] | None) -> str:
-    """Say where the largest weight of most rows is, and the largest weight of all."""
-    values, edges = tile.values, tile.positions
-    best = values.argmax(1)
-    places, counts = np.unique(best, return_counts=True)
-    common = int(places[counts.argmax()])
-    row, column = np.unravel_index(values.argmax(), values.shape)
-    lines = "rows" if tile.rows[-1] - tile.rows[0] == len(values) else "lines of cells"
-    return (
-        f"The largest weight of {counts.max()} of {len(values)} {lines} is at "
-        f"{_cell(edges, common, texts)}. The largest of all, {values[row, column]:.2g}, is at "
-        f"{_cell(edges, int(column), texts)}, of {_cell(tile.rows, int(row), None, 'row')}."
-    )
-
-
 def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "position") -> str:
     """Name a cell: its positions or rows, and the beginning of its text."""
     first, last = int(edges[place]), int(edges[place + 1]) - 1
@@ -81,31 +64,6 @@ def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "pos
         return where
     text = "".join(text[:24] for text in texts[first : min(last + 1, first + 16)])
     return f"{where} (\u201c{excerpt(text.strip() or text, 24)}\u201d)"
-
-
-def retention(course: pl.DataFrame) -> str:
-    """Say what is left of a head after an event; course: of `head_course`, its row."""
-    event = course.row(0, named=True)
-    wiped = event["wipeout"]
-    regions = "" if wiped is None else f"{wiped:.0%} of its regions are wiped out, and "
-    return (
-        f"After row {event['event']} this head has {event['kept']} of {event['event'] + 1:,} "
-        f"positions ({event['share']:.0%}); {regions}the longest evicted run has "
-        f"{event['longest']:.0f}."
-    )
-
-
-def reading(held: Ints, read: Ints, head: int, row: int, first: int) -> str:
-    """Say what a row reads of a head, and rows of all heads on average.
-
-    held, read: of `read_counts`, [H, R]; first: the row of the first column.
-    """
-    seen, taken = int(held[head, row - first]), int(read[head, row - first])
-    return (
-        f"Row {row} reads {taken} of the {seen} entries that this head holds "
-        f"({taken / max(1, seen):.0%}); the mean over rows after the prompt and heads of this "
-        f"layer is {read.mean():.0f} of {held.mean():.0f} ({read.sum() / max(1, held.sum()):.0%})."
-    )
 
 
 def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | None) -> str:
@@ -189,69 +147,3 @@ def regret(means: pl.DataFrame) -> str:
         f"{x['policy']} at budget {x['requested']} ({rounded(x['mean'], '.3g')})" for x in ends
     )
     return f"Least is left to gain for {least}, most for {most}."
-
-
-def ends(
-    name: str,
-    values: Sequence[float | None],
-    reference: str,
-    beside: Sequence[float | None],
-) -> str:
-    """Say at which layer a curve is highest and lowest, each next to its reference."""
-    curve, other = (
-        np.array([np.nan if x is None else x for x in numbers], dtype=float)
-        for numbers in (values, beside)
-    )
-    if np.isnan(curve).all():
-        return f"No layer has a value of {name}."
-    high, low = int(np.nanargmax(curve)), int(np.nanargmin(curve))
-    each = [
-        f"{word} at layer {place} ({curve[place]:.2g}; {reference} {other[place]:.2g})"
-        for word, place in (("highest", high), ("lowest", low))
-    ]
-    return f"{name.capitalize()} is {' and '.join(each)}."
-
-
-def sparsity(table: pl.DataFrame) -> str:
-    """Say the range of the share of unimportant keys over layers, for the least p."""
-    table = table.drop_nulls("sequence").sort("p", "sequence")
-    rows = table.filter(pl.col("p") == pl.col("p").min()).to_dicts()
-    if not rows:
-        return "No layer has a share."
-    ends = (rows[0], rows[-1])
-    low, high = (f"{x['sequence']:.0%} of all keys in layer {x['layer']}" for x in ends)
-    return f"Below {rows[0]['p']:g} of the row's maximum are {low} and {high}."
-
-
-def pattern(pattern: RankPattern, k: int, look_back: int) -> str:
-    """Say how many tokens the last layers agree on."""
-    last = pattern.ranks[-look_back:]
-    always = int((last <= k).all(0).sum())
-    count = len(pattern.tokens)
-    what = "tokens" if pattern.ranks.shape[1] == count else "columns"
-    return (
-        f"{plural(count, 'token')} are among the first {k} in one of the last {look_back} layers; "
-        f"{always} {what} are in all of them."
-    )
-
-
-def overlap(table: pl.DataFrame) -> str:
-    """Say what the oldest window has in common with the last at a tenth of the keys."""
-    row = table.sort((pl.col("share") - 0.1).abs()).row(0, named=True)
-    return (
-        f"At {row['share']:.0%} of the keys the oldest window had {row['oldest']:.0%} of the last "
-        f"window's top keys among its own, and three windows together {row['union']:.0%}; one set "
-        f"by chance has {row['chance']:.0%}."
-    )
-
-
-def shares(counted: pl.DataFrame, column: str) -> str:
-    """Say how many values of all are exact, and of how much else all are; of `level_shares`."""
-    total = int(counted["values"].sum())
-    exact = counted.filter(pl.col("fidelity") == "exact")
-    whole = exact.filter(pl.col("share") == 1).height
-    bars = counted[column].n_unique()
-    return (
-        f"{int(exact['values'].sum()):,} of {total:,} values are exact; {whole} of "
-        f"{plural(bars, 'bar')} have exact values alone."
-    )

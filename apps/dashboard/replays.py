@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
+from kvsim.analysis.arrays import Ints
+from kvsim.analysis.kept.retention import event_rows
 from kvsim.analysis.kept.states import TokenStates, has_reads, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
@@ -75,14 +76,14 @@ class Replayed:
         return self.settings.source, self.choice, self.alone, self.settings.layer
 
     @property
-    def course(self) -> pl.DataFrame:
-        """Numbers of the head after each event."""
-        return cache.course(*self._layer, self.head)
-
-    @property
-    def picture(self) -> cache.Retained:
+    def picture(self) -> Tile:
         """Positions of the head's entries after the events."""
         return cache.retention(*self._layer, self.head)
+
+    @property
+    def events(self) -> Ints:
+        """Rows after which something leaves the layer."""
+        return event_rows(self.record.gone_after[self.record.layers.index(self.settings.layer)])
 
     @property
     def fidelity(self) -> str:
@@ -99,17 +100,12 @@ class Replayed:
         """Return the positions of the head that each row reads, holds or has lost."""
         return cache.reading(*self._layer, self.head)
 
-    def reading(self, row: int) -> str:
-        """Describe in a sentence how many entries of the head a row reads."""
-        held, read = cache.read(*self._layer)
-        return readings.reading(held, read, self.head, row, self.record.prompt_len)
-
     def place(self, row: int) -> dict[str, Any] | None:
         """Keywords of functions of a text: the last event up to a row; None before the first.
 
         Where rows read parts of what is held, the row itself.
         """
-        events = self.course.filter(pl.col("event") <= row)["event"]
+        events = self.events[self.events <= row]
         if not len(events) and not self.reads:
             return None
         layer, head = self.settings.layer, self.settings.head

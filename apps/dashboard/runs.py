@@ -23,7 +23,6 @@ from kvsim.analysis.results import REQUESTED, labelled, mixed
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
-    level_shares,
     stages,
     strongest,
 )
@@ -170,12 +169,6 @@ def verdict(
     others = load(origin).first.join(table, on="policy", how="anti")  # for the answer to name
     named = pl.col("policy").is_in(list(policies))
     return answer(pl.concat([table, others]).filter(named), [metric], metric)
-
-
-@st.cache_data(max_entries=32, show_spinner="counting values at each level of fidelity")
-def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
-    """Count the values of a run at each level of fidelity."""
-    return level_shares(load(origin).table, by)
 
 
 @st.cache_resource(max_entries=4, show_spinner="reading the records of the run")

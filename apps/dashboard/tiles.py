@@ -1,8 +1,8 @@
-"""Large arrays as pictures of bounded size: attention, retention after each event, reads.
+"""Large arrays as pictures of bounded size: retention after each event, reads.
 
 A tile has at most `SIDE` cells to a side, so the data sent to a browser does not grow with the
-trace. A cell that covers several rows or positions shows their maximum, so that a single large
-weight or a single retained entry stays visible.
+trace. A cell that covers several rows or positions shows their maximum, so that a single retained
+entry stays visible.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 from kvsim.analysis.kept.states import held_entries, read_entries
-from kvsim.core.attention import sees
 from kvsim.core.record import Record
-from kvsim.core.trace import Trace
 
 #: Cells to a side of a tile, at most: about the pixels that a picture has on a page.
 SIDE = 512
@@ -35,51 +33,9 @@ class Tile:
     the end of the last cell.
     """
 
-    values: NDArray[np.float32] | NDArray[np.uint8]
+    values: NDArray[np.uint8]
     rows: Ints
     positions: Ints
-
-    @property
-    def pooled(self) -> bool:
-        """Whether a cell covers more than one row or position."""
-        spans = (int(edges[-1] - edges[0]) for edges in (self.rows, self.positions))
-        return self.values.shape != (*spans,)
-
-
-def attention_tile(
-    trace: Trace, layer: int, qhead: int, rows: range, positions: range, side: int = SIDE
-) -> Tile:
-    """Return full attention of one query head, the maximum in each cell; float32.
-
-    rows, positions: windows without gaps, IndexError for one that is empty or reaches out of the
-    trace. side: cells to a side, at most.
-    """
-    for name, window in (("rows", rows), ("positions", positions)):
-        if not window or window.start < 0 or window.stop > trace.n_pos:
-            raise IndexError(
-                f"{name} are {window.start} to {window.stop}; expected a window within 0 to "
-                f"{trace.n_pos}"
-            )
-    only, head = slice(layer, layer + 1), qhead // trace.group
-    formula = trace.formulas[layer]
-    keys = trace.read("k", only, slice(positions.start, positions.stop))[0, head].float()
-    lse = (trace.read("lse", only) if trace.has("lse") else trace.full(only)[1])[0, qhead]
-    lse = lse[rows.start : rows.stop].float()
-    down, across = (math.ceil(len(window) / side) for window in (rows, positions))
-    pos = torch.arange(positions.start, positions.stop)
-    cells, columns = [], math.ceil(len(positions) / across)
-    step = max(down, _BLOCK // down * down)
-    for first in range(0, len(rows), step):
-        block = slice(rows.start + first, min(rows.start + first + step, rows.stop))
-        q = trace.read("q", only, block)[0, qhead].float() * formula.scale
-        row = torch.arange(block.start, block.stop)
-        # no later position is seen; whole cells, so that they are pooled alike
-        seen = min(len(pos), across * max(1, math.ceil((block.stop - positions.start) / across)))
-        z = formula.capped(q @ keys[:seen].mT).sub_(lse[first : first + len(q), None])
-        weights = z.exp_().masked_fill_(~sees(row, pos[:seen], formula), 0.0)
-        pooled = _pool(weights, down, across)
-        cells.append(torch.nn.functional.pad(pooled, (0, columns - pooled.shape[1])))
-    return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))
 
 
 #: States of an entry in a tile of retention; the order of the codes.

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kvsim
-from apps.dashboard.tiles import attention_tile
 from kvsim import store
 from kvsim.analysis.output.error import output_error
 from kvsim.core import attention
@@ -142,7 +141,6 @@ def test_attention_of_a_trace_equals_the_definition(name):
 
     found = trace.attention(0, rows, pos)
     whole = trace.attention(0, slice(0, N))
-    tile = attention_tile(trace, 0, 1, range(N), range(N), side=N)
 
     q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
     for i in range(QHEADS):
@@ -152,10 +150,6 @@ def test_attention_of_a_trace_equals_the_definition(name):
             )[2]
             expected = [weights.get(p, 0.0) for p in pos]
             assert np.allclose(found[i, at], expected, atol=1e-12)
-            if i == 1:
-                assert np.allclose(
-                    tile.values[row], [weights.get(p, 0) for p in range(N)], atol=1e-5
-                )
     sums = whole.sum(-1)
     assert bool((sums < 0.999).any()) == bool(formula.sinks)
     assert bool((sums < 1 + 1e-9).all())

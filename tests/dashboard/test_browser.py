@@ -59,7 +59,7 @@ def tab(link):
 def sample(tab, address):
     """The tab on a page where the sample is chosen."""
     if not tab.page.locator("[data-testid=stSelectbox] input[value='sample.zarr']").count():
-        tab.open(address, "trace", trace="sample.zarr")
+        tab.open(address, "retention", trace="sample.zarr")
     return tab
 
 
@@ -122,7 +122,7 @@ def test_another_server_gets_no_token(tab, link, address, neighbour):
 
 def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
     """The link follows the control, and a page that is loaded anew follows the link."""
-    sample.follow("trace")
+    sample.follow("retention")
     took = sample.choose("Layer", "0")
 
     sample.linked("layer=0")
@@ -138,7 +138,7 @@ def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
 def hostile(tab, address):
     """The pages of a trace whose tokens and name are markup."""
     if "hostile" not in tab.page.url:
-        tab.open(address, "trace", trace="more/hostile.zarr")
+        tab.open(address, "retention", trace="more/hostile.zarr")
     return tab
 
 
@@ -156,6 +156,6 @@ def test_hostile_tokens_and_names_stay_text(hostile, page):
     height, *wider = hostile.page.evaluate(_SIZES)
     assert height < 10_000
     assert max(wider, default=0) <= 0
-    if page not in ("answer", "compare", "fidelity"):
+    if page not in ("answer", "compare"):
         assert hostile.chosen("Trace") == "more/hostile.zarr"
     assert hostile.page.title() != "taken"

@@ -14,9 +14,7 @@ def find(app, kind, key):
 @pytest.mark.parametrize(
     ("page", "kind", "key", "value"),
     [
-        ("trace", "selectbox", "layer", 0),
-        ("trace", "selectbox", "qhead", 1),
-        ("trace", "slider", "rows", (10, 20)),
+        ("segments", "selectbox", "layer", 0),
         ("retention", "selectbox", "head", 3),
         ("retention", "selectbox", "policy", "snapkv@gkv"),
         ("retention", "selectbox", "beside_scorer", "snapkv"),
@@ -37,7 +35,7 @@ def test_every_control_runs_the_page_anew(opened, folder, page, kind, key, value
     assert find(app, kind, key).value == value
 
 
-@pytest.mark.parametrize(("page", "texts"), [("trace", 1), ("retention", 2), ("segments", 0)])
+@pytest.mark.parametrize(("page", "texts"), [("retention", 2), ("segments", 0)])
 def test_tokens_are_text(opened, folder, page, texts):
     """In the page's HTML no token opens an element; in no other text do tokens occur."""
     app = opened(folder, page, trace="more/hostile.zarr")

@@ -4,7 +4,6 @@ import base64
 import json
 
 import numpy as np
-import polars as pl
 import pytest
 
 import kvsim
@@ -58,22 +57,7 @@ def test_numbers_are_those_of_kvsim(page, trace, mode):
     """Metrics of both; segments and their moves, credit and mass, at an event of the link."""
     app = page(layer="1", head="2", budget="96", interval="64", event="417", mode=mode)
     assert not app.exception
-    record, alone = replayed(trace, 1, 96, 64, mode=mode)
-
-    shown = pl.DataFrame(app.dataframe[0].value).to_dicts()
-    for row, one in zip(shown, (record, alone), strict=True):
-        table = kvsim.measure(
-            trace, one, ["wipeout", "middle_coverage", "burst_length"], events=True
-        ).filter(pl.col("head") == 2, pl.col("event") == 417)
-        for name, metric, variant in (
-            ("wipeout", "wipeout", "length=32,threshold=0"),
-            ("middle", "middle_coverage", ""),
-            ("longest", "burst_length", "longest"),
-        ):
-            told = table.filter(pl.col("metric") == metric, pl.col("variant") == variant)
-            assert row[name] == told["value"].item()
-        assert (row["event"], row["kept"]) == (417, 96)
-    assert [row["policy"] for row in shown] == ["ams+tova", "tova alone"]
+    record, _ = replayed(trace, 1, 96, 64, mode=mode)
 
     found = ams_segments(record, 1)
     number = found.rows.tolist().index(417)

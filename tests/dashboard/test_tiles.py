@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from apps.dashboard import tiles
-from apps.dashboard.tiles import STATES, attention_tile, reading_tile, retention_tile
-from kvsim.analysis.attention.windows import head_table
+from apps.dashboard.tiles import STATES, reading_tile, retention_tile
 from kvsim.analysis.kept.retention import wipeout
-from kvsim.analysis.kept.states import read_counts
 from traces import changed, random_trace
 
 
@@ -21,31 +18,6 @@ def made(n=70, layers=2, prompt_len=20, *, lse=False):
     """A trace of random numbers."""
     trace = random_trace(n=n, layers=layers, prompt_len=prompt_len, seed=n)
     return changed(trace, lse=trace.full()[1]) if lse else trace
-
-
-@pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("side", [7, 16, 200])
-@pytest.mark.parametrize(
-    "window",
-    [(range(70), range(70)), (range(11, 58), range(3, 40)), (range(20), range(30, 70))],
-)
-def test_attention_is_pooled_by_its_maximum(monkeypatch, side, window, lse):
-    """Each cell is the largest weight among its rows and positions, in blocks of rows."""
-    monkeypatch.setattr(tiles, "_BLOCK", 16)
-    trace = made(lse=lse)
-    rows, positions = window
-
-    tile = attention_tile(trace, 1, 3, rows, positions, side)
-
-    weights = trace.attention(1, slice(0, 70))[3].numpy()
-    assert max(tile.values.shape) <= side
-    assert tile.pooled == (side < len(rows) or side < len(positions))
-    for i, (low, high) in enumerate(zip(tile.rows, tile.rows[1:], strict=False)):
-        for j, (left, right) in enumerate(zip(tile.positions, tile.positions[1:], strict=False)):
-            naive = max(weights[r, p] for r in range(low, high) for p in range(left, right))
-            assert tile.values[i, j] == pytest.approx(naive, abs=1e-6)
-    assert (tile.rows[0], tile.rows[-1]) == (rows.start, rows.stop)
-    assert (tile.positions[0], tile.positions[-1]) == (positions.start, positions.stop)
 
 
 @given(
@@ -106,27 +78,3 @@ def test_the_map_of_reads_says_what_the_account_says(heads):
     assert whole.rows.tolist() == [*range(20, 141)]
     assert tile.values.shape == (40, 47)
     assert tile.values[7, 3] == expected[21:24, 9:12].max()
-    held, read = read_counts(record, 1)
-    assert read[1].tolist() == (expected == 3).sum(1).tolist()
-    assert held[1].tolist() == (expected >= 2).sum(1).tolist()
-
-
-def test_profiles_of_heads_are_means_over_rows():
-    """Sink, local, entropy and sparsity by a plain loop in float64."""
-    trace = made()
-    weights = trace.attention(1, slice(0, 70)).double().numpy()
-
-    table = head_table(trace, 1, sink=4, local=6, least=0.05)
-
-    for head in range(4):
-        sums = np.zeros(4)
-        for row in range(20, 70):
-            a = [weights[head, row, p] for p in range(row + 1)]
-            sums += [
-                sum(a[:4]),
-                sum(a[-6:]),
-                -sum(x * np.log(x) for x in a),
-                sum(x < 0.05 * max(a) for x in a) / len(a),
-            ]
-        want = sums / 50
-        assert table.row(head)[2:] == pytest.approx(want, rel=1e-5)

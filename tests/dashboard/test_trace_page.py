@@ -19,11 +19,11 @@ def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_pat
 
 def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
     """Every value is one of the options, whatever the link says."""
-    app = opened(folder, "trace", trace="more/plain.zarr", layer="0", head="1", qhead="3")
+    app = opened(folder, "retention", trace="more/plain.zarr", layer="0", head="1")
     assert app.selectbox(key="trace").value == "more/plain.zarr"
-    assert (app.selectbox(key="layer").value, app.selectbox(key="qhead").value) == (0, 3)
+    assert (app.selectbox(key="layer").value, app.selectbox(key="head").value) == (0, 1)
 
-    app = opened(folder, "trace", trace="../../etc/passwd", layer="77", qhead="x")
+    app = opened(folder, "retention", trace="../../etc/passwd", layer="77", head="x")
     assert not app.exception
     assert app.selectbox(key="trace").value == "broken.zarr"
 
@@ -31,7 +31,7 @@ def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
 @pytest.mark.parametrize(
     ("name", "says"), [("broken.zarr", "zarr.json"), ("more/unfinished.zarr", "its seal")]
 )
-@pytest.mark.parametrize("page", ["trace", "retention", "segments", "layers"])
+@pytest.mark.parametrize("page", ["retention", "segments"])
 def test_a_broken_or_unfinished_trace_is_a_message(opened, folder, page, name, says):
     """What is wrong and what to do, and no traceback."""
     app = opened(folder, page, trace=name)

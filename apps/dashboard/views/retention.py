@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import polars as pl
 import streamlit as st
 
 from kvsim.analysis.kept.states import REGION
-from kvsim.analysis.results import csv_text
 from kvsim.errors import KvsimError
 
-from .. import controls, elements, event_charts, readings, replays
+from .. import controls, elements, event_charts, replays
 from ..replays import WINDOW, Replayed, Settings
 from ..tiles import SIDE
 
@@ -29,16 +27,16 @@ def page() -> None:
     )
     results = [replays.replay(settings, name) for name in names]
     shown = [result for result in results if isinstance(result, Replayed)]
-    rows = sorted({int(row) for each in shown for row in each.picture.tile.rows})
+    rows = sorted({int(row) for each in shown for row in each.picture.rows})
     readers = any(each.reads for each in shown)
     if readers:  # rows between events read other entries
         step = -(-(trace.n_pos - trace.prompt_len) // SIDE)
         rows = sorted({*rows, *range(trace.n_pos - 2, trace.prompt_len - 2, -step)})
     label = "After row" if readers else "After the event of row"
     row = controls.event(rows, events, label) if rows else trace.n_pos - 1
-    lines = max((len(each.picture.tile.rows) for each in shown), default=0)
+    lines = max((len(each.picture.rows) for each in shown), default=0)
     height = 170 + min(340, 26 * lines)
-    if any(each.course.height for each in shown):
+    if any(each.events.size for each in shown):
         st.html(event_charts.LEGEND)
     columns = st.columns(len(names))
     for number, (name, result, column) in enumerate(zip(names, results, columns, strict=True)):
@@ -49,14 +47,11 @@ def page() -> None:
             else:
                 st.subheader(name, anchor=False)
                 replays.unable(result)
-    if any(each.course.height for each in shown):
-        elements.numbers(
-            {each.name: each.course.filter(pl.col("event") <= row).tail(1) for each in shown}
-        )
     elements.fidelity([each.fidelity for each in shown])
     _texts(settings, shown, row)
-    for number, each in enumerate(shown):
-        _downloads(number, each)
+    for each in shown:
+        with st.expander(f"Parameters, {each.name}"):
+            st.json(dict(each.record.params), expanded=False)
 
 
 def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]:
@@ -85,7 +80,7 @@ def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]
 
 def _map(number: int, replay: Replayed, row: int, height: int) -> None:
     """Show the map of all events, and say what is left after the chosen one; and what is read."""
-    if replay.course.height:
+    if replay.events.size:
         _events(number, replay, row, height)
     elif not replay.reads:
         st.info(
@@ -104,17 +99,13 @@ def _reads(number: int, replay: Replayed, row: int) -> None:
     texts = replay.settings.trace.token_text
     figure = event_charts.reading(replay.map_of_reads, texts, row, 420)
     elements.chart(figure, f"reads-{number}")
-    elements.reading(replay.reading(row))
 
 
 def _events(number: int, replay: Replayed, row: int, height: int) -> None:
     texts = replay.settings.trace.token_text
     figure = event_charts.retention(replay.picture, texts, row, height)
     elements.chart(figure, f"map-{number}")
-    event = replay.course.filter(pl.col("event") <= row).tail(1)
-    if event.height:
-        elements.reading(readings.retention(event))
-    else:
+    if not (replay.events <= row).any():
         st.caption(f"Nothing has been evicted after row {row}.")
 
 
@@ -137,18 +128,3 @@ def _texts(settings: Settings, shown: Sequence[Replayed], row: int) -> None:
             if len(shown) > 1:
                 st.markdown(f"`{replay.name}`")
             replays.text(replay, row, start)
-
-
-def _downloads(number: int, replay: Replayed) -> None:
-    chosen = replay.settings
-    with st.expander(f"Parameters and numbers of all events, {replay.name}"):
-        st.json(dict(replay.record.params), expanded=False)
-        st.dataframe(replay.course, hide_index=True)
-        st.download_button(
-            "Download as CSV",
-            lambda: csv_text(replay.course),
-            f"{chosen.trace.name}-{replay.name}-layer-{chosen.layer}-head-{chosen.head}.csv",
-            "text/csv",
-            key=f"numbers-{number}",
-            on_click="ignore",
-        )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.states import head_course, kept_positions, spaced
+from kvsim.analysis.kept.states import spaced
 from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
@@ -104,11 +105,8 @@ def _replays(
 
 def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None:
     trace, layer, row = replays.trace, replays.layer, event.row
-    courses = {
-        replays.name: head_course(replays.ams, layer, replays.head),
-        f"{replays.scorer} alone": head_course(replays.alone, layer, replays.head_alone),
-    }
-    alone = kept_positions(replays.alone, layer, replays.head_alone, row)
+    kept = replays.alone.retained(row)[0, replays.head_alone]
+    alone = np.flatnonzero(kept)
     texts = None if trace.token_text is None else spaced(trace.token_text)
     elements.reading(readings.segments(event, alone, replays.scorer, texts))
     if len(event.quota) > SIDE:
@@ -116,9 +114,6 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
     else:
         names = ("ams", replays.scorer)
         elements.chart(event_charts.segments(event, before, alone, names, texts), "segments")
-    elements.numbers(
-        {name: course.filter(pl.col("event") == row) for name, course in courses.items()}
-    )
     _cut(replays, row)
     if replays.ams.remark:
         elements.reading(replays.ams.remark)

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 
-from kvsim.analysis.arrays import Bools, Floats, mean_known, share
+from kvsim.analysis.arrays import Bools, Floats, share
 from kvsim.analysis.attention.windows import (
     WINDOW,
     log_attention,
@@ -29,7 +28,6 @@ from kvsim.analysis.attention.windows import (
 from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.layer_walk import by_layer
-from kvsim.analysis.wide_table import wide
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -143,18 +141,3 @@ def _sparsity(
 
     behind_sink = below(measured & behind, counted & behind)
     return Sparsity(least, below(measured, counted), behind_sink)
-
-
-def sparsity_table(trace: Trace) -> pl.DataFrame:
-    """Return the means over heads of `attention_sparsity` of every layer, at the paper's p.
-
-    layer, p, then by the keys that the maximum is taken over: `sequence` and `behind_sink`; null
-    where a trace is too short.
-    """
-    maxima = ("sequence", "behind_sink")
-    parts = []
-    for layer in range(trace.n_layers):
-        sparsity = attention_sparsity(trace, layer, shares=(0.01, 0.05))
-        means = {name: mean_known(getattr(sparsity, name)) for name in maxima}
-        parts.append({"layer": layer, "p": sparsity.shares} | means)
-    return wide(parts, {"layer": pl.Int64} | dict.fromkeys(("p", *maxima), pl.Float64))

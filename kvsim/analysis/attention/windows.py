@@ -31,7 +31,6 @@ import polars as pl
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.agreement import places
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.retention import SINK
 from kvsim.core.attention import sees
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
@@ -39,7 +38,7 @@ from kvsim.errors import TraceError
 
 #: Rows of G-KV's observation window.
 WINDOW = 16
-#: Rows of a block of `head_table` and `last_needed`.
+#: Rows of a block of `last_needed`.
 _BLOCK = 64
 
 
@@ -102,39 +101,6 @@ def window_scores(
 def mean_of_rows(attention: Tensor) -> Floats:
     """Maximum over the group and mean over the rows of attention [H, G, w, n]; [H, n]."""
     return attention.amax(1).double().mean(1).cpu().numpy()
-
-
-def head_table(
-    trace: Trace, layer: int, *, sink: int = SINK, local: int = 32, least: float = 0.01
-) -> pl.DataFrame:
-    """Return the shares of attention of the query heads of a layer, a row each.
-
-    qhead, head, then means over the rows after the prompt, or over all where nothing comes after
-    it: sink, attention on the first `sink` positions; local, on the `local` most recent ones, the
-    row's own among them; entropy, in nats; sparsity, the share of the visible positions that get
-    less than `least` of the row's largest weight. First and recent positions overlap in short rows,
-    so that shares can add up to more than 1.
-    """
-    layer = trace_layer(trace, layer)
-    start = trace.prompt_len if trace.prompt_len < trace.n_pos else 0
-    sums = np.zeros((4, trace.n_qheads))
-    for rows in row_blocks(start, trace.n_pos, _BLOCK):
-        # no key behind the block's last row is seen
-        weights = trace.attention(layer, rows, slice(0, rows.stop)).double().numpy()
-        row, pos = np.arange(rows.start, rows.stop)[:, None], np.arange(rows.stop)
-        seen = pos <= row
-        small = (weights < least * weights.max(-1, keepdims=True)) & seen
-        with np.errstate(divide="ignore", invalid="ignore"):
-            surprise = np.where(weights > 0, -weights * np.log(weights), 0.0)
-        sums += [
-            weights[..., :sink].sum((1, 2)),
-            (weights * (seen & (pos > row - local))).sum((1, 2)),
-            surprise.sum((1, 2)),
-            (small.sum(-1) / seen.sum(-1)).sum(1),
-        ]
-    qhead = np.arange(trace.n_qheads)
-    means = zip(("sink", "local", "entropy", "sparsity"), sums / (trace.n_pos - start), strict=True)
-    return pl.DataFrame({"qhead": qhead, "head": qhead // trace.group, **dict(means)})
 
 
 def last_needed(trace: Trace, layer: int, head: int, *, least: float) -> Ints:

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import polars as pl
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Ints
-from kvsim.analysis.axes import record_head, record_layer, trace_head, trace_layer
-from kvsim.analysis.kept.bursts import dropped_bursts
-from kvsim.analysis.kept.coverage import kept_coverage
-from kvsim.analysis.kept.retention import event_row, last_event, wipeout
+from kvsim.analysis.axes import record_layer, trace_head, trace_layer
+from kvsim.analysis.kept.retention import event_row, last_event
 from kvsim.analysis.output.error import check_record
 from kvsim.core.lazy import torch
 from kvsim.core.reading import visible
@@ -27,8 +24,6 @@ TOKEN_STATES: Final = ("evicted", "retained", "not yet scored", "missed", "held,
 STRIP_STATES: Final = ("kept", "evicted before", "evicted at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
 REGION = 32
-#: Rows of an account that are unpacked at once.
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -180,50 +175,6 @@ def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> Evict
     return gone[head * size : (head + 1) * size]
 
 
-def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
-    """Return a row for each event of a layer, with numbers of one of its heads.
-
-    event: its row; kept: entries; share: of all positions there; wipeout: share of the regions of
-    `REGION` positions of which nothing is left (`wipeout`, length=32, threshold=0); longest: the
-    longest run of evicted positions (`burst_length`, longest); middle: the share kept of the
-    middle third of the text (`middle_coverage`). Null where a metric has no value. layer: index in
-    the trace; head: on the record's head axis.
-    """
-    gone, head = record.gone_after[record_layer(record, layer)], record_head(record, head)
-    coverage = kept_coverage(gone)
-    numbers = {
-        "kept": coverage.kept.sum(1),
-        "share": coverage.overall,
-        "wipeout": wipeout(gone, REGION).cumulative,
-        "longest": dropped_bursts(gone).longest,
-        "middle": coverage.middle,
-    }
-    of_head = {name: values[head] for name, values in numbers.items()}
-    return pl.DataFrame({"event": coverage.rows, **of_head}).with_columns(
-        pl.selectors.float().fill_nan(None)
-    )
-
-
-def kept_positions(record: Record, layer: int, head: int, row: int) -> Ints:
-    """Return the positions that a head has after the event that follows a row, ascending."""
-    gone = record.gone_after[record_layer(record, layer), record_head(record, head)]
-    return np.flatnonzero(gone[: row + 1] > row)
-
-
-def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
-    """Return the longest run of evicted positions after each event, the first of several; [E, 2].
-
-    First position, and the one behind the last; both are 0 where nothing is evicted.
-    """
-    gone = record.gone_after[record_layer(record, layer), record_head(record, head)]
-    gaps = np.zeros((len(rows), 2), np.int64)
-    for place, row in enumerate(rows.tolist()):
-        after = strip("", gone[: row + 1], row)
-        if len(after.runs):
-            gaps[place] = after.runs[after.lengths.argmax()] + (0, 1)
-    return gaps
-
-
 def has_reads(record: Record, layer: int) -> bool:
     """Whether some row of a layer may leave entries unread; layer: on the record's axis."""
     return record.reads is not None and not record.reads.dense(layer)
@@ -249,14 +200,3 @@ def read_entries(record: Record, layer: int, rows: slice) -> Bools:
 def held_entries(record: Record, layer: int, rows: slice) -> Bools:
     """Return which entries are resident when rows attend; bool [H, row, rows.stop]."""
     return visible(torch.from_numpy(record.evicted_at[layer]), rows).numpy()
-
-
-def read_counts(record: Record, layer: int) -> tuple[Ints, Ints]:
-    """Return the entries that each row after the prompt sees, and those that it reads; [H, R]."""
-    entries, read = [], []
-    for start in range(record.prompt_len, record.n_pos, _BLOCK):
-        rows = slice(start, min(start + _BLOCK, record.n_pos))
-        entries.append(held_entries(record, layer, rows).sum(-1))
-        read.append(read_entries(record, layer, rows).sum(-1))
-    empty = [np.empty((record.evicted_at.shape[1], 0), np.int64)]
-    return np.concatenate(entries or empty, axis=1), np.concatenate(read or empty, axis=1)
