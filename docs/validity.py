@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 import kvsim
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.significance import rank_correlation
 from kvsim.analysis.summaries import per_prompt
 from kvsim.analysis.table import REGRET
 from kvsim.cli import show
@@ -37,6 +36,7 @@ from results_page.answers import POLICIES as ANSWERED
 from results_page.answers import auc, live_answers
 from results_page.plan import PLANS, SMALL, Plan, Sizes
 from results_page.policies import scaled
+from results_page.rank_correlation import rank_correlation
 from results_page.ranking import correlated, markdown
 from results_page.statistics import read_values
 from results_page.traces import samples
@@ -53,7 +53,7 @@ POLICIES = (
 PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
 #: Metrics of a replay that may order policies as the running model does.
 OFFLINE = (
-    *("weighted_error", "layer_error", "layer_error_relative", "output_error", "concat_error"),
+    *("weighted_error", "layer_error", "output_error", "concat_error"),
     *("retained_mass", "wipeout"),
 )
 _SMALLER = Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16)

@@ -8,8 +8,8 @@ import numpy as np
 from study import read
 
 from kvsim.analysis.arrays import Bools
-from kvsim.analysis.significance import rank_correlation
 from results_page.best import values
+from results_page.rank_correlation import rank_correlation
 from results_page.ranking import correlated
 from results_page.statistics import Floats, Results
 from results_page.traces import ANSWERS, samples

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from study import NAMED
 
-from kvsim.analysis.significance import ENOUGH, rank_correlation, rank_intervals
+from kvsim.analysis.significance import ENOUGH, rank_intervals
 from kvsim.analysis.summaries import Interval
 from results_page.answers import POLICIES, right_answers
 from results_page.best import sentence, tasks_of, values
 from results_page.claims import differing
 from results_page.plan import PLANS, Plan
+from results_page.rank_correlation import rank_correlation
 from results_page.ranking import SETS, Row, correlated, markdown, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy
+import scipy.stats
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.significance import ENOUGH

@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvsim import Policy
-from kvsim.analysis.significance import ENOUGH, FEWEST, rank_correlation, rank_intervals
+from kvsim.analysis.significance import ENOUGH, FEWEST, rank_intervals
 from kvsim.analysis.summaries import Interval
 from kvsim.policies import describe, names
 from results_page.best import sentence, tasks_of, values
+from results_page.rank_correlation import rank_correlation
 from results_page.statistics import Floats, Results
 
 #: Columns of the tables: heading, metric, variant (None: the main one), format.

@@ -43,8 +43,7 @@ class Metric:
     if it is named. beside: the record with which it compares, that of an optimum on the same terms,
     which is computed on request. notes: what it reads of the notes of
     allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what
-    stands for all layers in a summary, the mean of their values or the sum. together: some values
-    are of all layers together, so that those of a block of layers say nothing. arrays: what a trace
+    stands for all layers in a summary, the mean of their values or the sum. arrays: what a trace
     must have recorded; by default, metrics of traces without them are left out. after: the metric
     that it follows in a Table; by default those of packages come last.
     """
@@ -61,6 +60,5 @@ class Metric:
     beside: Literal["", "optimum", "unprotected"] = ""
     notes: frozenset[str] = frozenset()
     layers: Literal["mean", "sum"] = "mean"
-    together: bool = False
     arrays: tuple[str, ...] = ()
     after: str = ""

@@ -247,12 +247,12 @@ ROWS: Mapping[str, Callable[[int], int]] = {
 
 
 def _has(trace: Trace, array: str) -> bool:
-    """Whether a trace has an array; the length of the residual stream follows from the stream."""
+    """Whether a trace has an array, or the rows that one of `ROWS` names."""
     if array == "layer_sensitivity":
         return bool(trace.header.layer_sensitivity)
     if array in ROWS:
         return trace.left_out is None or trace.left_out[1] <= ROWS[array](trace.n_pos)
-    return trace.has(array) or (array == "residual_norm" and trace.has("residual"))
+    return trace.has(array)
 
 
 def names_of(metrics: Any) -> list[str]:

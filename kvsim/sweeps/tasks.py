@@ -90,7 +90,7 @@ def tasks_of(
         of_group = list(group)
         trace, layers = of_group[0].trace, of_group[0].layers
         layers = layers or tuple(range(trace.n_layers))
-        parts = [*_parts(of_group, layers, of_records, options, together)]
+        parts = [*_parts(of_group, layers, options, together)]
         parts += [([], layers)] * bool(of_trace)
         tasks += [
             Task(
@@ -112,7 +112,6 @@ def tasks_of(
 def _parts(
     cells: Sequence[Cell],
     layers: tuple[int, ...],
-    metrics: Sequence[str],
     options: Mapping[str, Any],
     together: int | None,
 ) -> Iterator[tuple[list[Cell], tuple[int, ...]]]:
@@ -120,7 +119,7 @@ def _parts(
     trace = cells[0].trace
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    undivided = together or "judge" in options or any(METRICS[name].together for name in metrics)
+    undivided = together or "judge" in options
     for group, blocks in (
         (single, [layers] if undivided else _blocks(trace, layers)),
         (whole, [layers]),

@@ -20,12 +20,11 @@ from kvsim.sweeps.driver import replay_all
 from reference import metrics as loop_metrics
 from tests.reference.masked import masked_logits
 
-NAMES = ["layer_error", "layer_error_relative"]
 PROMPT, HIDDEN = 20, 12
 
 
 def make_trace(layers=3, tokens=90, name="memory", without=(), seed=0):
-    """A random trace with output projections and residual stream, unless `without` names them."""
+    """A random trace with output projections, unless `without` names them."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -36,7 +35,6 @@ def make_trace(layers=3, tokens=90, name="memory", without=(), seed=0):
         "k": normal(layers, 2, tokens, 8),
         "v": normal(layers, 2, tokens, 8),
         "o_proj": normal(layers, 4, 8, HIDDEN),
-        "residual": 3 * normal(layers, tokens, HIDDEN),
     }
     present = {key: array for key, array in arrays.items() if key not in without}
     rope = kvsim.Rope.default(8)
@@ -44,33 +42,29 @@ def make_trace(layers=3, tokens=90, name="memory", without=(), seed=0):
 
 
 def expected_of(trace, record):
-    """Layer errors by the definition, [layer] each: absolute, and relative to the stream."""
+    """Layer errors by the definition [layer]."""
     found = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
     added = loop_metrics.added(found, trace.o_proj)[:, PROMPT:]
-    length = np.linalg.norm(trace.residual.numpy(), axis=-1)[:, PROMPT:]
-    return [np.sqrt((rows**2).mean(1)) for rows in (added, added / length)]
+    return np.sqrt((added**2).mean(1))
 
 
 @pytest.mark.parametrize(
     ("name", "interval"), [("tova", 1), ("snapkv", None), ("adakv+snapkv", 20), ("random", 9)]
 )
 def test_the_values_are_those_of_a_loop_over_layers_heads_and_rows(name, interval):
-    """RMS over the rows after the prompt, a row per layer, absolute and relative."""
+    """RMS over the rows after the prompt, a row per layer."""
     trace = make_trace()
     params = {"window": 6} if "snapkv" in name else {}
     record = kvsim.replay(trace, kvsim.policy(name, **params), budget=14, interval=interval)
 
-    table = kvsim.measure(trace, record, NAMES)
+    table = kvsim.measure(trace, record, "layer_error")
 
-    assert table.select("head", "qhead", "event", "chance").null_count().row(0) == (6,) * 4
-    for metric, unit, expected in zip(
-        NAMES, ("absolute", "relative"), expected_of(trace, record), strict=True
-    ):
-        part = table.filter(metric=metric)
-        assert part["layer"].to_list() == [0, 1, 2]
-        assert part["unit"].unique().to_list() == [unit]
-        assert expected.min() > 0.01
-        np.testing.assert_allclose(part["value"], expected, rtol=1e-6)
+    assert table.select("head", "qhead", "event", "chance").null_count().row(0) == (3,) * 4
+    expected = expected_of(trace, record)
+    assert table["layer"].to_list() == [0, 1, 2]
+    assert table["unit"].unique().to_list() == ["absolute"]
+    assert expected.min() > 0.01
+    np.testing.assert_allclose(table["value"], expected, rtol=1e-6)
 
 
 def with_sensitivity(trace, values):
@@ -90,8 +84,7 @@ def test_the_weighted_error_is_that_of_a_loop(layers):
     found = {row["layer"]: row for row in table.filter(metric="weighted_error").to_dicts()}
     errors = dict(table.filter(metric="layer_error").select("layer", "value").iter_rows())
     if layers is None:
-        expected, _ = expected_of(trace, record)
-        np.testing.assert_allclose([*errors.values()], expected, rtol=1e-6)
+        np.testing.assert_allclose([*errors.values()], expected_of(trace, record), rtol=1e-6)
     assert [*found] == (layers or [0, 1, 2])
     for layer, row in found.items():
         assert row["value"] == pytest.approx([0.5, 2.0, 3.0][layer] * errors[layer] ** 2, rel=1e-9)
@@ -106,17 +99,16 @@ def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
         model, tokenizer, sample.prompt, max_new_tokens=20, o_proj=True, residual=True
     )
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=4, prefill=True)
-    table = kvsim.measure(trace, record, NAMES)
+    table = kvsim.measure(trace, record, "layer_error")
     for layer, module in enumerate(model.model.layers):
         alone = np.full_like(record.evicted_at, NEVER)
         alone[layer] = record.evicted_at[layer]
-        streams, inputs = [], []
+        streams = []
         hooks = [
             # behind the attention, before the norm of the MLP
             module.post_attention_layernorm.register_forward_pre_hook(
                 lambda _, args, to=streams: to.append(args[0])
             ),
-            module.register_forward_pre_hook(lambda _, args, to=inputs: to.append(args[0])),
         ]
         nothing = np.full_like(alone, NEVER)
         both = [replace(record, evicted_at=evicted_at) for evicted_at in (nothing, alone)]
@@ -126,18 +118,15 @@ def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
 
         full, evicting = torch.cat(streams[-2:]).double()  # of the rows after the prompt
         added = (evicting - full).norm(dim=-1)
-        relative = added / inputs[-1][0].double().norm(dim=-1)
-        for metric, rows in zip(NAMES, (added, relative), strict=True):
-            value = table.filter(metric=metric, layer=layer)["value"].item()
-            assert value == pytest.approx(float(rows.square().mean().sqrt()), rel=1e-4)
-            assert value > 1e-3
+        value = table.filter(layer=layer)["value"].item()
+        assert value == pytest.approx(float(added.square().mean().sqrt()), rel=1e-4)
+        assert value > 1e-3
 
 
 @pytest.mark.parametrize(
     ("without", "metric", "advice"),
     [
         (["o_proj"], "layer_error", "no array 'o_proj', .* record it again with --o-proj"),
-        (["residual"], "layer_error_relative", "no array 'residual_norm', .* again with this ver"),
         ([], "weighted_error", "no array 'layer_sensitivity', .* again with --o-proj and --sensi"),
     ],
 )
@@ -187,7 +176,7 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
         "bytes_held",
         "bytes_read",
     ]
-    wide = summarise(table, ["layer_error", "output_error", "layer_error_relative"])
+    wide = summarise(table, ["layer_error", "output_error"])
     for policy in ("tova", "streaming_llm"):
         cell = {"policy": policy, "share": "25%"}
         expected = expected_sum(table, **cell)
@@ -204,6 +193,6 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
         parts = by_layer.filter(policy=policy, requested="25%", metric="layer_error")["mean"]
         assert len(parts) == 7
         assert parts.sum() == pytest.approx(expected)
-        for other in ("output_error", "layer_error_relative"):
-            mean = table.filter(metric=other, **cell).group_by("trace").agg(pl.col("value").mean())
-            assert wide.filter(**cell)[other].item() == pytest.approx(mean["value"].mean())
+        other = table.filter(metric="output_error", **cell)
+        mean = other.group_by("trace").agg(pl.col("value").mean())
+        assert wide.filter(**cell)["output_error"].item() == pytest.approx(mean["value"].mean())

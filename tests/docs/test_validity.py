@@ -1,16 +1,19 @@
 """docs/validity.py: the correlations of the page on fidelity, from the values in the repository."""
 
+import math
 from pathlib import Path
+from statistics import fmean, variance
 
 import numpy as np
 import polars as pl
 import pytest
 import validity
+from scipy import stats
 from scipy.stats import spearmanr
 
 from kvsim.analysis.evidence import ANSWERS, WORTH
-from kvsim.analysis.significance import rank_correlation
 from results_page.answers import pairs
+from results_page.rank_correlation import rank_correlation, reliability
 
 
 @pytest.mark.parametrize("model", validity.STUDIES)
@@ -73,3 +76,47 @@ def test_answers_are_of_every_policy_prompt_and_budget():
     between = [float(line.split("|")[5].split()[0]) for line in validity.answers().split("\n")[2:]]
     assert (min(between), max(between)) == ANSWERS
     assert validity.answers() in Path(validity.__file__).with_name("fidelity.md").read_text("utf-8")
+
+
+def skewed(prompts=24, policies=6, seed=0, step=0.2):
+    """Values [prompt, policy] of skewed prompts, each policy worse than the one before."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.normal(size=(prompts, 1))
+    return np.exp(prompt + 0.3 * rng.normal(size=(prompts, policies)) + step * np.arange(policies))
+
+
+def test_rank_correlations_are_spearmans_of_means():
+    """The interval is that of a plain loop which draws prompts and policies, and shifts it."""
+    x, y = skewed(12, 9, 4, 0.4), skewed(12, 9, 5, 0.4)
+    y[:, :4] = y[:, 3::-1]
+    rng = np.random.default_rng(5)
+    both, noisy = [], []
+    for _ in range(600):
+        prompts, policies = rng.integers(0, 12, 12), rng.integers(0, 9, 9)
+        a, b = x[prompts].mean(0), y[prompts].mean(0)
+        noisy.append(math.atanh(min(stats.spearmanr(a, b).statistic, 0.999)))
+        both.append(math.atanh(min(stats.spearmanr(a[policies], b[policies]).statistic, 0.999)))
+    r = stats.spearmanr(x.mean(0), y.mean(0)).statistic
+    ends = np.quantile(both, [0.025, 0.975]) + math.atanh(r) - np.median(noisy)
+
+    found = rank_correlation(x, y)
+
+    assert found[0] == pytest.approx(r)
+    assert np.arctanh(found[1:]) == pytest.approx(ends, abs=0.1)
+    assert found == rank_correlation(x, y)
+    assert found[1] < r < found[2]
+    assert rank_correlation(x, 3 * x)[1] > 0.9  # the same prompts are drawn of both
+    for few in (x[:, :7], x[:11], skewed(12, 9, 4, 0.01), np.hstack([x, x * 1.01])):
+        assert np.isnan(rank_correlation(few, few)[1:]).all()
+    assert rank_correlation(x, -x)[0] == pytest.approx(-1)
+
+
+def test_reliability_is_the_share_of_variance_between_policies():
+    """By a plain loop; near 1 for policies far apart, low for equal ones."""
+    x = skewed(12, 8)
+    centred = [[v - fmean(row) for v in row] for row in x.tolist()]
+    noise = fmean(variance(of) / 12 for of in zip(*centred, strict=True))
+
+    assert reliability(x) == pytest.approx(1 - noise / variance(x.mean(0).tolist()))
+    assert reliability(np.ones((12, 3))) == 0.0
+    assert reliability(x) > 0.8 > reliability(skewed(12, 8, step=0.0))

@@ -45,16 +45,6 @@ def test_a_sweep_is_one_replay_after_another(grid, small_tasks):
         assert ours.equals(one)
 
 
-def test_values_of_all_layers_together_are_not_those_of_a_block(grid, small_tasks, monkeypatch):
-    """They need all layers at once; a joined record names each of its layers."""
-    grid |= {"policies": ["tova", "knorm"], "metrics": ["pages_freed", "fragmentation"]}
-    run = kvsim.sweep(**grid)
-    monkeypatch.undo()
-
-    assert same(run, kvsim.sweep(**grid))
-    assert run.records[0].layers == run.records[0].layer_ids == (0, 1, 2, 3)
-
-
 class Elsewhere(Executor):
     """Computes as other processes would; its futures are of no class of `concurrent.futures`."""
 

@@ -14,7 +14,6 @@ from kvsim.analysis.kept.coverage import (
     needle_visibility,
     retained_positions,
 )
-from kvsim.analysis.kept.pages import PAGE, pages
 from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio
 from kvsim.analysis.kept.text import (
     NGRAMS,
@@ -88,21 +87,6 @@ def _entries(subject: Subject) -> Iterator[Cells]:
         yield Cells(layers, entries_seen(evicted_at, subject.trace.prompt_len), "head")
 
 
-def _pages(name: Literal["freed", "fragmentation"]) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        gone, layers = subject.record.gone_after, subject.record.layers
-        total = gone.shape[-1]
-        for table, shape in (
-            ("head", (-1, 1, total)), ("layer", gone.shape), ("model", (1, -1, total))
-        ):  # fmt: skip
-            values = getattr(pages(gone.reshape(shape), subject.trace.prompt_len), name)
-            variant = f"page={PAGE},table={table}"
-            of_layers = None if table == "model" else layers
-            yield Cells(of_layers, values, "head" if table == "head" else None, variant)
-
-    return cells
-
-
 def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
@@ -142,14 +126,6 @@ PLACES: Mapping[str, Metric] = {
     "entries_seen": Metric(
         "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
         "sets", "entries", None, "kvsim", _entries),
-    "pages_freed": Metric(
-        "share of a full cache's pages that are not allocated, over rows after the prompt",
-        "sets", "share", "higher", "after PagedEviction", _pages("freed"),
-        main=f"page={PAGE},table=layer", default=False, together=True),
-    "fragmentation": Metric(
-        "share of the slots of allocated pages that hold no entry, over rows after the prompt",
-        "sets", "share", "lower", "as pages_freed", _pages("fragmentation"),
-        main=f"page={PAGE},table=layer", default=False, together=True),
     "needle_recall": Metric(
         "share of the needle's entries that a row sees, mean over rows after the prompt, next to "
         "that of all entries of the prompt",

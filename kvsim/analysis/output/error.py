@@ -93,24 +93,6 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
 
 
-def residual_norms(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
-    """For each record the length of the residual stream [layer, row after the prompt].
-
-    That which enters each layer. Raises NeedsError where the trace does not have it.
-    """
-
-    def read(layer: int) -> Floats:
-        of_layer, rows = slice(layer, layer + 1), slice(trace.prompt_len, None)
-        if trace.has("residual_norm"):
-            recorded: Floats = trace.read("residual_norm", of_layer, rows)[0].double().numpy()
-            return recorded
-        stream = trace.read("residual", of_layer, rows)[0].to(device)
-        lengths: Floats = torch.linalg.vector_norm(stream.double(), dim=-1).cpu().numpy()
-        return lengths
-
-    return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
-
-
 def check_record(trace: Trace, record: Record) -> None:
     """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
     stored = record.digest and trace.path is not None

@@ -10,7 +10,7 @@ from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.sparsity import compressed_sparsity
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.bytes import cache_bytes
-from kvsim.analysis.output.error import head_lengths, residual_norms
+from kvsim.analysis.output.error import head_lengths
 from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
@@ -76,17 +76,16 @@ def _regret(subject: Subject) -> Iterator[Cells]:
 
 
 def _means(
-    values: Callable[[Subject], Floats | None], *, squared: bool = False, turns: bool = True
+    values: Callable[[Subject], Floats | None], *, turns: bool = True
 ) -> Callable[[Subject], Iterator[Cells]]:
-    """Means of values [layer, row] over rows, of each turn if `turns`, or roots of mean squares."""
+    """Means of values [layer, row] over rows, of each turn if `turns`."""
 
     def cells(subject: Subject) -> Iterator[Cells]:
         numbers = values(subject)
         if numbers is None or not numbers.shape[-1]:
             return
         for turn, rows in subject.trace.answers if turns else ((None, slice(None)),):
-            part = numbers[..., rows]
-            means = np.sqrt((part**2).mean(-1)) if squared else part.mean(-1)
+            means = numbers[..., rows].mean(-1)
             for layer, mean in zip(subject.record.layers, means, strict=True):
                 yield Cells(layer, np.array([mean]), turn=turn)
 
@@ -186,13 +185,6 @@ METRICS: Mapping[str, Metric] = {
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
         "rows", "absolute", "lower", "kvsim", _layer_error,
         layers="sum", arrays=("o_proj",)),
-    "layer_error_relative": Metric(
-        "|W_o (o_full - o_seen)|, all heads of a layer together, over the length of the residual "
-        "stream that enters the layer: RMS over rows after the prompt; summaries have the mean "
-        "over layers",
-        "rows", "relative", "lower", "as layer_error",
-        _means(lambda of: _relative(_added(of), of.walk(residual_norms)), squared=True),
-        arrays=("o_proj", "residual_norm")),
     "weighted_error": Metric(
         "square of layer_error times the sensitivity of the layer, the KL per squared error that "
         "the capture measured for the first rows after the prompt; summaries add up the layers",
