@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import scipy
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.by_budget import Budget, budget_of, means_of
-from kvsim.analysis.evidence import EVIDENCE, ranking
-from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.evidence import EVIDENCE, ranking, shared
+from kvsim.analysis.folder import Tabular, runs_of, together
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import HELD, REQUESTED, extent, is_live, labelled, mixed, of_policies
+from kvsim.analysis.results import HELD, REQUESTED, is_live, labelled, mixed, of_policies
 from kvsim.analysis.significance import ALPHA, FEWEST, excess, holm, sign_flip
 from kvsim.analysis.summaries import (
     ROUNDING,
@@ -65,8 +64,6 @@ COLUMNS: dict[str, Any] = {
     "verdict": pl.Enum(VERDICTS),
     "seen": pl.Float64,
     "unfair": pl.Boolean,
-    "bound": pl.Float64,
-    **dict.fromkeys(("meets", "smallest"), pl.Boolean),
 }
 
 
@@ -87,7 +84,6 @@ class Comparison:
     metric: str
     better: str
     against: str | None
-    target: float | None
     scale: Scale
     traces: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -100,7 +96,8 @@ class Comparison:
         return self.table.filter(pl.col("task").is_null())
 
     def __repr__(self) -> str:
-        return f"Comparison({self.metric!r}, {extent(self.table)}, prompts={len(self.traces)})"
+        policies = ", ".join(self.table["policy"].unique(maintain_order=True))
+        return f"Comparison({self.metric}: {policies}; {plural(len(self.traces), 'prompt')})"
 
 
 def compare(
@@ -108,7 +105,6 @@ def compare(
     metric: str | None = None,
     *,
     against: str | None = None,
-    target: float | None = None,
     margin: float | None = None,
 ) -> Comparison:
     """Compare the policies of a Table by a metric, each budget by itself, over the same prompts.
@@ -119,11 +115,10 @@ def compare(
     Args:
         table: of `kvsim.measure` or a sweep, with several traces as prompts; or a run, or its
             folder.
-        metric: by name, one with a better direction; its main variant. By default the first of
-            `ranking`.
+        metric: by name, one with a better direction; its main variant. By default the best
+            evidence that all runs have (`kvsim.analysis.evidence`).
         against: a policy that others are compared with one by one, as it is labelled (`tova`, or
             `ams (window=8)` where the Table has several of one name).
-        target: the value that the metric is to stay below, or above where higher is better.
         margin: a policy is as good as the best that is worse by at most this share, 0.1 by default;
             of a metric with values below 0, in its unit and without a default.
 
@@ -138,28 +133,27 @@ def compare(
         (`as_good`); `seen`, the mean entries that a row sees, and whether they are over 5 % more
         than under another policy at this budget (`unfair`). With `against`: the paired `difference`
         to it, its p-value and that corrected for their number, the `verdict`.
-        With a target: `bound`, the worse end of the 95 % t interval of the mean, whether this
-        budget and all larger ones keep it on the right side (`meets`), and whether none is smaller
-        (`smallest`).
 
     Raises:
         PolicyError: the metric has no better direction or the Table no values of it, no mean is
             over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
-            `against` is none of them, or `target` or `margin` is no finite number.
+            `against` is none of them, or `margin` is no finite number.
     """
-    table = as_table(table)
+    runs, remarks = runs_of(table), list[str]()
+    table = together(runs)
     if remark := mixed(table):
         raise PolicyError(remark)
-    metric = metric or next(ranking(table), EVIDENCE[0 if is_live(table) else -1])
+    if metric is None:
+        common, remarks = shared([run.table for run in runs])
+        metric = common or next(ranking(table), EVIDENCE[0 if is_live(table) else -1])
     entry = metric_named(metric)
     if entry.better is None:
         raise PolicyError(
             f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
             "`kvsim metrics`"
         )
-    for name, given in (("target", target), ("margin", margin)):
-        if given is not None and not is_finite(given):
-            raise PolicyError(f"{name} is {given!r}; expected a finite number")
+    if margin is not None and not is_finite(margin):
+        raise PolicyError(f"margin is {margin!r}; expected a finite number")
     table = labelled(table)
     facts = of_policies(table, "looks_ahead", "bounds", "per_query_head", "access")
     outside = set(facts.filter(pl.col("looks_ahead") | ~HELD)["policy"])
@@ -172,7 +166,7 @@ def compare(
         )
     relative = not (entry.unit.startswith("signed") or bool((means["value"] < 0).any()))
     margin = MARGIN if margin is None and relative else margin
-    scale, remarks = Scale(entry.better == "higher", relative, margin), list[str]()
+    scale = Scale(entry.better == "higher", relative, margin)
     parts = means.partition_by("requested", maintain_order=True)
     budgets = [*filter(None, (budget_of(part, outside, remarks) for part in parts))]
     if not budgets:
@@ -189,9 +183,11 @@ def compare(
     rows = rows.with_columns(_seen=pl.when(pl.col("rank").is_not_null()).then("seen"))
     rows = rows.with_columns(unfair=sees_more("_seen", ["requested", "task"]))
     if against is not None:
-        rows = _joined(rows, _against(budgets, against, scale))
-    if target is not None:
-        rows = _joined(rows, _at_target(rows, budgets, target, higher=scale.higher))
+        more = _against(budgets, against, scale).with_columns(task=pl.lit(None, pl.String))
+        on = [*_AT, "task"]
+        rows = rows.drop(_OF_PAIR).join(
+            more, on=on, how="left", nulls_equal=True, maintain_order="left"
+        )
     rows = rows.select(*COLUMNS).sort(
         *("entries", "requested", "task", "rank"),
         nulls_last=[True, True, False, True],
@@ -213,7 +209,7 @@ def compare(
             remarks.append(f"{plural(len(lost), name)} without a value of {metric}: {some}")
     measured = results["policy"].unique(maintain_order=True)
     return Comparison(
-        *(rows, verdicts, metric, entry.better, against, target, scale),
+        *(rows, verdicts, metric, entry.better, against, scale),
         tuple(sorted({trace for budget in budgets for trace in budget.traces})),
         tuple(remarks),
         tuple(name for name in measured if name not in names and name not in outside),
@@ -300,47 +296,6 @@ def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame
 
 
 _OF_PAIR = ("against", "difference", "p", "p_holm", "verdict")
-
-
-def _at_target(
-    rows: pl.DataFrame, budgets: Sequence[Budget], target: float, *, higher: bool
-) -> pl.DataFrame:
-    """The bounds of the means of ranked policies, and which budgets keep it on the target's side.
-
-    Budgets are tested from the largest one down until one fails, so that no correction for their
-    number is due (Maurer, Hothorn and Lehmacher 1995). Nothing for fewer than `FEWEST` prompts.
-    """
-    bounds = dict[tuple[str, str], float]()
-    for budget in budgets:
-        n = len(budget.traces)
-        if n >= FEWEST:
-            ranked = budget.weights * budget.values[: budget.ranked]
-            reach = scipy.special.stdtrit(n - 1, 0.975) * ranked.std(1, ddof=1) / np.sqrt(n)
-            ends = ranked.mean(1) + (-reach if higher else reach)
-            policies = budget.results["policy"][: budget.ranked]
-            bounds |= {(x, budget.requested): y for x, y in zip(policies, ends, strict=True)}
-    falling = rows.filter(pl.col("task").is_null()).sort("entries", descending=True)
-    found = list[dict[str, Any]]()
-    for part in falling.select(_AT).partition_by("policy", maintain_order=True):
-        at = [pair for pair in part.iter_rows() if pair in bounds]
-        bound = np.array([bounds[pair] for pair in at])
-        meets = np.logical_and.accumulate(bound > target if higher else bound < target)
-        smallest = meets & ~np.append(meets[1:], [False])
-        numbers = zip(at, bound.tolist(), meets.tolist(), smallest.tolist(), strict=True)
-        found += [
-            dict(zip((*_AT, *_OF_TARGET), (*pair, *of), strict=True)) for pair, *of in numbers
-        ]
-    return pl.DataFrame(found, {name: COLUMNS[name] for name in (*_AT, *_OF_TARGET)})
-
-
-_OF_TARGET = ("bound", "meets", "smallest")
-
-
-def _joined(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
-    """The rows, those over all tasks with what belongs to their policy and budget."""
-    more = more.with_columns(task=pl.lit(None, pl.String))
-    rows = rows.drop(more.columns[2:-1])
-    return rows.join(more, on=[*_AT, "task"], how="left", nulls_equal=True, maintain_order="left")
 
 
 def _weaker(

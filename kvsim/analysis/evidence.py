@@ -5,7 +5,7 @@ Replay, comparisons, reports, figures and the dashboard take it from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import polars as pl
 
@@ -44,3 +44,16 @@ def ranking(table: pl.DataFrame, metrics: Iterable[str] = METRICS) -> Iterator[s
     for name in dict.fromkeys(OUTCOMES if is_live(table) else (*OUTCOMES, *errors, *metrics)):
         if name in measured and METRICS[name].better:
             yield name
+
+
+def shared(runs: Sequence[pl.DataFrame]) -> tuple[str | None, list[str]]:
+    """The best evidence that the Tables of all runs have, and a remark where some have better."""
+    each = [names for run in runs if (names := [*ranking(run)])]
+    common = next((x for x in each[0] if all(x in names for names in each)), None) if each else None
+    order = [*EVIDENCE, *METRICS]
+    best = min((names[0] for names in each), key=order.index, default=None)
+    if common is None or best is None or common == best:
+        return common, []
+    having = sum(best in names for names in each)
+    better = f"{having} of {len(each)} have {best} (--metric {best})"
+    return common, [f"ranked by {common}, the best evidence that all runs have; {better}"]

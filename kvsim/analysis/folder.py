@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from kvsim.analysis.parquet import decode_table, encode_table
-from kvsim.analysis.results import by_model, extent, is_live
+from kvsim.analysis.results import by_model, is_live
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
@@ -54,7 +54,7 @@ class Saved:
     table: pl.DataFrame
 
     def __repr__(self) -> str:
-        return f"Saved({str(self.path)!r}, {extent(self.table)}{lacking(self.parameters, ', ')})"
+        return f"Saved({str(self.path)!r}{lacking(self.parameters, ', ')})"
 
     @property
     def remarks(self) -> list[str]:
@@ -224,20 +224,30 @@ Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
 
 
 def as_table(given: Tabular) -> pl.DataFrame:
-    """Return a Table, that of a run, or that of run folders together.
+    """Return a Table, that of a run, or that of run folders together; see `runs_of`."""
+    return together(runs_of(given))
+
+
+def together(runs: Sequence[Saved]) -> pl.DataFrame:
+    """The Table of runs."""
+    return runs[0].table if len(runs) == 1 else joined(runs)[0]
+
+
+def runs_of(given: Tabular) -> list[Saved]:
+    """Return a Table or a run, or run folders, as runs.
 
     Raises PolicyError for anything else, OutputError for anything but a run folder.
     """
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
-        return table
+        return [Saved(Path(), {}, table)]
     places = listed(given)
     paths = [place for place in places if isinstance(place, str | Path)]
     if not paths or len(paths) < len(places):
         raise PolicyError(
             f"table is {reprlib.repr(given)}; expected a Table, a run, or the folder of one"
         )
-    return joined([read_run(path) for path in paths])[0]
+    return [read_run(path) for path in paths]
 
 
 def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:

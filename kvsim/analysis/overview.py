@@ -8,7 +8,7 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import FACTS, REQUESTED, of_model, of_policies
-from kvsim.analysis.summaries import level_shares, main_variants, over_events, over_layers
+from kvsim.analysis.summaries import main_variants, over_events, over_layers
 from kvsim.analysis.table import OF_RECORD, REGRET
 
 #: Metrics of the summary, in the order in which they are shown.
@@ -33,14 +33,16 @@ def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame
 
     Of the metrics of `SUMMARY` and `LIVE_SUMMARY`, or of all in a Table that has none of them.
     Each counts once in a layer of a cell, however many heads and events have values, so that the
-    share of a run is the same whatever else was measured. Columns are those of `level_shares`.
+    share of a run is the same whatever else was measured. Columns: `by`, fidelity, values, share.
     """
     measured = {*METRICS} & {*table.drop_nulls(["policy", "value"])["metric"]}
     shown = measured & {*SUMMARY, *LIVE_SUMMARY} or measured
     of_cell = ("trace", "policy", "params", "budget", "share", "interval", "prefill", "metric")
     values = main_variants(table, shown).drop_nulls("value")
     values = values.unique([*of_cell, "layer", "fidelity"], maintain_order=True)
-    return level_shares(values, by)
+    counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
+    count, total = pl.col("values"), pl.col("values").sum()
+    return counted.with_columns(share=count / (total.over(*by) if by else total))
 
 
 def summarise(

@@ -24,7 +24,7 @@ METRICS = Ordered(
 
 def metric(name: str) -> Metric:
     """The metric called `name`; PolicyError with a suggestion otherwise."""
-    if name not in METRICS:
-        close = suggest(name, METRICS)
+    if not isinstance(name, str) or name not in METRICS:
+        close = suggest(str(name), METRICS)
         raise PolicyError(f"unknown metric {name!r}{close}; `kvsim metrics` lists all")
     return METRICS[name]

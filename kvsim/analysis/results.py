@@ -60,21 +60,6 @@ def csv_text(table: pl.DataFrame) -> str:
     return text.with_columns(pl.selectors.string().str.replace(formula, "'$0")).write_csv()
 
 
-def extent(table: pl.DataFrame) -> str:
-    """Return the policies and budgets of a Table in a few words, for a repr."""
-    sizes = {"share", "budget"} <= {*table.columns}
-    named = table.with_columns(budget=REQUESTED if sizes else "requested")
-    columns = {
-        name: values.drop_nulls().unique(maintain_order=True).to_list()
-        for name, values in named.to_dict().items()
-        if name in ("trace", "policy", "budget", "metric")
-    }
-    return ", ".join(
-        f"{name}={values[:3]!r}" + f" and {len(values) - 3} more" * (len(values) > 3)
-        for name, values in columns.items()
-    )
-
-
 def is_live(table: pl.DataFrame) -> bool:
     """Whether a Table has values of a running model."""
     return bool(table["fidelity"].eq("closed").any())

@@ -10,17 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
-from kvsim.analysis.arrays import EvictedAt, Ints
+from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.windows import GapsAndChance, attention_gaps, gap_windows
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.retention import (
-    LENGTHS,
-    THRESHOLDS,
-    Leaving,
-    Wipeout,
-    event_rows,
-    steps,
-)
+from kvsim.analysis.kept.retention import Wipeout, event_rows, wipeouts
 from kvsim.core.checks import resolve_device
 from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record
@@ -99,12 +92,6 @@ Layers = Sequence[int]
 LayerGroup = tuple[Layers, EvictedAt]
 
 
-def _regions(trace: Trace, records: Sequence[Record], _: str) -> Sequence[list[Ints]]:
-    """The steps of the text of a trace, the same for all records; no regions without a text."""
-    texts = trace.token_text
-    return [[] if texts is None else [steps(texts, trace.prompt_len)]] * len(records)
-
-
 @dataclass
 class Subject(Subjected):
     """A trace, and a record of it with its output error.
@@ -140,20 +127,12 @@ class Subject(Subjected):
         ]
 
     @cached_property
-    def leaving(self) -> list[tuple[Layers, Leaving]]:
-        """The entries that leave each group of layers."""
-        return [(layers, Leaving.of(evicted_at)) for layers, evicted_at in self.layer_groups]
-
-    @cached_property
     def wipeouts(self) -> list[tuple[Layers, str, Wipeout]]:
-        """(layers, variant, wipe-out) for regions of each length and for the steps of the text."""
-        spaces = [(f"length={length}", length, None) for length in LENGTHS]
-        by_step = self.walk(_regions)
+        """(layers, variant, wipe-out) for regions of each length."""
         return [
-            (layers, f"{space},threshold={least:g}", leaving.wipeout(n, least, regions=regions))
-            for layers, leaving in self.leaving
-            for space, n, regions in [*spaces, *(("space=steps", 0, spans) for spans in by_step)]
-            for least in THRESHOLDS
+            (layers, f"length={length},threshold={least:g}", found)
+            for layers, evicted_at in self.layer_groups
+            for length, least, found in wipeouts(evicted_at)
         ]
 
     @cached_property

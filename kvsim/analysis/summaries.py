@@ -42,16 +42,13 @@ _DRAWN = 1 << 22
 KEYS = ("policy", "params", "requested", "interval", "prefill", "metric", "variant", "unit")
 STAGES = ("early", "middle", "late")
 
-#: The share by which rows may see more entries than under another policy of the same budget.
-UNFAIR = 0.05
-
 
 def sees_more(seen: str, by: Sequence[str]) -> pl.Expr:
     """Whether rows see more entries (column `seen`) than under another policy of a group `by`.
 
-    By more than a share of `UNFAIR`; False where `seen` is null.
+    By more than 5 %; False where `seen` is null.
     """
-    return (pl.col(seen) > (1 + UNFAIR) * pl.col(seen).min().over(by)).fill_null(value=False)
+    return (pl.col(seen) > 1.05 * pl.col(seen).min().over(by)).fill_null(value=False)
 
 
 @dataclass(frozen=True)
@@ -259,20 +256,6 @@ def _with_intervals(
     return grouped.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None))).select(
         *keys, *_NUMBERS, pl.exclude(*keys, *_NUMBERS, "_values")
     )
-
-
-def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:
-    """Return the number of a Table's values at each level of fidelity, without null values.
-
-    Returns:
-        Columns `by`, `fidelity`, its `values` `of` all of the same `by`, `share`.
-    """
-    table, by = split_by(table, by)
-    values = table.select(*by, "fidelity", "value").drop_nulls("value")
-    counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
-    total = pl.col("values").sum()
-    counted = counted.with_columns(of=total.over(*by) if by else total)
-    return counted.with_columns(share=pl.col("values") / pl.col("of"))
 
 
 #: What two values of one number at two levels share; entries, not what was requested.

@@ -147,27 +147,16 @@ def measure(
 
 def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
     """Raise an error for what `measure` cannot take as records, or beside them."""
-    if records is not None and not (
-        isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
-    ):
+    if records is not None and not all(isinstance(each, Record) for each in listed(records)):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    names = {"optimum": "optima", "unprotected": "unprotected optima"}
-    for name, plural in names.items():
-        given = references[name]
-        if given is not None and not (
-            isinstance(given, Sequence)
-            and len(given) == len(records or ())
-            and all(isinstance(each, Record | None) for each in given)
-        ):
+    for given in references.values():
+        optima = listed(given or ())
+        certified = all(x is None or getattr(x, "internals", ()) for x in optima)
+        if given is not None and not (certified and len(optima) == len(records or ())):
             raise PolicyError(
-                f"{plural} are {reprlib.repr(given)}; expected a Record or None for each record"
+                f"optima are {reprlib.repr(given)}; expected for each record None or a Record of "
+                "kvsim.analysis.output.optimum"
             )
-    optima = [each for given in references.values() for each in given or ()]
-    if not all(each is None or each.internals for each in optima):
-        raise PolicyError(
-            "an optimum has no certificate in its internals; expected one of "
-            "kvsim.analysis.output.optimum"
-        )
 
 
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
@@ -203,8 +192,7 @@ def choose(
     if metrics is None:
         comparable = {"", *beside}
         metrics = [name for name, x in METRICS.items() if x.default and x.beside in comparable]
-    names = names_of(metrics)
-    chosen = {name: metric(name) for name in dict.fromkeys([*names, *(JUDGED if judged else ())])}
+    chosen = {name: metric(name) for name in [*listed(metrics), *(JUDGED if judged else ())]}
     for name, entry in chosen.items():
         of_judge = name in (*JUDGED, KL_TOKENS)
         if entry.kind == "live" and not (judged and of_judge):
@@ -253,17 +241,6 @@ def _has(trace: Trace, array: str) -> bool:
     if array in ROWS:
         return trace.left_out is None or trace.left_out[1] <= ROWS[array](trace.n_pos)
     return trace.has(array)
-
-
-def names_of(metrics: Any) -> list[str]:
-    """Return one name of a metric, or several, as a list. Raises PolicyError for no names."""
-    names = listed(metrics)
-    if not all(isinstance(name, str) for name in names):
-        raise PolicyError(
-            f"metrics is {reprlib.repr(metrics)}; expected names, such as "
-            "['output_error'], which `kvsim metrics` lists"
-        )
-    return names
 
 
 def subjects_of(

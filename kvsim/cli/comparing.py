@@ -27,7 +27,7 @@ def compare(
         shared.several(
             "NAME[,NAME...]",
             "The metric that ranks policies, with a better direction, as `kvsim metrics` lists it. "
-            "Default: the best evidence that the runs have: response_kl, live or judged, "
+            "Default: the best evidence that all runs have: response_kl, live or judged, "
             "weighted_error, layer_error, output_error. Of several, and with --by, means alone.",
         ),
     ] = None,
@@ -56,14 +56,6 @@ def compare(
             "0.1), or number where values may be below 0.",
         ),
     ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Find the smallest budget of each policy that keeps the metric below X, or above "
-            "where higher is better, with 95 % confidence.",
-        ),
-    ] = None,
     policy: shared.PoliciesOfRuns = None,
     budget: shared.BudgetsOfRuns = None,
     form: Annotated[
@@ -80,19 +72,20 @@ def compare(
         raise OptionError(f"--json and --format {form} were both given; expected one of them")
 
     from kvsim.analysis.comparison import compare as compared
+    from kvsim.analysis.evidence import shared as shared_metric
     from kvsim.analysis.results import csv_text
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
     if by or len(metric or ()) > 1:
-        asked = {"against": against, "margin": margin, "target": target}
+        asked = {"against": against, "margin": margin}
         for name in (name for name, value in asked.items() if value is not None):
             raise OptionError(f"--{name} is of one metric that ranks; leave it, or --by, out")
         echo_means(data.table, data.remarks, metric, by or (), "json" if as_json else form)
         return
-    ranking = metric[0] if metric else None
-    comparison = compared(data.table, ranking, against=against, target=target, margin=margin)
-    remarks = list(dict.fromkeys([*comparison.remarks, *data.remarks]))
+    ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in data.runs])
+    comparison = compared(data.table, ranking, against=against, margin=margin)
+    remarks = list(dict.fromkeys([*better, *comparison.remarks, *data.remarks]))
     if as_json or form == "json":
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
     elif form == "csv":
@@ -114,7 +107,6 @@ def _document(
         "metric": comparison.metric,
         "better": comparison.better,
         "against": comparison.against,
-        "target": comparison.target,
         "margin": comparison.scale.margin,
         "prompts": comparison.traces,
         "verdict": [verdict.describe() for verdict in comparison.verdicts],
@@ -126,34 +118,28 @@ def _document(
 
 
 def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
-    """Print verdicts, the comparison, and with a target which budgets are enough, with notes."""
+    """Print verdicts and the comparison, with notes."""
     from kvsim.analysis.sentences import lines
 
-    tables = [_ranking(comparison)]
-    if comparison.target is not None:
-        tables.append(_targets(comparison))
+    headers, rows = _ranking(comparison)
     lead = _lead(comparison)
     verdict = [*lines(comparison)]
     if form == "latex":
         show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
-        (headers, rows), *more = tables
         kept = [at for at, name in enumerate(headers) if name.startswith(_IN_PAPERS)]
         show.echo_text(
             latex([headers[at] for at in kept], [[row[at] for at in kept] for row in rows])
         )
-        for headers, rows in more:
-            show.echo_text(latex(headers, rows))
         return
     if verdict:
         whole = "\n\n".join(map(marked, verdict))
         show.echo_text((whole if form == "markdown" else "\n".join(verdict)) + "\n")
     show.echo_text(f"{lead}\n")
-    for headers, rows in tables:
-        if form == "markdown":
-            show.echo_text(f"{markdown(headers, rows)}\n")
-        else:
-            show.echo_table(headers, rows, right=2)
-            show.echo_text()
+    if form == "markdown":
+        show.echo_text(f"{markdown(headers, rows)}\n")
+    else:
+        show.echo_table(headers, rows, right=2)
+        show.echo_text()
     show.echo_text(("\n\n" if form == "markdown" else "\n").join(notes))
 
 
@@ -199,26 +185,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return shown, [[row[name] for name in shown] for row in rows]
 
 
-def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the smallest budget of each policy that keeps the target."""
-    form = show.metric_format(comparison.metric)
-    side = "above" if comparison.better == "higher" else "below"
-    headers = ["policy", f"budget for {comparison.metric} {side} {comparison.target:g}"]
-    headers += ["mean", "bound"]
-    rows = []
-    ranked = comparison.overall.drop_nulls("rank")
-    for of_policy in ranked.partition_by("policy", maintain_order=True):
-        # the smallest that is enough, else the largest
-        row = of_policy.sort("smallest", "entries", maintain_order=True).row(-1, named=True)
-        text = row["requested"] if row["smallest"] else f"none up to {row['requested']}"
-        text = "undecided" if row["bound"] is None else text
-        numbers = (show.number(row[name], form) for name in ("mean", "bound"))
-        rows.append([row["policy"], text, *numbers])
-    return headers, rows
-
-
 def _meaning(comparison: Comparison) -> list[str]:
-    from kvsim.analysis.significance import FEWEST
 
     out = ["leads on: prompts on which no other policy is better."]
     if comparison.table["could_be_best"].count():
@@ -236,10 +203,4 @@ def _meaning(comparison: Comparison) -> list[str]:
         )
     if comparison.table["unfair"].any():
         out.append(show.UNFAIR_NOTE)
-    if comparison.target is not None:
-        out.append(
-            "bound: the worse end of the 95 % t interval of the mean. A budget is enough if its "
-            "bound, and that of every larger budget, is on the right side. Fewer than "
-            f"{FEWEST} prompts have no bound."
-        )
     return out

@@ -23,6 +23,7 @@ from kvsim.schema import merged
 if TYPE_CHECKING:
     import polars as pl
 
+    from kvsim.analysis.folder import Saved
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
@@ -256,7 +257,7 @@ class Data:
     """The data that figures are drawn from, or policies compared by.
 
     table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
-    know of the replays. layers: those of each trace that were replayed.
+    know of the replays. layers: those of each trace that were replayed. runs: as they were read.
     """
 
     traces: Sequence[Trace] = ()
@@ -264,6 +265,7 @@ class Data:
     table: pl.DataFrame | None = None
     remarks: Sequence[str] = ()
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    runs: Sequence[Saved] = ()
 
     def input(self, name: str, figure: Figure) -> Any:
         """Return an argument of a figure, computed if need be."""
@@ -309,7 +311,7 @@ def read(
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
-    return Data(table=table, remarks=remarks, layers=layers_of(table))
+    return Data(table=table, remarks=remarks, layers=layers_of(table), runs=saved)
 
 
 def _labels_of(name: str, table: pl.DataFrame) -> list[str]:

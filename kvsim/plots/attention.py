@@ -63,7 +63,7 @@ def overlap_curves(
     traces = as_traces(traces)
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
     shares, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
-    figure = Figure(figsize=(max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150)
+    figure = Figure((max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150, layout="constrained")
     axes = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for axis, shown in zip(axes, panels, strict=True):
         values = np.stack([_overlaps(trace, shown, window, tops) for trace in traces])

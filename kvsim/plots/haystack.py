@@ -18,10 +18,11 @@ from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
-    Panels,
     caption,
     colour_bar,
     counted,
+    label,
+    panels,
     requested_order,
     short_text,
 )
@@ -69,11 +70,11 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     budgets = requested_order(means["requested"].to_list())
     columns = len(budgets) if len(budgets) > 1 else 4
     size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
-    panels = Panels(len(policies) * len(budgets), columns=columns, size=size)
+    figure, axes = panels(len(policies) * len(budgets), columns=columns, size=size)
     cells = [(policy, budget) for policy in policies for budget in budgets]
     norm = Normalize(0, 1)
     colours = ScalarMappable(norm, _COLOURS)
-    for axis, (policy, budget) in zip(panels.axes, cells, strict=True):
+    for axis, (policy, budget) in zip(axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for row in means.filter(policy=policy, requested=budget).iter_rows(named=True):
             grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
@@ -88,8 +89,8 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         title = f"{short_text(policy, 28)}\nbudget {budget}"
         axis.set_title(title, fontsize=8, parse_math=False)
-    panels.label("length of the prompt (tokens)", "depth of the needle")
-    colour_bar(panels.figure, colours, panels.axes, _SHOWN[name][1], shrink=0.8)
+    label(figure, "length of the prompt (tokens)", "depth of the needle")
+    colour_bar(figure, colours, axes, _SHOWN[name][1], shrink=0.8)
     subject = f"{_SHOWN[name][0]} (%), mean over {counted(means['n'])}"
-    caption(panels.figure, subject.removesuffix(", with 95 % interval"), means["fidelity"])
-    return panels.figure
+    caption(figure, subject.removesuffix(", with 95 % interval"), means["fidelity"])
+    return figure

@@ -32,6 +32,7 @@ from kvsim.plots.style import (
     legend_of,
     name_axes,
     short_text,
+    single_panel,
 )
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -61,7 +62,8 @@ def retention_map(
     needles = trace.spans.get("needle", ())
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
-    figure = Figure(figsize=(max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9), dpi=150)
+    size = max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -104,7 +106,6 @@ def retention_map(
     }
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
     caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", labels)
-    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     return figure
 
 
@@ -170,8 +171,7 @@ def lift_bars(
         table = table[[*range(tokens), *range(table.height - tokens, table.height)]]
     low, rate, high, mean = (table[name].to_numpy() for name in ("low", "rate", "high", "mean"))
     places = np.arange(table.height)
-    figure = Figure(figsize=(6.4, 0.19 * table.height + 1.5), dpi=150)
-    axis = figure.subplots()
+    figure, axis = single_panel(6.4, 0.19 * table.height + 1.5)
     axis.barh(places, rate / mean, 0.75, color=COLOURS[5])
     ends = np.stack([rate - low, high - rate]).clip(0) / mean
     axis.errorbar(rate / mean, places, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
@@ -192,5 +192,4 @@ def lift_bars(
         f"layer {trace.layer_ids[layer]}, {heads_text}, with 95 % interval"
     )
     caption(figure, subject, {fidelity(trace, record, "sets", layer)})
-    figure.tight_layout()
     return figure

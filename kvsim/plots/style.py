@@ -177,42 +177,35 @@ def trace_label(traces: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} traces"
 
 
-class Panels:
-    """A grid of `count` panels, at most `columns` in a row.
+def panels(
+    count: int,
+    *,
+    columns: int = 4,
+    size: tuple[float, float] = (2.3, 2.1),
+    share: Literal["all", "row", "none"] = "all",
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of a size in inches, at most `columns` in a row.
 
-    size: of one panel, inches. share: which panels have the same limits. Only the panels on the
-    left and at the bottom name their axes.
+    share: which of them have the same limits.
     """
+    across = min(columns, count)
+    rows = math.ceil(count / across)
+    shape = (max(4.8, size[0] * across + 0.5), size[1] * rows + 1.1)
+    figure = Figure(figsize=shape, dpi=150, layout="constrained")
+    grid = figure.subplots(rows, across, squeeze=False, sharex=share, sharey=share)
+    for axis in grid.flat[count:]:
+        axis.remove()
+    for axis in grid.flat[:count]:
+        plain(axis)
+    for axis in grid.flat[count - across : count]:
+        axis.tick_params(labelbottom=True)
+    return figure, list(grid.flat[:count])
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        columns: int = 4,
-        size: tuple[float, float] = (2.3, 2.1),
-        share: Literal["all", "row"] = "all",
-    ) -> None:
-        across = min(columns, count)
-        rows = math.ceil(count / across)
-        shape = (max(4.8, size[0] * across + 0.5), size[1] * rows + 1.1)
-        self.figure = Figure(figsize=shape, dpi=150, layout="constrained")
-        grid = self.figure.subplots(rows, across, squeeze=False, sharex=share, sharey=share)
-        self.axes: list[Axes] = list(grid.flat[:count])
-        self.left: list[Axes] = list(grid[:, 0])
-        self.bottom = self.axes[-across:]
-        for axis in grid.flat[count:]:
-            axis.remove()
-        for axis in self.axes:
-            plain(axis)
-        for axis in self.bottom:
-            axis.tick_params(labelbottom=True)
 
-    def label(self, across: str, up: str) -> None:
-        """Name the axes, with their units."""
-        for axis in self.bottom:
-            name_axes(axis, across)
-        for axis in self.left:
-            name_axes(axis, y=up)
+def label(figure: Figure, across: str, up: str) -> None:
+    """Name the axes that all panels share, with their units."""
+    figure.supxlabel(across, fontsize=8)
+    figure.supylabel(up, fontsize=8)
 
 
 def is_crowded(rising: Sequence[float]) -> bool:
@@ -329,23 +322,14 @@ def _wrapped(line: str, width: int) -> list[str]:
 def finish(
     figure: Figure, axis: Axes, text: str, fidelities: Iterable[str], *, columns: int
 ) -> None:
-    """Draw a caption and the legend of one panel, and make room for both."""
+    """Draw a caption, and the legend of one panel below all, each name once."""
     caption(figure, text, fidelities)
-    height = legend_below(figure, axis, columns=columns)
-    if figure.get_layout_engine() is None:
-        figure.tight_layout(rect=(0, height, 1, 1))
-
-
-def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
-    """Draw one legend under all panels, each name of one once; return its height as a share."""
     handles, names = axis.get_legend_handles_labels()
-    by_name = dict(zip(names, handles, strict=True))
-    across = legend_of(figure, by_name, columns=columns)
-    return (0.2 * -(-len(by_name) // across) + 0.1) / float(figure.get_figheight())
+    legend_of(figure, dict(zip(names, handles, strict=True)), columns=columns)
 
 
-def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) -> int:
-    """Draw a figure's legend in as many columns as fit, at most `columns`; return their number."""
+def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) -> None:
+    """Draw a figure's legend in as many columns as fit, at most `columns`."""
     shown = [plain_text(name) for name in handles]
     loc = "outside lower center" if figure.get_layout_engine() else "lower center"
     look: dict[str, Any] = {"fontsize": 7.5, "frameon": False, "loc": loc}
@@ -356,7 +340,6 @@ def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) ->
         if across == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
-    return across
 
 
 def draw_in_notebooks() -> None:

@@ -42,6 +42,7 @@ from kvsim.plots.style import (
     log_ticks,
     mean_line,
     name_axes,
+    panels,
     plain,
     requested_order,
     series,
@@ -71,7 +72,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
     entries = dict(sizes.iter_rows())
     budgets = sorted(requested_order(means["requested"].to_list()), key=entries.__getitem__)
     styles = series(means["policy"].unique(maintain_order=True))
-    figure, axes = _panels(len(shown), (3.3, 2.9), (0.4, 0.7 + 0.05 * len(styles)), share=False)
+    figure, axes = panels(len(shown), columns=3, size=(3.4, 2.9), share="none")
     for axis, name in zip(axes, shown, strict=True):
         of_metric = means.filter(metric=name)
         for policy, style in styles.items():
@@ -118,7 +119,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
             f"{','.join([*metrics, *costs])}{', or name another axis: ' * bool(others)}{others}"
         )
     styles = series(means["policy"].unique(maintain_order=True))
-    figure, axes = _panels(len(shown), (4.2, 3.1), (0.4, 0.7 + 0.05 * len(styles)), share=False)
+    figure, axes = panels(len(shown), columns=3, size=(4.2, 3.1), share="none")
     for axis, (name, cost) in zip(axes, shown, strict=True):
         points = against_entries(means, name, cost)
         for policy, style in styles.items():
@@ -174,8 +175,8 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
     names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
     shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
     colours = dict(zip(names, shades, strict=False))
-    size = 4.3, 0.9 + 0.28 * len(names)
-    figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
+    size = 4.3, 0.7 + 0.28 * len(names)
+    figure, axes = panels(len(budgets), columns=3, size=size, share="none")
     for axis, budget in zip(axes, budgets, strict=True):
         part = rows.filter(requested=budget)
         for place, row in enumerate(part.iter_rows(named=True)):
@@ -195,7 +196,6 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
     if rows["rank"].null_count():
         note += "; grey squares: references, not tested"
     caption(figure, note, rows["fidelity"])
-    figure.tight_layout()
     return figure
 
 
@@ -264,7 +264,7 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     budgets = requested_order(means["requested"].to_list())
     styles = series(means["policy"].unique(maintain_order=True))
     width = max(3.4, 0.16 * len(groups) * (len(styles) + 1) + 0.8)
-    figure, axes = _panels(len(budgets), (width, 3.6), (0, 0), share=True)
+    figure, axes = panels(len(budgets), columns=len(budgets), size=(width, 2.6), share="row")
     bar = 0.8 / len(styles)
     for axis, budget in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
@@ -370,7 +370,7 @@ def _per_budget(
         raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
     policies = list(dict.fromkeys(policy for policy, _ in values))
     budgets = requested_order([budget for _, budget in values])
-    figure, axes = _panels(len(budgets), (3.4, 3.6), (0.4, 0), share=True)
+    figure, axes = panels(len(budgets), columns=len(budgets), size=(3.4, 2.6), share="row")
     for axis, budget in zip(axes, budgets, strict=True):
         of_budget = {policy: values[policy, at] for policy, at in values if at == budget}
         draw(axis, of_budget, policies)
@@ -393,23 +393,6 @@ def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
         measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
         raise PolicyError(f"no mean of {', '.join(metrics)} in the table of {measured}")
     return means
-
-
-def _panels(
-    count: int, size: tuple[float, float], room: tuple[float, float], *, share: bool
-) -> tuple[Figure, list[Axes]]:
-    """Build `count` panels of a size in inches with room around them.
-
-    share: in one row with the same limits, else at most three in a row.
-    """
-    across = count if share else min(3, count)
-    rows = -(-count // across)
-    shape = (max(5.6, size[0] * across + room[0]), size[1] * rows + room[1])
-    figure = Figure(figsize=shape, dpi=150)
-    grid = figure.subplots(rows, across, squeeze=False, sharey=share)
-    for axis in grid.flat[count:]:
-        axis.remove()
-    return figure, list(grid.flat[:count])
 
 
 def metric_label(name: str) -> str:

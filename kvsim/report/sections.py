@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
 
 import polars as pl
 from markupsafe import Markup, escape
 
-from kvsim.analysis.evidence import OUTCOMES, ranking
+from kvsim.analysis.evidence import OUTCOMES, shared
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.overview import fidelity_shares
 from kvsim.analysis.results import labelled
@@ -23,7 +22,7 @@ from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import SECTIONS
-from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
+from kvsim.schema import FIDELITY_MEANING, merged, plural, schedule
 
 
 def sections(
@@ -41,9 +40,9 @@ def sections(
     """
     shown = labelled(table)
     if runs:
-        yield _verdict(shown, remarks, metrics)
+        metric, better = shared([run.table for run in runs])
+        yield _verdict(shown, metric, [*better, *remarks], metrics)
         yield _results(shown)
-        yield from _splits(shown)
     if traces is not None:
         yield from _of("traces", traces)
     yield from _of("results", table)
@@ -65,9 +64,11 @@ _SHOWN = (
 )
 
 
-def _verdict(table: pl.DataFrame, remarks: Sequence[str], metrics: Sequence[str]) -> str:
+def _verdict(
+    table: pl.DataFrame, metric: str | None, remarks: Sequence[str], metrics: Sequence[str]
+) -> str:
     """The sentences, one table, one figure, and what limits them."""
-    comparison, said = answer(table, _SHOWN)
+    comparison, said = answer(table, _SHOWN, metric)
     remarks = [*remarks, *filter(None, [uneven(layers_of(table)), few(_prompts(table))])]
     if comparison is None:
         note = html.broken(said) + html.broken(merged(remarks), "Note: ")
@@ -125,24 +126,6 @@ def _wide(means: pl.DataFrame, column: str, *, with_chance: bool = False) -> str
                     name += html.small(f"after: {after}")
                 rows.append([name, budget, *cells])
     return table_of(head, rows, right=2)
-
-
-def _splits(table: pl.DataFrame) -> Iterator[str]:
-    shown = [*islice(ranking(table, _SHOWN), 1), "wipeout", "retained_iou"]
-    for label in LABELS:
-        if label not in table or table[label].drop_nulls().n_unique() < 2:
-            continue
-        means = averages(main_variants(table, shown), by=[label])
-        rows = [
-            [
-                *(str(row[label]), row["policy"], row["requested"]),
-                *(html.metric_name(row["metric"]), html.interval(row), row["n"]),
-            ]
-            for row in means.sort(label, maintain_order=True).to_dicts()
-            if row["mean"] is not None
-        ]
-        head = [label, "policy", "budget", "metric", "mean", "prompts"]
-        yield section(f"By {label}", "", details(table_of(head, rows, right=4)))
 
 
 def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.subject import LiveSubject
-from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.options import given_options, takes_options
@@ -108,7 +107,7 @@ def plan_live(
     """
     given = given_options(LiveOptions, options, "live", PolicyError)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    metrics = None if given["metrics"] is None else names_of(given["metrics"])
+    metrics = None if given["metrics"] is None else listed(given["metrics"])
     layers = None if given["layers"] is None else listed(given["layers"])
     policies = [each.fitted() for each in policies] if given["fit"] else policies
     check_names(policies)

@@ -14,7 +14,6 @@ import polars as pl
 
 from kvsim.analysis.folder import lacking, write_run
 from kvsim.analysis.live.table import responses
-from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
@@ -54,7 +53,8 @@ class Run:
 
     def __repr__(self) -> str:
         counts = f"records={len(self.records)}, failed={len(self.failures)}"
-        return f"Run({extent(self.table)}, {counts}{lacking(self.parameters, ', ')})"
+        policies = ", ".join(self.table["policy"].drop_nulls().unique(maintain_order=True))
+        return f"Run({policies}; {counts}{lacking(self.parameters, ', ')})"
 
     def whole(self) -> Run:
         """Return the run itself; raise KeyboardInterrupt if Ctrl-C ended it."""

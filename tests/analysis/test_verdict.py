@@ -153,11 +153,10 @@ def test_the_average_comes_first_where_no_order_is_shown():
     assert rows["mean"].to_list() == pytest.approx([HARD[18:].mean(), 1.3 * HARD[18:].mean()])
     assert rows["n"].to_list() == [6, 6]
     full = {"full": HARD * 2}
-    both = compare(tasks(values | full, labels), against="h2o", target=9.0).overall
+    both = compare(tasks(values | full, labels), against="h2o").overall
     h2o, tova, reference = both.sort("policy").select(pl.all().sort_by("mean")).to_dicts()
     assert tova["difference"] == pytest.approx(tova["mean"] - h2o["mean"])
     assert reference["mean"] == pytest.approx(2 * h2o["mean"])  # the same mean, of references too
-    assert h2o["mean"] < h2o["bound"] < tova["bound"]
 
 
 def test_a_larger_budget_that_is_worse_is_said():

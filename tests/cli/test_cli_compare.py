@@ -18,7 +18,7 @@ from kvsim.cli.comparing import latex, markdown
 
 def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
     """Each policy at each budget, over what the means are, what columns mean, the fidelity."""
-    out = printed("compare", runs / "many", "--target", "0.5")
+    out = printed("compare", runs / "many")
     lines = out.splitlines()
     document = json.loads(run("compare", runs / "many", "--json")[1])
     best = {cell["requested"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
@@ -35,7 +35,6 @@ def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
     assert [(row[0], row[1]) for row in rows if row[2] == "1"] == [*best.items()]
     assert [row[1] for row in rows if row[2] == "-"] == ["full", "full"]
     assert "the policies marked yes hold the best one with 95 %" in out
-    assert "budget for output_error below 0.5" in out
     assert "Fidelity of the values:" in out
     assert "Note: full: listed without a rank" in out
     assert "(Holm)" not in out
@@ -46,15 +45,14 @@ def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
 
 def test_json_has_every_number(run, runs):
     """Cells with their parameters, prompts, margin, fidelity, remarks."""
-    document = json.loads(run("compare", runs / "many", "--format", "json", "--target", "1")[1])
-    table = kvsim.compare(pl.read_parquet(runs / "many" / "results.parquet"), target=1.0).table
+    document = json.loads(run("compare", runs / "many", "--format", "json")[1])
+    table = kvsim.compare(pl.read_parquet(runs / "many" / "results.parquet")).table
 
     assert document["margin"] == 0.1
     assert document["prompts"] == [str(place) for place in range(7)]
     assert document["better"] == "lower"
     assert set(document["fidelity"]) == {"exact", "open"}
     assert [cell["mean"] for cell in document["cells"]] == table["mean"].to_list()
-    assert [cell["smallest"] for cell in document["cells"]] == table["smallest"].to_list()
     assert document["cells"][0]["params"].keys() == kvsim.policy(table["policy"][0]).params.keys()
 
 
@@ -71,11 +69,11 @@ def test_csv_is_the_table(run, runs):
 
 def test_markdown_and_latex_are_tables(run, runs):
     """The same cells between bars, or as a tabular, with the notes; names are escaped."""
-    _, marked, _ = run("compare", runs / "many", "--format", "markdown", "--target", "0.5")
+    _, marked, _ = run("compare", runs / "many", "--format", "markdown")
     _, tex, _ = run("compare", runs / "many", "--format", "latex", "--against", "tova")
     bars = [line for line in marked.splitlines() if line.startswith("|")]
 
-    assert len(bars) == 2 + 6 + 2 + 2
+    assert len(bars) == 2 + 6
     assert len({line.count("|") for line in bars[:8]}) == 1
     assert "| streaming\\_llm |" in marked
     assert "Fidelity of the values" in marked
@@ -102,6 +100,29 @@ def test_policies_and_budgets_are_chosen(run, runs):
     against = {cell["policy"]: cell["against"] for cell in document["cells"]}
 
     assert against == {"tova": None, "streaming_llm": "tova"}
+
+
+def test_runs_are_ranked_by_the_best_evidence_that_all_have(run, runs, tmp_path):
+    """A better metric of one of them hides no budget of the other; it is named, and can be had."""
+    table = pl.read_parquet(runs / "many" / "results.parquet")
+    more = table.filter(pl.col("budget") == 24, metric="output_error")
+    more = pl.concat([table, more.with_columns(metric=pl.lit("layer_error"))])
+    for name, part in (("less", table), ("more", more.filter(pl.col("budget") == 24))):
+        shutil.copytree(runs / "many", tmp_path / name)
+        part.write_parquet(tmp_path / name / "results.parquet")
+        bind(tmp_path / name, json.loads((tmp_path / name / "run.json").read_text()))
+
+    both = tmp_path / "less", tmp_path / "more"
+    document = json.loads(run("compare", *both, "--json")[1])
+    named = json.loads(run("compare", *both, "--json", "--metric", "layer_error")[1])
+
+    assert document["metric"] == kvsim.compare(both).metric == "output_error"
+    assert {cell["requested"] for cell in document["cells"]} == {"24", "48"}
+    assert "1 of 2 have layer_error (--metric layer_error)" in document["remarks"][0]
+    assert kvsim.compare(both).remarks[0] == document["remarks"][0]
+    assert named["metric"] == "layer_error"
+    assert "1 budget without a value of layer_error: 48" in named["remarks"]
+    assert json.loads(run("compare", both[1], "--json")[1])["metric"] == "layer_error"
 
 
 def test_models_of_one_name_are_told_apart_by_their_weights(run, tmp_path):

@@ -84,7 +84,7 @@ REFUSED = {
     "compare RUN --by level": "no value of entries_seen, output_error, wipeout has one",
     "compare RUN --metric regret,wipeout": "regret: the runs have no value of it; they",
     "compare RUN --metric eror,wipeout": "unknown metric 'eror'",
-    "compare RUN --by layer --target 1": "--target is of one metric that ranks",
+    "compare RUN --by layer --margin 1": "--margin is of one metric that ranks",
     "report RUN --out x.csv": "expected FILE.html, or `kvsim compare RUN --format csv`",
     # --------------------------------------------------------------------------------- capture
     f"{CAPTURE} --prompt ''": "the prompt is empty",

@@ -9,7 +9,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from kvsim.plots.style import (
     caption,
-    legend_below,
+    finish,
     plain_text,
 )
 
@@ -58,12 +58,11 @@ def test_the_legend_fits_if_any_number_of_columns_does(count, size):
     names = [f"{i} $x" + "w" * size for i in range(count)]
     figure, axis = lines(names)
 
-    height = legend_below(figure, axis, columns=5)
+    finish(figure, axis, "", [], columns=5)
 
     (legend,) = figure.legends
     across = legend._ncols
     assert [text.get_text() for text in legend.get_texts()] == names
-    assert height == pytest.approx((0.2 * -(-count // across) + 0.1) / 3)
     assert across == count or (count, size) not in {(1, 4), (3, 4)}
     if size < 200:
         assert widest(figure) <= 1

@@ -7,9 +7,8 @@ in time linear in H x T but for sorting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -50,130 +49,24 @@ def event_row(evicted_at: EvictedAt, row: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The entries that leave one layer, by position.
-
-    rows [E]; died int [H, T], the event at which each entry leaves, E for those that stay; live,
-    evicted int [H, E]: entries before each event, and those of them that it evicts.
-    """
-
-    rows: Ints
-    died: Ints
-    live: Ints
-    evicted: Ints
-
-    @classmethod
-    def of(cls, evicted_at: EvictedAt) -> Leaving:
-        """Return the entries that leave at each event of `evicted_at` [H, T]."""
-        rows = event_rows(evicted_at)
-        died = np.searchsorted(rows, evicted_at)
-        evicted = histogram(died, (len(died), len(rows) + 1))[:, :-1]
-        return cls(rows, died, rows + 1 - evicted.cumsum(-1) + evicted, evicted)
-
-    @cached_property
-    def first(self) -> Bools:
-        """Whether nothing had left the head before the event; [H, E]."""
-        first: Bools = self.evicted.cumsum(-1) == self.evicted
-        return first
-
-    def wipeout(
-        self,
-        length: int = 32,
-        threshold: float = 0.0,
-        sink: int = SINK,
-        recent: int = RECENT,
-        regions: Ints | None = None,
-    ) -> Wipeout:
-        """Region wipe-out: regions of `length` positions, `threshold` in [0, 1).
-
-        regions [R, 2]: start and stop of each region, ascending and apart, instead of those of
-        `length` (`steps`). A region dies with the eviction that leaves it
-        floor(threshold x its length) entries, so one sort within regions gives the event of its
-        death.
-        """
-        if regions is None:
-            starts = np.arange(self.died.shape[1] // length) * length
-            regions = np.stack([starts, starts + length], axis=1)
-        spans = np.asarray(regions, np.int64)
-        spans = spans[spans[:, 0] >= sink]
-        start, stop = spans.T
-        rows, n_events = self.rows, len(self.rows)
-        # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
-        max_survivors = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
-        death = self._ordered(spans)[:, stop - max_survivors - 1]  # [H, R]
-        # event at which the region first counts
-        seen_from = np.searchsorted(rows + 1 - recent, stop)
-        shape = len(self.died), n_events + 1
-        seen_at = np.broadcast_to(seen_from, death.shape)
-        counted = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
-        wiped = histogram(np.maximum(seen_at, death), shape).cumsum(-1)[:, :-1]
-        return Wipeout(rows, counted, wiped, self, spans, max_survivors, seen_from)
-
-    def _ordered(self, spans: Ints) -> Ints:
-        """Events at which entries leave, ascending within regions and between them; [H, T]."""
-        key = spans.tobytes()
-        if key not in self._orders:
-            self._orders.clear()  # each threshold asks for the same regions, and then for others
-            places = np.searchsorted(spans.ravel(), np.arange(self.died.shape[1]), side="right")
-            part = places * (len(self.rows) + 1)
-            self._orders[key] = np.sort(part + self.died, axis=-1) - part
-        return self._orders[key]
-
-    @cached_property
-    def _orders(self) -> dict[bytes, Ints]:
-        return {}
-
-    def expected_first(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
-        """Regions that random sets of the same size wipe out at the first event of a head; [H, E].
-
-        max_survivors, seen_from [R]: most entries of a region that is wiped out, and the event from
-        which it counts. 0 at events before which something has left the head.
-        """
-        here = np.nonzero(self.first & (self.evicted > 0))
-        out, live = np.zeros(self.first.shape), self.live[here]
-        kinds = np.stack([max_survivors, spans[:, 1] - spans[:, 0]])
-        kinds, kind = np.unique(kinds, axis=1, return_inverse=True)  # regions have few sizes
-        counted = np.zeros((kinds.shape[1], len(self.rows) + 1), np.int64)
-        np.add.at(counted, (kind.ravel(), seen_from), 1)
-        most, size = kinds[..., None]
-        # larger regions are not there yet
-        likely = chance.at_most(most, np.minimum(size, live), live, live - self.evicted[here])
-        for of_kind, regions in zip(likely, counted.cumsum(1)[:, here[1]], strict=True):
-            out[here] += regions * of_kind
-        return out
-
-
-@dataclass(frozen=True)
 class Wipeout:
     """Regions of one layer at each event. rows [E]; regions int [E], wiped int [H, E].
 
     regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
-    than `threshold` is left. leaving: the entries that leave; spans [R, 2], max_survivors [R]: all
-    regions, and the most entries of a region that is wiped out; seen_from [R]: the event from which
-    it counts.
+    than `threshold` is left. cumulative_chance [H, E]: the expected `cumulative` of a random set of
+    the size at the first event of a head; NaN at later ones, which depend on every choice until
+    then.
     """
 
     rows: Ints
     regions: Ints
     wiped: Ints
-    leaving: Leaving
-    spans: Ints
-    max_survivors: Ints
-    seen_from: Ints
+    cumulative_chance: Floats
 
     @property
     def cumulative(self) -> Floats:
         """Share of the regions wiped out so far, NaN without one; [H, E]."""
         return share(self.wiped, self.regions)
-
-    @property
-    def cumulative_chance(self) -> Floats:
-        """Expected `cumulative` of a random set of the size at the first event of a head; [H, E].
-
-        NaN at later ones, which depend on every choice until then.
-        """
-        expected = self.leaving.expected_first(self.spans, self.max_survivors, self.seen_from)
-        return np.where(self.leaving.first, share(expected, self.regions), np.nan)
 
 
 def wipeout(
@@ -182,31 +75,49 @@ def wipeout(
     threshold: float = 0.0,
     sink: int = SINK,
     recent: int = RECENT,
-    regions: Ints | None = None,
 ) -> Wipeout:
-    """Region wipe-out of a layer's `evicted_at` [H, T], as `Leaving.wipeout` defines it."""
-    return Leaving.of(evicted_at).wipeout(length, threshold, sink, recent, regions)
+    """Region wipe-out: regions of `length` positions, `threshold` in [0, 1); see `wipeouts`."""
+    ((_, _, found),) = wipeouts(evicted_at, [length], [threshold], sink, recent)
+    return found
 
 
-#: Ends of a sentence, as the last character of a token; also in full width, as in Chinese.
-_ENDS = tuple(".;!?\u3002\uff1b\uff01\uff1f")
+def wipeouts(
+    evicted_at: EvictedAt,
+    lengths: Sequence[int] = LENGTHS,
+    thresholds: Sequence[float] = THRESHOLDS,
+    sink: int = SINK,
+    recent: int = RECENT,
+) -> Iterator[tuple[int, float, Wipeout]]:
+    """Yield (length, threshold, wipe-out) of one layer's `evicted_at` [H, T].
 
-
-def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
-    """Return start and stop of the steps of a text from the `texts` of its tokens; [R, 2].
-
-    A step ends after a token that holds a newline or, where the response holds none, after one that
-    ends in . ; ! or ?. Steps of fewer than `least` tokens, such as blank lines and numbered points,
-    are joined with what follows. What follows the last end is no step.
+    A region dies with the eviction that leaves it floor(threshold x its length) entries, so one
+    sort within regions gives the event of its death.
     """
-    ends = ["\n" in text for text in texts]
-    if not any(ends[prompt_len:]):
-        ends = [text.rstrip().endswith(_ENDS) for text in texts]
-    cuts = [0]
-    for stop in np.flatnonzero(ends) + 1:
-        if stop - cuts[-1] >= least:
-            cuts.append(int(stop))
-    return np.stack([cuts[:-1], cuts[1:]], axis=1).astype(np.int64)
+    rows, total = event_rows(evicted_at), evicted_at.shape[1]
+    shape = len(evicted_at), len(rows) + 1
+    died = np.searchsorted(rows, evicted_at)
+    evicted = histogram(died, shape)[:, :-1]
+    live = rows + 1 - evicted.cumsum(-1) + evicted
+    first: Bools = evicted.cumsum(-1) == evicted  # nothing had left the head before
+    here = np.nonzero(first & (evicted > 0))
+    for length in lengths:
+        places = np.arange(-(-sink // length), total // length)
+        part = died[:, : total // length * length].reshape(len(died), -1, length)
+        ordered = np.sort(part[:, -(-sink // length) :], axis=-1)
+        # event at which each region first counts
+        seen_from = np.searchsorted(rows + 1 - recent, (places + 1) * length)
+        regions = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
+        for threshold in thresholds:
+            # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
+            most = int(threshold * length + 1e-9)
+            death = np.maximum(seen_from, ordered[..., length - most - 1])
+            wiped = histogram(death, shape).cumsum(-1)[:, :-1]
+            likely, held = np.zeros(first.shape), live[here]  # larger regions are not there yet
+            likely[here] = regions[here[1]] * chance.at_most(
+                most, np.minimum(length, held), held, held - evicted[here]
+            )
+            expected = np.where(first, share(likely, regions), np.nan)
+            yield length, threshold, Wipeout(rows, regions, wiped, expected)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -17,10 +16,11 @@ from kvsim.analysis.folder import Tabular, as_table
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
-    Panels,
     caption,
     cell_means,
     colour_bar,
+    label,
+    panels,
     trace_label,
 )
 from kvsim.studies.expectation.expectation import STEPS, Expectation
@@ -49,11 +49,12 @@ def expected_observed(
     ]
     if qhead is not None:
         qhead = checked_index("query head", qhead, heads, owner)
-    grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
+    size = len(shown) * len(STEPS)
+    figure, axes = panels(size, columns=len(STEPS), size=(2.1, 2.0), share="row")
     at = np.arange(expectation.sink, expectation.cut)
     scale = Normalize(expectation.sink, expectation.cut - 1)
     lowest = 1.0
-    for place, axis in enumerate(grid.axes):
+    for place, axis in enumerate(axes):
         row, step = divmod(place, len(STEPS))
         layer = shown[row]
         head = _middle(expectation.spearman[-1, layer]) if qhead is None else qhead
@@ -73,15 +74,15 @@ def expected_observed(
         if step == 0:
             text = f"layer {layer}, head {head}"
             axis.text(0.03, 0.97, text, transform=axis.transAxes, fontsize=7, va="top")
-    grid.label("observed attention (share)", "expected (share of the keys)")
+    label(figure, "observed attention (share)", "expected (share of the keys)")
     layout = {"pad": 0.01, "aspect": 40, "shrink": 0.9}
     image = ScalarMappable(scale, "viridis")
-    colour_bar(grid.figure, image, grid.axes, "position of the key", **layout)
+    colour_bar(figure, image, axes, "position of the key", **layout)
     edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
     what = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
     what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
-    caption(grid.figure, what, ["exact"])
-    return grid.figure
+    caption(figure, what, ["exact"])
+    return figure
 
 
 def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
@@ -93,9 +94,13 @@ def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> F
     """
     table = as_table(table)
     table = table.filter(metric="expectation_steps")
-    panels, shown = _by_layer(table, layers)
+    present = sorted(table["layer"].unique())
+    shown = present if layers is None else list(layers)
+    if not shown or not set(shown) <= set(present):
+        raise PolicyError(f"layers {shown} were requested; the table has {present}")
+    figure, axes = panels(len(shown))
     at = np.arange(len(STEPS))
-    for axis, layer in zip(panels.axes, shown, strict=True):
+    for axis, layer in zip(axes, shown, strict=True):
         values = cell_means(
             table.filter(layer=layer), ["trace", "qhead"], "variant", STEPS, "value"
         )
@@ -108,20 +113,11 @@ def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> F
         axis.set_xticks(at, _STEP_NAMES)
         axis.set_xlim(-0.4, len(STEPS) - 0.6)
         axis.axhline(0, color="black", lw=0.7, ls=":")
-    panels.label("step (the last: Expected Attention)", "rank correlation with observed")
+    label(figure, "step (the last: Expected Attention)", "rank correlation with observed")
     what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
     what += "\nblue: query heads; black: their mean"
-    caption(panels.figure, what, table["fidelity"])
-    return panels.figure
-
-
-def _by_layer(table: pl.DataFrame, layers: Sequence[int] | None) -> tuple[Panels, list[int]]:
-    """Build a panel for each layer; return them and the layers."""
-    present = sorted(table["layer"].unique())
-    shown = present if layers is None else list(layers)
-    if not shown or not set(shown) <= set(present):
-        raise PolicyError(f"layers {shown} were requested; the table has {present}")
-    return Panels(len(shown)), shown
+    caption(figure, what, table["fidelity"])
+    return figure
 
 
 def _around(values: Floats) -> tuple[float, float]:

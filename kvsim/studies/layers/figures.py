@@ -134,7 +134,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     """
     budgets = list(dict.fromkeys(distribution["budget"]))
     tasks = list(dict.fromkeys(distribution["task"]))
-    figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150)
+    figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150, layout="constrained")
     axes = figure.subplots(len(tasks), 1, squeeze=False, sharex=True)[:, 0]
     width = 0.8 / len(budgets)
     for axis, task in zip(axes, tasks, strict=True):
@@ -163,7 +163,6 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     axes[-1].set_xlim(-0.7, n_layers + 0.7)
     name_axes(axes[-1], "selection layer (dashed: mean over traces that select)")
     caption(figure, "Selection layers of ASL", ["exact"])
-    figure.tight_layout()
     return figure
 
 

@@ -53,7 +53,8 @@ def mass_curve(
             f"no event after row {missing[0]} acts on layer {layer}, head {head}; events are after "
             f"rows {', '.join(map(str, rows))}"
         )
-    figure = Figure(figsize=(max(6.4, 4.6 * len(wanted) + 0.6), 5.0), dpi=150)
+    size = max(6.4, 4.6 * len(wanted) + 0.6), 5.0
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     grid = figure.subplots(
         2, len(wanted), squeeze=False, sharex="col", sharey="row", height_ratios=[3, 2]
     )
@@ -73,7 +74,6 @@ def mass_curve(
         "an entry stays": Line2D([], [], color=_KEPT, marker="|", ls="", ms=7),
     }
     legend_of(figure, handles, columns=4)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
     return figure
 
 
