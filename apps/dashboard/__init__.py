@@ -8,7 +8,6 @@
     readings     what a chart shows, in a sentence computed from its numbers
     cache        opened traces, records, tables and tiles
     runs         runs of the folder, and a small sweep over the chosen trace
-    rankings     ranks of the tokens of a prompt, and their picture
     tiles        large arrays as pictures
     elements     titles, notes of fidelity, labels of tokens, heat maps
     downloads    tables below pictures, as files

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Policy, Record, Trace
-from kvsim.analysis.attention.windows import last_needed
 from kvsim.plots import NEEDED
 
 from .tiles import Tile, reading_tile, retention_tile
@@ -98,5 +97,17 @@ def reading(source: Source, choice: Choice, alone: int | None, layer: int, head:
 
 @st.cache_data(max_entries=64, show_spinner="finding rows that need each position")
 def needed(source: Source, layer: int, head: int) -> NDArray[np.int64]:
-    """The last row that would attend to each position; of a KV head."""
-    return last_needed(trace(source), layer, head, least=NEEDED)
+    """The last row whose full attention on each position is at least `NEEDED`; -1 without one.
+
+    For some query head of the KV head's group. An entry that is evicted after an earlier row is
+    missed.
+    """
+    opened, step = trace(source), 64
+    heads = slice(head * opened.group, (head + 1) * opened.group)
+    last = np.full(opened.n_pos, -1)
+    for start in range(0, opened.n_pos, step):
+        rows = slice(start, min(start + step, opened.n_pos))
+        weights = opened.attention(layer, rows, slice(0, rows.stop))[heads].amax(0)
+        row, pos = (weights >= NEEDED).numpy().nonzero()
+        np.maximum.at(last, pos, start + row)
+    return last

@@ -33,7 +33,6 @@ from kvsim.analysis.summaries import (
     uneven,
 )
 from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
-from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, PREFILL, plural, schedule
 
@@ -137,7 +136,7 @@ def compare(
     Raises:
         PolicyError: the metric has no better direction or the Table no values of it, no mean is
             over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
-            `against` is none of them, or `margin` is no finite number.
+            or `against` is none of them.
     """
     runs, remarks = runs_of(table), list[str]()
     table = together(runs)
@@ -152,8 +151,6 @@ def compare(
             f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
             "`kvsim metrics`"
         )
-    if margin is not None and not is_finite(margin):
-        raise PolicyError(f"margin is {margin!r}; expected a finite number")
     table = labelled(table)
     facts = of_policies(table, "looks_ahead", "bounds", "per_query_head", "access")
     outside = set(facts.filter(pl.col("looks_ahead") | ~HELD)["policy"])

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from kvsim.analysis.parquet import decode_table, encode_table
-from kvsim.analysis.results import by_model, is_live
+from kvsim.analysis.results import by_model
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
@@ -180,14 +180,11 @@ def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Return the content of `run.json` without digests, and the digests of the other files."""
     path = folder / RUN
     document = unsealed(read_document(path), path)
-    files = document.pop("files", None)
-    shapes = {"traces": dict, "remarks": list, "models": dict}
-    if not isinstance(files, dict):
-        raise damaged(path, "its list of files is of another type")
+    files, shapes = document.pop("files", None), {"traces": dict, "remarks": list, "models": dict}
     typed = all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items())
-    texts = [*document.get("remarks", ()), *document.get("models", {}).values()] if typed else []
-    if not typed or not all(isinstance(text, str) for text in texts):
-        raise damaged(path, "its traces, models or remarks are of another type")
+    texts = [*document.get("remarks", ()), *document.get("models", {}).values()] if typed else [0]
+    if not isinstance(files, dict) or not all(isinstance(text, str) for text in texts):
+        raise damaged(path, "its files, traces, models or remarks are of another type")
     return document, files
 
 
@@ -197,18 +194,16 @@ def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
         table = decode_table(data)
     except ValueError as error:
         raise damaged(file, str(error)) from error
-    if missing := [name for name in COLUMNS if name not in table.columns]:
-        raise OutputError(
-            f"{folder} has no columns {', '.join(missing)}: it was recorded by another version of "
-            "kvsim; replay it again"
-        )
+    missing = ", ".join(name for name in COLUMNS if name not in table.columns)
+    reason = f"no columns {missing}"
     try:
-        return in_order([table])
+        if not missing:
+            return in_order([table])
     except (ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise OutputError(
-            f"{folder} has values that no result has: {reason}; replay it again"
-        ) from error
+        reason = f"values that no result has: {' '.join(str(error).split())[:200]}"
+    raise OutputError(
+        f"{folder} has {reason}: another version of kvsim wrote it; replay it again"
+    ) from None
 
 
 class Measured(Protocol):
@@ -257,18 +252,10 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     largest difference.
 
     Raises:
-        PolicyError: runs have different values in one and the same place, replayed different
-            traces of one name, or some are live runs and others replays.
+        PolicyError: runs have different values in one and the same place, or replayed different
+            traces of one name.
     """
     remarks = [remark for run in runs for remark in run.remarks]
-    loops: dict[bool, list[str]] = {}
-    for run in runs:
-        loops.setdefault(is_live(run.table), []).append(str(run.path))
-    if len(loops) > 1:
-        raise PolicyError(
-            f"live runs: {', '.join(loops[True])}; replays: {', '.join(loops[False])}; expected "
-            "one kind, because no mean is over both; take them one by one"
-        )
     sources: dict[str, tuple[str, Saved]] = {}
     for run in runs:
         for name, digest in run.parameters.get("traces", {}).items():
@@ -296,10 +283,7 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     judged = pl.col("fidelity").eq_missing("judged") & same[1] & same[2]
     gap = pl.when(*same).then(0.0).when(judged).then(gap).fill_nan(None).fill_null(math.inf)
     worst = pairs.with_columns(gap=gap).sort("gap", descending=True).row(0, named=True)
-    about = (
-        f"values of {worst['metric']} for {worst['policy'] or 'the trace'} on {worst['trace']}, "
-        f"{worst['value_first']} and {worst['value']}"
-    )
+    about = "values of {metric} for {policy} on {trace}, {value_first} and {value}".format(**worst)
     if worst["gap"] > TOLERANCE:
         raise PolicyError(
             f"two of the runs have different {about}, with the same parameters and schedule; take "

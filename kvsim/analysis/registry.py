@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvsim.analysis.attention.metrics import METRICS as ATTENTION
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.metrics import CONTENTS, PLACES
@@ -22,7 +24,7 @@ METRICS = Ordered(
 )
 
 
-def metric(name: str) -> Metric:
+def metric(name: Any) -> Metric:
     """The metric called `name`; PolicyError with a suggestion otherwise."""
     if not isinstance(name, str) or name not in METRICS:
         close = suggest(str(name), METRICS)

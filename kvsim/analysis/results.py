@@ -70,10 +70,11 @@ def check_distinct(traces: Sequence[Trace]) -> None:
     by_name: dict[str, Trace] = {}
     for trace in traces:
         if trace.name in by_name:
+            both = by_name[trace.name], trace
+            where = (f"{x.path or 'in memory'} (of {_model(x) or 'no model'})" for x in both)
             raise TraceError(
-                f"{_where(by_name[trace.name])} and {_where(trace)} are both called "
-                f"{trace.name!r}; expected one name per trace: give them one by one, or record one "
-                "again under another id"
+                f"{' and '.join(where)} are both called {trace.name!r}; expected one name per "
+                "trace: give them one by one, or record one again under another id"
             )
         by_name[trace.name] = trace
 
@@ -173,13 +174,6 @@ def of_model(table: pl.DataFrame) -> list[str]:
     return ["model"] * several
 
 
-def _where(trace: Trace) -> str:
-    """The path of a trace, and the model that it is of where that is known."""
-    name = _model(trace)
-    where = "a trace in memory" if trace.path is None else str(trace.path)
-    return f"{where} (of {name})" if name else where
-
-
 @dataclass(frozen=True)
 class Result:
     """A policy as it was replayed.
@@ -208,25 +202,18 @@ class Result:
 def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
     """The results of a Table, by the values of `COLUMNS`, in the order of the Table.
 
-    Raises PolicyError where parameters are no JSON object, or the Table has no column `changed`.
+    Raises PolicyError where the Table has no column `changed`.
     """
     table = table.select(name for name in (*COLUMNS, "changed") if name in table)
     rows = of_policies(table, "changed").select(*COLUMNS, "changed").unique(maintain_order=True)
     out = {}
     for name, params, interval, prefill, changed in rows.iter_rows():
-        try:
-            parameters = json.loads(params or "")
-        except ValueError:
-            parameters = None
-        if not isinstance(parameters, dict):
-            raise PolicyError(
-                f"the parameters of {name} are {params!r}; expected a JSON object, as kvsim "
-                "writes it"
-            )
         names = None if changed is None else frozenset(filter(None, changed.split(",")))
+        parameters = json.loads(params or "null")
+        if not isinstance(parameters, dict):
+            raise PolicyError(f"the parameters of {name} are {params!r}; expected a JSON object")
         text = json.dumps(parameters, sort_keys=True)
-        result = Result(name, text, interval, prefill, names)
-        out[name, params, interval, prefill] = result
+        out[name, params, interval, prefill] = Result(name, text, interval, prefill, names)
     return out
 
 
@@ -281,14 +268,13 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     `ams` is the main one and `ams (credit=False)` one that differs from it; if that has no default
     either, both name it: `ams (window=16)` and `ams (window=32)`. Defaults of a user's own policy
     are not known, so values of a single parameter are all named. Where only schedules differ, they
-    are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results would be
-    called the same.
+    are named too: `tova (after: every 16 rows)`.
     """
     by_policy: dict[str, list[Result]] = {}
     for result in results:
         by_policy.setdefault(result.policy, []).append(result)
     schedules = Counter((result.policy, result.params) for result in results)
-    taken: dict[str, Result] = {}
+    named: dict[Result, str] = {}
     for name, of_policy in by_policy.items():
         base = main(list({result.params: result for result in of_policy}.values()))
         varied = frozenset[str]().union(*(differing(result, base) for result in of_policy))
@@ -303,13 +289,8 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
                 remarks.append(f"after: {schedule(result.interval, prefill=bool(result.prefill))}")
             remark = "; ".join(filter(None, remarks))
             label = f"{name} ({remark})" if remark else name
-            if label in taken:
-                raise PolicyError(
-                    f"two results would be called {label}: policies {taken[label].policy} and "
-                    f"{name}; report them one by one"
-                )
-            taken[label] = result
-    return {result: label for label, result in taken.items()}
+            named[result] = label
+    return named
 
 
 def labelled(table: pl.DataFrame) -> pl.DataFrame:

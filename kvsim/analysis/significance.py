@@ -53,20 +53,6 @@ def holm(p: Floats) -> Floats:
     return corrected
 
 
-def few(prompts: int) -> str:
-    """Return why so few prompts have no 95 % interval; empty for one, and for enough.
-
-    A value is above the median of all prompts half of the time, so all of them are above it, or
-    all below, in 2^(1 - prompts) of cases; the range holds every bootstrap interval.
-    """
-    if not 1 < prompts < FEWEST:
-        return ""
-    return (
-        f"{prompts} prompts have no 95 % interval: even the range of their values misses the "
-        f"median of all prompts in {2.0 ** (1 - prompts):.0%} of cases; record at least {FEWEST}"
-    )
-
-
 def signs(prompts: int) -> Floats:
     """Flips of signs [prompt, flip]: all up to 12 prompts, else 4,096 random ones.
 

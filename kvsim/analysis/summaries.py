@@ -174,7 +174,8 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     Raises:
         PolicyError: the values have no common mean (`mixed`).
     """
-    table, by = _split_beside(table, by, (*KEYS, "trace"))
+    table, by = split_by(table, by)
+    by = [name for name in by if name not in (*KEYS, "trace")]
     if remark := mixed(table, by):
         raise PolicyError(remark)
     if table.select(
@@ -233,7 +234,8 @@ def averages(
         Columns `by`, `KEYS`, `mean`, `low`, `high`, `n` measured traces `of` all requested ones,
         `chance` (mean), `fidelity`.
     """
-    table, by = _split_beside(as_table(table), by, KEYS)
+    table, by = split_by(as_table(table), by)
+    by = [name for name in by if name not in (*KEYS, "trace")]
     if metrics is not None:
         table = main_variants(table, listed(metrics))
     values = per_prompt(table, by)
@@ -281,32 +283,17 @@ def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame
 
     Raises PolicyError where the Table lacks a column, and for a column of values.
     """
-    names: list[str] = listed(by)
-    by = list(dict.fromkeys(names))
-    if "stage" in by and "stage" not in table:
+    given: list[str] = listed(by)
+    names = [*dict.fromkeys(given)]
+    if "stage" in names and "stage" not in table:
         table = stages(table).drop_nulls("stage")
-    missing = [name for name in by if name not in table.columns]
-    if missing:
-        close = suggest(missing[0], [*table.columns, "stage"])
+    columns = [name for name in table.columns if name not in ("value", "chance", "fidelity")]
+    if missing := [name for name in names if name not in columns]:
         raise PolicyError(
-            f"the table has no column {missing[0]!r}{close}; it has {', '.join(table.columns)}"
+            f"the table has no column {missing[0]!r}{suggest(missing[0], [*columns, 'stage'])} to "
+            f"split by; it has {', '.join(columns)}"
         )
-    values = [name for name in ("value", "chance", "fidelity") if name in by]
-    if values:
-        raise PolicyError(
-            f"{values[0]!r} is what a row measured; expected a column that results can be split by"
-        )
-    return table, by
-
-
-def _split_beside(
-    table: pl.DataFrame, by: str | Sequence[str], keys: Sequence[str]
-) -> tuple[pl.DataFrame, list[str]]:
-    """`split_by`, without the names of `keys`, which tell results apart anyway."""
-    table, by = split_by(table, by)
-    if "trace" in by and "trace" not in keys:
-        raise PolicyError("means are over traces; `per_prompt` has a row for each 'trace'")
-    return table, [name for name in by if name not in keys]
+    return table, names
 
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:

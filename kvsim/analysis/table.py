@@ -192,7 +192,8 @@ def choose(
     if metrics is None:
         comparable = {"", *beside}
         metrics = [name for name, x in METRICS.items() if x.default and x.beside in comparable]
-    chosen = {name: metric(name) for name in [*listed(metrics), *(JUDGED if judged else ())]}
+    names: list[str] = listed(metrics)
+    chosen = {name: metric(name) for name in [*names, *(JUDGED if judged else ())]}
     for name, entry in chosen.items():
         of_judge = name in (*JUDGED, KL_TOKENS)
         if entry.kind == "live" and not (judged and of_judge):

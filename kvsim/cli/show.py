@@ -184,12 +184,10 @@ def counts(of_metrics: Mapping[str, int], what: str) -> str:
 
 
 def brackets(prompts: int) -> str:
-    """Return the meaning of brackets behind a mean over prompts, or why a mean has no brackets."""
-    from kvsim.analysis.significance import FEWEST, few
+    """Return the meaning of brackets behind a mean over prompts; empty where it has none."""
+    from kvsim.analysis.significance import FEWEST
 
-    if prompts >= FEWEST:
-        return ", in brackets the 95 % interval over prompts"
-    return f" ({caution})" if (caution := few(prompts)) else ""
+    return ", in brackets the 95 % interval over prompts" * (prompts >= FEWEST)
 
 
 def echo_results(

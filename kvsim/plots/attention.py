@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.windows import TOPS, default_window, overlap_table
+from kvsim.analysis.attention.windows import TOPS, default_window, window_overlap
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
@@ -89,8 +89,9 @@ def _overlaps(
     trace: Trace, layers: Sequence[int], window: int | None, tops: Sequence[float]
 ) -> Floats:
     """As `_BLOCKS`, then chance for a set and for the union; [7, share], mean over the layers."""
-    tables = (overlap_table(trace, layer, window=window, shares=tops) for layer in layers)
-    mean: Floats = np.mean([table.drop("share").to_numpy().T for table in tables], axis=0)
+    found = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
+    rows = [(*x.before, x.union, x.equal_budget, x.chance, x.chance_union) for x in found]
+    mean: Floats = np.mean(rows, axis=0)
     return mean
 
 

@@ -16,7 +16,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.states import TOKEN_STATES, text_of, token_states
+from kvsim.analysis.kept.states import TOKEN_STATES, token_states
+from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import kl_by_token
 from kvsim.analysis.table import fidelity
@@ -53,17 +54,8 @@ _CSS = (
 #: Ends of the classes of KL in nats, half a decade apart.
 _ENDS = (0.03, 0.1, 0.3, 1.0, 3.0)
 #: One hue, in even steps of lightness on a white page; names of the classes.
-_KL = tuple(f"{COLOURS[1]}{alpha:02x}" for alpha in (0, 38, 80, 127, 184, 255))
-_KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:g} nats")
-#: The colours in words.
-KL_LEGEND = "KL in nats: " + " &ensp; ".join(
-    f'<span style="{style}">&nbsp;{name}&nbsp;</span>'
-    for name, style in (
-        *((name, f"background:{colour}") for name, colour in zip(_KL_NAMES, _KL, strict=True)),
-        ("most likely token changed", "text-decoration:underline"),
-        ("the first", "outline:2px solid"),
-    )
-)
+KL_COLOURS = tuple(f"{COLOURS[1]}{alpha:02x}" for alpha in (0, 38, 80, 127, 184, 255))
+KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:g} nats")
 #: Results that a figure has room for.
 MOST = 4
 #: Characters of a line, and lines of a figure.
@@ -156,14 +148,14 @@ def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
             style = {} if position in codes else _STYLE[0]
             box = (column, top + line), len(shown), 0.92
             if position in codes:
-                axis.add_patch(Rectangle(*box, color=_KL[codes[position]], lw=0))
+                axis.add_patch(Rectangle(*box, color=KL_COLOURS[codes[position]], lw=0))
             if position in changed[:1]:
                 axis.add_patch(Rectangle(*box, fill=False, lw=1.4, zorder=3))
             elif position in changed:
                 ends = [column, column + len(shown)]
                 axis.plot(ends, [top + line + 0.9] * 2, color="black", lw=0.7)
             _write(axis, top + line, column, shown, style)
-    pairs = list(zip(_KL_NAMES, _KL, strict=True))
+    pairs = list(zip(KL_NAMES, KL_COLOURS, strict=True))
     handles: dict[str, Artist] = {name: Patch(color=colour, lw=0) for name, colour in pairs[1:]}
     handles["most likely token changed"] = Line2D([], [], color="black", lw=0.7)
     handles["the first"] = Patch(fill=False, lw=1.4)
@@ -191,28 +183,13 @@ def token_html(
 
     The text of tokens is untrusted: all of it is escaped, none of it is in an attribute, and each
     has at most `LONGEST` characters.
-    Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
-    which distinguishes evicted tokens that a later row would attend to (`token_states`).
+    Positions from `start` up to and without `stop` are shown. needed: the last row that attends to
+    each, which distinguishes evicted tokens that a later row would attend to (`token_states`).
     """
     trace = as_trace(trace).evicting
     states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
     styles = dict(enumerate(zip(TOKEN_STATES, _CSS, strict=True)))
     return styled_html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])
-
-
-def kl_html(text: Sequence[str], tokens: pl.DataFrame) -> str:
-    """Tokens in the colours of `kl_text` as an HTML fragment, escaped as in `token_html`.
-
-    text: of all tokens. tokens: those to show, of `kl_by_token`.
-    """
-    changed = tokens["changed"].to_numpy() > 0
-    marks = np.where(changed, ";text-decoration:underline", "")
-    marks[np.flatnonzero(changed)[:1]] = ";outline:2px solid"
-    styles = [
-        (f"KL {_KL_NAMES[at]}", f"background:{_KL[at]}{mark}")
-        for at, mark in zip(kl_classes(tokens["kl"].to_numpy()), marks, strict=True)
-    ]
-    return styled_html([text[at] for at in tokens["position"]], styles)
 
 
 def styled_html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str:

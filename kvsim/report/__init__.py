@@ -1,14 +1,8 @@
 """`report`: runs and traces to one HTML page that needs nothing else, no network and no scripts.
 
-A page on runs opens with the verdict, its table and figure; every metric and the split by task,
-domain and level follow. Of traces: what
+A page on runs opens with the verdict, its table and figure; every metric follows. Of traces: what
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).
-
-    study     the Tables of runs together, and the analyses of traces
-    sections  the sections of a page, in order; of runs and papers
-    traces    of traces
-    html      the pieces
 """
 
 from __future__ import annotations
@@ -79,11 +73,9 @@ def page(
     progress: Progress | None = None,
 ) -> str:
     """The HTML page of runs and traces; see `write_report`."""
-    if not runs and not traces:
-        raise PolicyError("there is nothing to report; give a run or a trace")
     table, remarks = joined(runs)
-    if runs and not table["value"].is_not_null().any():
-        raise PolicyError("the runs have no values, so there is nothing to report")
+    if not table["value"].count() and (runs or not traces):
+        raise PolicyError("there is nothing to report; give a run with values or a trace")
     check_traces(traces, runs)
     of_traces = study(traces, SECTIONS.values(), progress) if traces else None
     table = table if of_traces is None else in_order([table, of_traces.table])

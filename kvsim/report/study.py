@@ -73,18 +73,12 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
     check_models(traces)
     replayed = [(run, run.parameters.get("traces", {})) for run in runs]
     for trace in traces:
-        if runs and not any(trace.name in digests for _, digests in replayed):
+        found = {digests[trace.name] for _, digests in replayed if trace.name in digests}
+        if runs and found != {trace.fingerprint}:
             names = dict.fromkeys(name for _, digests in replayed for name in digests)
-            listed, paths = ", ".join(names) or "none", ", ".join(str(run.path) for run in runs)
             raise OutputError(
-                f"{trace.name} is not among the traces of {paths}: {listed}; leave it out, "
-                "replay it, or report it without the runs"
+                f"{trace.name} ({trace.fingerprint}) is not among the traces of "
+                f"{', '.join(str(run.path) for run, _ in replayed)}: {', '.join(names) or 'none'}"
+                f"{f' (there {found})' * bool(found)}; give the trace that was replayed, replay "
+                "this one, or report it without the runs"
             )
-        for run, digests in replayed:
-            digest = digests.get(trace.name, trace.fingerprint)
-            if digest != trace.fingerprint:
-                raise OutputError(
-                    f"{trace.name} has the fingerprint {trace.fingerprint}, but {run.path} has "
-                    f"results of a trace of this name with {digest}; give that trace, or replay "
-                    "this one"
-                )

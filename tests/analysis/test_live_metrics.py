@@ -88,7 +88,6 @@ def test_what_the_model_wrote_is_judged():
         ({"right": False, "answered": None}, {"tokens_to_answer"}),
         ({"full_right": False}, {"answer_kept"}),
         ({"full_right": None}, {"answer_kept"}),
-        ({"tokens": (1,)}, {"response_repetition"}),
     ],
 )
 def test_what_is_not_known_has_no_row(changes, missing):
@@ -123,14 +122,3 @@ def test_metrics_of_one_kind_of_run_are_refused_for_the_other():
     live = {name for name, entry in METRICS.items() if entry.kind == "live"}
     assert live - choose_live(None).keys() == {"response_kl_tokens"}
     assert live.isdisjoint(kvsim.measure(given.trace, given.record)["metric"])
-
-
-def test_what_the_model_wrote_can_repeat_itself():
-    """As of a recorded response: n-grams, and the length of a loop at the end."""
-    usual = outcome()
-    looping = replace(usual, generated=replace(usual.generated, tokens=(9, *(1, 2) * 4)))
-
-    table = measure_live([subject(looping)], ["response_repetition"])
-
-    rates = dict(table.filter(metric="response_repetition").select("variant", "value").rows())
-    assert rates == {"n=2": 5 / 8, "n=3": 4 / 7, "n=4": 3 / 6, "n=8": 0.0}

@@ -4,10 +4,11 @@ import html
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 import kvsim
-from kvsim.analysis.kept.states import spaced
+from kvsim.analysis.kept.text import spaced
 from kvsim.plots import token_html
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
@@ -55,7 +56,8 @@ def test_an_event_has_the_text_and_the_tokens_until_the_next(
     assert f"{share:.0%} of all" in said(app)
     assert f"{sum(changed[x] for x in period):.0f} changes, first at position {first}." in said(app)
     left, right = texts(app)
-    later = kvsim.analysis.attention.windows.last_needed(trace, 1, 2, least=0.05)
+    weights = trace.attention(1, slice(0, trace.n_pos))[4:6].amax(0) >= 0.05
+    later = np.array([max([-1, *column.nonzero()[:, 0].tolist()]) for column in weights.T])
     place = {"layer": 1, "head": 2, "row": 289, "needed": later}
     assert left == token_html(trace, record, **place, stop=290)
     words = spaced(trace.token_text)

@@ -6,7 +6,7 @@ import pytest
 
 import kvsim
 from kvsim.analysis.attention.sparsity import SHARES
-from kvsim.analysis.attention.windows import overlap_table
+from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.plots.attention import overlap_curves, sparsity_curves
@@ -28,10 +28,11 @@ def lines(axis):
 
 def overlaps(traces, layers, tops):
     """(each of three windows, union, equal budget, chances) by share, mean over prompts, layers."""
-    tables = [
-        overlap_table(trace, layer, window=8, shares=tops) for trace in traces for layer in layers
+    found = [
+        window_overlap(trace, layer, window=8, shares=tops) for trace in traces for layer in layers
     ]
-    return np.mean([table.drop("share").to_numpy().T for table in tables], axis=0)
+    rows = [(*x.before, x.union, x.equal_budget, x.chance, x.chance_union) for x in found]
+    return np.mean(rows, axis=0)
 
 
 def test_overlap_is_that_of_the_analysis(traces):

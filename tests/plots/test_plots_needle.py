@@ -67,7 +67,7 @@ def test_each_cell_is_the_mean_of_its_prompts():
     assert across == ["512", "1024", "2048"]
     assert down == ["10%", "50%", "90%"]
     assert panels[0].yaxis_inverted()
-    assert panels[-1].get_xlabel() == "length of the prompt (tokens)"
-    assert panels[0].get_ylabel() == "depth of the needle"
+    assert figure.get_supxlabel() == "length of the prompt (tokens)"
+    assert figure.get_supylabel() == "depth of the needle"
     assert "2 prompts" in figure.get_suptitle()
     assert "open)" in figure.get_suptitle()

@@ -9,7 +9,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from kvsim.plots.style import (
     caption,
-    finish,
+    legend_of,
     plain_text,
 )
 
@@ -58,7 +58,7 @@ def test_the_legend_fits_if_any_number_of_columns_does(count, size):
     names = [f"{i} $x" + "w" * size for i in range(count)]
     figure, axis = lines(names)
 
-    finish(figure, axis, "", [], columns=5)
+    legend_of(figure, dict(zip(names, axis.lines, strict=True)), columns=5)
 
     (legend,) = figure.legends
     across = legend._ncols

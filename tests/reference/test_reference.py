@@ -389,14 +389,14 @@ def test_retained_iou_equals_the_naive_one(drawn):
     """IoU, survival and the random null between consecutive events."""
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
-        found = retained_iou(evicted_at)
+        acting, iou, random = retained_iou(evicted_at)
         rows = loop_metrics.acting_rows(record.evicted_at, layer)
-        assert found.rows.tolist() == rows[:-1]
+        assert acting.tolist() == rows[:-1]
         for j, (first, second) in enumerate(pairwise(rows)):
             for head in range(len(evicted_at)):
                 expected = loop_metrics.retained_iou(record.evicted_at, layer, head, first, second)
-                assert found.iou[head, j] == pytest.approx(expected.iou, abs=1e-12)
-                assert found.chance[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
+                assert iou[head, j] == pytest.approx(expected.iou, abs=1e-12)
+                assert random[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
 
 
 @settings(QUIET, max_examples=examples(30))

@@ -156,13 +156,18 @@ def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
     for each in (other, again):
         with pytest.raises(OutputError) as refused:
             write_report([run], out, traces=[each])
-        for part in (each.fingerprint, sample.fingerprint, str(run), "give that trace, or replay"):
+        for part in (
+            each.fingerprint,
+            sample.fingerprint,
+            str(run),
+            "give the trace that was replayed",
+        ):
             assert part in str(refused.value)
-    with pytest.raises(OutputError, match=r"stranger is not among the traces of .*: sample; leave"):
+    with pytest.raises(OutputError, match=r"stranger .* is not among the traces of .*: sample;"):
         write_report([run], out, traces=[sample, stranger])
     with pytest.raises(TraceError, match="are both called 'sample'; expected one name"):
         write_report([], out, traces=[sample, other])
-    with pytest.raises(PolicyError, match="nothing to report; give a run or a trace"):
+    with pytest.raises(PolicyError, match="nothing to report; give a run with values or a trace"):
         write_report([], out)
     assert not out.exists()
     assert read_run(run).parameters["traces"] == {"sample": sample.fingerprint}

@@ -84,7 +84,7 @@ REFUSED = {
     "no digests of the run": (without_digests("run.json"), "damaged"),
     "no digests of records": (without_digests("records.zarr/zarr.json"), "damaged"),
     "other remarks": (described(remarks=[None]), "remarks are of another type"),
-    "no files": (described(files=None), "list of files"),
+    "no files": (described(files=None), "its files, traces, models or"),
     "no digest of a file": (
         described(files={"results.parquet": None}),
         "damaged: its SHA-256 is another",

@@ -8,15 +8,15 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from kvsim.analysis.kept.states import text_of
+from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.live.metrics import KL_TOKENS
-from kvsim.analysis.live.table import kl_by_event, kl_by_token
+from kvsim.analysis.live.table import kl_by_token
 from kvsim.errors import KvsimError
 from kvsim.plots import token_html
 from kvsim.plots.style import COLOURS
-from kvsim.plots.text import KL_LEGEND, kl_html
 
 from .. import cache, controls, elements, line_charts, readings, replays, runs
+from ..response_text import KL_LEGEND, kl_by_event, kl_html
 
 #: Seconds for which an event is shown where events play.
 SECONDS = 1.5

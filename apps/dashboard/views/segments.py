@@ -16,7 +16,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.states import spaced
+from kvsim.analysis.kept.text import spaced
 from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError

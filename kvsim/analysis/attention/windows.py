@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
-import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.agreement import places
-from kvsim.analysis.axes import trace_head, trace_layer
+from kvsim.analysis.axes import trace_layer
 from kvsim.core.attention import sees
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
@@ -38,8 +37,6 @@ from kvsim.errors import TraceError
 
 #: Rows of G-KV's observation window.
 WINDOW = 16
-#: Rows of a block of `last_needed`.
-_BLOCK = 64
 
 
 def row_blocks(start: int, stop: int, width: int) -> list[slice]:
@@ -101,22 +98,6 @@ def window_scores(
 def mean_of_rows(attention: Tensor) -> Floats:
     """Maximum over the group and mean over the rows of attention [H, G, w, n]; [H, n]."""
     return attention.amax(1).double().mean(1).cpu().numpy()
-
-
-def last_needed(trace: Trace, layer: int, head: int, *, least: float) -> Ints:
-    """Return the last row whose full attention on each position is at least `least`; [pos].
-
-    For some query head of the KV head's group; -1 where there is no such row. An entry that a
-    policy evicted after an earlier row than this is missed.
-    """
-    layer, head = trace_layer(trace, layer), trace_head(trace, head)
-    heads = slice(head * trace.group, (head + 1) * trace.group)
-    last = np.full(trace.n_pos, -1, dtype=np.int64)
-    for rows in row_blocks(0, trace.n_pos, _BLOCK):
-        weights = trace.attention(layer, rows, slice(0, rows.stop))[heads].amax(0)
-        row, pos = (weights >= least).numpy().nonzero()
-        np.maximum.at(last, pos, rows.start + row)
-    return last
 
 
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
@@ -191,21 +172,6 @@ def window_overlap(
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
-
-
-def overlap_table(
-    trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = TOPS
-) -> pl.DataFrame:
-    """Return the numbers of `window_overlap`, a row for each share.
-
-    share, then means over heads: `oldest`, `second`, `third` window, `union` of the three,
-    `equal_budget` (as many keys as one set has), `chance` of one set and `chance_union`.
-    """
-    overlap = window_overlap(trace, layer, window=window, shares=shares)
-    oldest, second, third = overlap.before
-    windows = {"share": overlap.shares, "oldest": oldest, "second": second, "third": third}
-    names = ("union", "equal_budget", "chance", "chance_union")
-    return pl.DataFrame(windows | {name: getattr(overlap, name) for name in names})
 
 
 #: Share of the keys that is a window's top.

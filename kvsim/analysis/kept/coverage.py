@@ -29,17 +29,13 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class Coverage:
-    """Kept entries of one layer at each event, by where in the text they are.
+    """Shares of one layer's positions that are kept at each event [E], after `rows`.
 
-    rows [E]: the rows of the events. positions int [bins, E] and kept int [H, bins, E] by bins of
-    equal width in x; curve [H, bins, E]: the share of each bin that is kept, NaN for a bin without
-    a position. The other shares are [H, E]: overall, of all positions, which uniform sets have
-    everywhere; middle.
+    curve [H, bins, E]: of each bin of equal width in x, NaN for one without a position. overall
+    [H, E]: of all positions, which uniform sets have everywhere. middle [H, E].
     """
 
     rows: Ints
-    positions: Ints
-    kept: Ints
     curve: Floats
     overall: Floats
     middle: Floats
@@ -56,20 +52,15 @@ def kept_coverage(
     cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
     # positions with x < cut: 2 p + 1 is at most (2 N * numerator - 1) // denominator
     below = [(2 * (rows + 1) * cut.numerator - 1) // cut.denominator for cut in cuts]
-    positions = (np.stack(below) + 1) // 2
+    there = (np.stack(below) + 1) // 2
     died = np.searchsorted(rows, evicted_at)
     kept = np.stack([_kept_below(cut, died, rows) for cut in cuts], axis=1)
-    # of each bin, and of the middle
-    positions_in = np.diff(positions[:bins], axis=0, prepend=0)
-    kept_in = np.diff(kept[:, :bins], axis=1, prepend=0)
-    n_middle, kept_middle = positions[-1] - positions[-2], kept[:, -1] - kept[:, -2]
+    of_bins = np.diff(kept[:, :bins], axis=1, prepend=0)
     return Coverage(
-        rows=rows,
-        positions=positions_in,
-        kept=kept_in,
-        curve=share(kept_in, positions_in),
-        overall=kept_in.sum(1) / (rows + 1),
-        middle=share(kept_middle, n_middle),
+        rows,
+        share(of_bins, np.diff(there[:bins], axis=0, prepend=0)),
+        of_bins.sum(1) / (rows + 1),
+        share(kept[:, -1] - kept[:, -2], there[-1] - there[-2]),
     )
 
 
@@ -138,33 +129,22 @@ def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
     return RetainedPositions(row, head, relative, mean, share(tail, tail + size), distance)
 
 
-@dataclass(frozen=True)
-class Needle:
-    """Visibility of needles in one layer, mean over the rows after the prompt; [H].
-
-    recall: share of the needles' entries that a row sees: under a reader, that it reads. chance:
-    share of all entries of the prompt that it sees, the expected recall of random sets of the same
-    size. wipeout: share of the needles of which it sees no entry. All are NaN without a row after
-    the prompt.
-    """
-
-    recall: Floats
-    chance: Floats
-    wipeout: Floats
-
-
 def needle_visibility(
     evicted_at: EvictedAt,
     prompt_len: int,
     spans: Sequence[tuple[int, int]],
     reads: Reads | None = None,
     at: int = 0,
-) -> Needle:
-    """Return how much of the needles at `spans` [start, end) the rows after the prompt see.
+) -> tuple[Floats, Floats, Floats]:
+    """How much of the needles at `spans` [start, end) a row after the prompt sees; means, [H] each.
+
+    Recall, the share of the needles' entries that it sees (under a reader, reads); chance, the
+    share of all entries of the prompt; wipe-out, the share of the needles of which it sees none.
+    NaN without a row after the prompt.
 
     evicted_at [H, T] of one layer, at its place `at` in the account `reads`, if it has one: values
     of a head are then means over the query heads that read. Spans that share positions count these
-    once in `recall`.
+    once in the recall.
     """
     rows = np.array(evicted_at.shape[-1] - prompt_len)
     if reads is None or reads.dense(at):
@@ -176,11 +156,8 @@ def needle_visibility(
     marked = np.zeros(prompt_len, dtype=np.bool_)
     for start, end in spans:
         marked[start:end] = True
-    return Needle(
-        recall=share(seen[:, marked].mean(-1), rows),
-        chance=share(seen.mean(-1), rows),
-        wipeout=1.0 - share(visible.mean(0), rows),
-    )
+    recall, chance = (share(x.mean(-1), rows) for x in (seen[:, marked], seen))
+    return recall, chance, 1.0 - share(visible.mean(0), rows)
 
 
 def _rows_that_read(

@@ -35,8 +35,8 @@ def _wipeout(subject: Subject) -> Iterator[Cells]:
 
 def _iou(subject: Subject) -> Iterator[Cells]:
     for layers, evicted_at in subject.layer_groups:
-        pairs = retained_iou(evicted_at)
-        yield Cells(layers, pairs.iou, "head", "", pairs.chance, pairs.rows)
+        rows, iou, chance = retained_iou(evicted_at)
+        yield Cells(layers, iou, "head", "", chance, rows)
 
 
 def _coverage(subject: Subject) -> Iterator[Cells]:
@@ -76,9 +76,9 @@ def _ratio(subject: Subject) -> Iterator[Cells]:
     trace = subject.trace
     nominal = min(1.0, subject.record.budget / trace.n_pos)
     for layers, evicted_at in subject.layer_groups:
-        ratio = retention_ratio(evicted_at, trace.prompt_len)
-        yield Cells(layers, ratio.rows, "head", "rows")
-        yield Cells(layers, ratio.final, "head", "final")
+        rows, final = retention_ratio(evicted_at, trace.prompt_len)
+        yield Cells(layers, rows, "head", "rows")
+        yield Cells(layers, final, "head", "final")
         yield Cells(layers, np.full(len(layers), nominal), variant="nominal")
 
 
@@ -93,8 +93,12 @@ def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[
             record = subject.record
             for index, gone in enumerate(record.gone_after):
                 needle = needle_visibility(gone, record.prompt_len, spans, record.reads, index)
-                chance = needle.chance if name == "recall" else None
-                yield Cells(record.layers[index], getattr(needle, name), "head", chance=chance)
+                recall, chance, wipeout = needle
+                layer = record.layers[index]
+                if name == "recall":
+                    yield Cells(layer, recall, "head", chance=chance)
+                else:
+                    yield Cells(layer, wipeout, "head")
 
     return cells
 

@@ -120,40 +120,24 @@ def wipeouts(
             yield length, threshold, Wipeout(rows, regions, wiped, expected)
 
 
-@dataclass(frozen=True)
-class RetainedIoU:
-    """Consecutive retained sets K, K' of one layer; rows [E - 1]: the first event of each pair.
+def retained_iou(evicted_at: EvictedAt) -> tuple[Ints, Floats, Floats]:
+    """How much of each retained set K is still there after the next event that acts, in K'.
 
-    [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the mean IoU of K with a random choice of as
-    many entries as K' from K and the entries that came since.
+    The first event of each pair [E - 1]; |K and K'| / |K or K'| [H, E - 1]; and the mean IoU of K
+    with a random choice of as many entries as K' from K and the entries that came since.
     """
-
-    rows: Ints
-    iou: Floats
-    chance: Floats
-
-
-def retained_iou(evicted_at: EvictedAt) -> RetainedIoU:
-    """Return how much of each retained set is still there after the next event that acts."""
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
     shape = heads, len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
     sizes = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
-    lost = _left_of(died, np.searchsorted(rows, np.arange(total)), shape)
+    since = np.searchsorted(rows, np.arange(total))
+    # of what counted at event j already, the entries that leave at event j + 1
+    lost = histogram(np.where(since < died, died, len(rows)), shape)[:, 1:-1]
     first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
     iou, pool = share(both, first + second - both), first + np.diff(rows)
-    return RetainedIoU(rows[:-1], iou, chance.iou(first, second, pool))
-
-
-def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:
-    """Of what counts from event `since` [m], the entries that leave at event j + 1; [H, E - 1].
-
-    Counted are those that counted at event j already.
-    """
-    counts = histogram(np.where(since < died, died, shape[1] - 1), shape)
-    return counts[:, 1:-1]
+    return rows[:-1], iou, chance.iou(first, second, pool)
 
 
 def rows_that_see(evicted_at: EvictedAt, prompt_len: int) -> Ints:
@@ -170,25 +154,16 @@ def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
     return share(rows_that_see(evicted_at, prompt_len).sum(-1), rows)
 
 
-@dataclass(frozen=True)
-class RetentionRatio:
-    """The share of a layer's entries that is still there; [H]. G-KV, arXiv 2512.00504, Fig. 6.
+def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> tuple[Floats, Floats]:
+    """Shares of the full cache that a layer uses; [H] each. G-KV, arXiv 2512.00504, Fig. 6.
 
-    final: entries held after the last row, of all positions. rows: entries that a row sees, of
-    those before it and its own, mean over the rows after the prompt; NaN without such rows.
+    Entries that a row sees, of those before it and its own, mean over the rows after the prompt,
+    NaN without such rows; and entries held after the last row, of all positions.
     """
-
-    final: Floats
-    rows: Floats
-
-
-def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
-    """Return the share of the full cache that a layer uses in the end and on the way."""
     total = evicted_at.shape[-1]
-    final = (evicted_at >= total).mean(-1)
     # an entry counts 1 / (row + 1) for every row that sees it
     reciprocals = np.concatenate([[0.0], 1.0 / np.arange(1, total + 1)]).cumsum()
     start = np.maximum(np.arange(total), prompt_len)
     stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, start)
     seen = (reciprocals[stop] - reciprocals[start]).sum(-1)
-    return RetentionRatio(final, share(seen, np.array(total - prompt_len)))
+    return share(seen, np.array(total - prompt_len)), (evicted_at >= total).mean(-1)

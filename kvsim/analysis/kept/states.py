@@ -11,12 +11,13 @@ import numpy as np
 from kvsim.analysis.arrays import Bools, EvictedAt, Ints
 from kvsim.analysis.axes import record_layer, trace_head, trace_layer
 from kvsim.analysis.kept.retention import event_row, last_event
+from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.output.error import check_record
 from kvsim.core.lazy import torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError, PolicyError
+from kvsim.errors import PolicyError
 
 #: States of tokens; the order of the codes of `token_states`.
 TOKEN_STATES: Final = ("evicted", "retained", "not yet scored", "missed", "held, not read")
@@ -57,7 +58,7 @@ def token_states(
 
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
-    needed: the last row that would attend to each position, of `last_needed`; an evicted token that
+    needed: the last row that would attend to each position; an evicted token that
     is needed after its eviction is then missed. Under a reader, a token that stays and that the
     next row (the last row after the last one) does not read is held, not read.
 
@@ -78,22 +79,6 @@ def token_states(
         read = read_entries(record, index, slice(following, following + 1))[head * len(gone), 0]
         codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
     return TokenStates(row, codes, text)
-
-
-def text_of(trace: Trace) -> Sequence[str]:
-    """Return the text of the tokens (`spaced`); NeedsError where the trace has none."""
-    if trace.token_text is None:
-        raise NeedsError(
-            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
-            "tokenizer (kvsim capture)"
-        )
-    return spaced(trace.token_text)
-
-
-def spaced(texts: Sequence[str]) -> Sequence[str]:
-    """Return tokens that form a text; a blank follows each where none has one: they are words."""
-    blank = any(character.isspace() for piece in texts for character in piece)
-    return texts if blank else [f"{piece} " for piece in texts]
 
 
 @dataclass(frozen=True)

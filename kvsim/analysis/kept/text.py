@@ -14,7 +14,7 @@ from kvsim.analysis.axes import record_head, record_layer, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError, PolicyError
+from kvsim.errors import NeedsError
 
 #: Lengths of n-grams; the AMS paper names none.
 NGRAMS = (2, 3, 4, 8)
@@ -26,6 +26,22 @@ def repetition(tokens: Ints, n: int) -> float:
         return np.nan
     grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
     return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+def text_of(trace: Trace) -> Sequence[str]:
+    """Return the text of the tokens (`spaced`); NeedsError where the trace has none."""
+    if trace.token_text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
+            "tokenizer (kvsim capture)"
+        )
+    return spaced(trace.token_text)
+
+
+def spaced(texts: Sequence[str]) -> Sequence[str]:
+    """Return tokens that form a text; a blank follows each where none has one: they are words."""
+    blank = any(character.isspace() for piece in texts for character in piece)
+    return texts if blank else [f"{piece} " for piece in texts]
 
 
 #: Columns of `retention_lift` and their types.
@@ -73,14 +89,8 @@ def retention_lift(
     Raises NeedsError for a trace without text of tokens, PolicyError for no heads and for a layer
     or a head that is not there, PositionError for such a row.
     """
-    text = trace.token_text
-    if text is None:
-        raise NeedsError(
-            f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
-            "with a tokenizer (kvsim capture)"
-        )
-    if heads is not None and not len(heads):
-        raise PolicyError("no head is given; expected at least one head of the record")
+    text_of(trace)  # or an error
+    text = list(trace.token_text or ())
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
     chosen = None if heads is None else [record_head(record, head) for head in heads]
     row = event_row(gone, row)

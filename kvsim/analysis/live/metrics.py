@@ -9,7 +9,6 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.text import NGRAMS, repetition
 from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
@@ -101,15 +100,6 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
             yield Cells(layer, np.array([rows[part].mean()]), variant=variant)
 
 
-def _repetition(subject: LiveSubject) -> Iterator[Cells]:
-    for turn, generated in _written(subject):
-        tokens = np.array(generated.tokens)
-        for n in NGRAMS:
-            if len(tokens) >= n:
-                value = np.array([repetition(tokens, n)])
-                yield Cells(None, value, variant=f"n={n}", turn=turn)
-
-
 def _peak(*, share: bool) -> Values:
     def cells(subject: LiveSubject) -> Iterator[Cells]:
         peak, full = subject.outcome.peak_bytes, subject.outcome.full_bytes
@@ -165,9 +155,6 @@ METRICS: Mapping[str, Metric] = {
     "response_tokens": _metric(
         "tokens that the model wrote",
         unit="tokens", better=None, cells=_generated(lambda x: len(x.tokens))),
-    "response_repetition": _metric(
-        "n-gram repetition rate of what the model wrote, as repetition",
-        unit="share", better="lower", source="AMS, without an n", cells=_repetition, main="n=4"),
     "decode_seconds": _metric(
         "seconds of decoding per token written, prefill excluded",
         unit="seconds", better="lower",

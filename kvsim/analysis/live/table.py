@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from kvsim.analysis.definition import Metric
@@ -110,23 +109,6 @@ def kl_by_token(table: pl.DataFrame, trace: Trace) -> dict[tuple[str, str], pl.D
     )
     wide = wide.rename({"event": "position", "": "kl"})
     return wide.partition_by("policy", "requested", include_key=False, as_dict=True)
-
-
-def kl_by_event(tokens: pl.DataFrame, record: Record) -> pl.DataFrame:
-    """Sums of a part of `kl_by_token` between each event of a record and the next.
-
-    Columns: event, start and last (positions), tokens, kl, changed, and first, the position of the
-    first changed one. Row r predicts position r + 1, and the rows behind an event see what it left.
-    """
-    events, differs = np.array([-1, *record.events]), pl.col("changed") > 0
-    latest = np.searchsorted(events, tokens["position"].to_numpy() - 1) - 1
-    position = pl.col("position")
-    sums = tokens.group_by(pl.Series("event", events[latest]), maintain_order=True).agg(
-        *(position.first().alias("start"), position.last().alias("last")),
-        *(pl.len().alias("tokens"), pl.col("kl").sum(), differs.sum()),
-        first=position.filter(differs).first(),
-    )
-    return sums.filter(pl.col("event") >= 0)
 
 
 #: Columns of `responses`.

@@ -98,18 +98,15 @@ def check_record(trace: Trace, record: Record) -> None:
     stored = record.digest and trace.path is not None
     # an older kvsim recorded the digest alone
     same = not stored or record.digest in (trace.fingerprint, trace.digest)
-    if not same or record.prompt_len != trace.prompt_len:
-        raise TraceError(
-            f"the record of {record.policy} was replayed from {record.trace} ({record.digest}, "
-            f"prompt {record.prompt_len}), not from {trace.name} ({trace.fingerprint}, prompt "
-            f"{trace.prompt_len}); measure a record on the trace it was replayed from"
-        )
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
     shape, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
-    if shape != expected or max(record.layers, default=0) >= trace.n_layers:
+    same &= (record.prompt_len, shape) == (trace.prompt_len, expected)
+    if not same or max(record.layers, default=0) >= trace.n_layers:
         raise TraceError(
-            f"the record of {record.policy} has {shape} heads and positions, the trace "
-            f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
+            f"the record of {record.policy} is of {record.trace} ({record.digest}, prompt "
+            f"{record.prompt_len}, heads and positions {shape}), not of {trace.name} "
+            f"({trace.fingerprint}, prompt {trace.prompt_len}, {expected}); measure a record on "
+            "the trace it was replayed from"
         )
 
 

@@ -68,17 +68,13 @@ def reconstruction_table(
     others where a policy has no rule for a budget (`kvsim.replay`).
     """
     cut = int(trace.n_pos * _BEFORE) if cut is None else cut
-    if not 0 < cut < trace.n_pos:
+    if not (0 < cut < trace.n_pos and all(0 <= ratio < 1 for ratio in ratios)):
         raise PolicyError(
-            f"{trace.name}: cut is {cut}; expected 1 to {trace.n_pos - 1}, so that rows come after"
+            f"{trace.name}: cut is {cut}, expected 1 to {trace.n_pos - 1}, so that rows come "
+            f"after; ratios are {[*ratios]}, expected shares of at least 0, below 1"
         )
     for layer in range(trace.n_layers):
         check_unwindowed(trace, layer)
-    for ratio in ratios:
-        if not 0 <= ratio < 1:
-            raise PolicyError(
-                f"ratio is {ratio}; expected a share of the entries, at least 0, below 1"
-            )
     budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
     before = ended(trace, cut)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]

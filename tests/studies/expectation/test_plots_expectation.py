@@ -66,8 +66,8 @@ def test_a_panel_has_the_attention_of_each_key(found):
         across, up = panel.lines[0].get_data()
         assert up / across == pytest.approx(1 / observed[layer].sum())
     assert [text.get_text() for text in panels[4].texts] == ["layer 1, head 3"]
-    assert panels[0].get_ylabel() == "expected (share of the keys)"
-    assert panels[4].get_xlabel() == "observed attention (share)"
+    assert figure.get_supylabel() == "expected (share of the keys)"
+    assert figure.get_supxlabel() == "observed attention (share)"
     assert bar.get_ylabel() == "position of the key"
     assert figure.get_suptitle() == (
         "a: 20 keys before position 24, mean over 36 later rows\n"
@@ -92,7 +92,7 @@ def test_agreement_is_that_of_each_head(found):
         step.replace("_", " ") for step in STEPS
     ]
     assert (one.get_title(), two.get_title()) == ("layer 0", "layer 1")
-    assert one.get_ylabel() == "rank correlation with observed"
+    assert figure.get_supylabel() == "rank correlation with observed"
     assert figure.get_suptitle().startswith("2 traces: ")
     assert figure.get_suptitle().endswith("(fidelity: exact)")
 
