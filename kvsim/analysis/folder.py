@@ -166,8 +166,9 @@ def read_run(path: str | Path) -> Saved:
         data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS) or {})
     except FileNotFoundError as error:
         if (folder / CONFIG).is_file():
+            done = len([*folder.glob("parts/*.parquet")])
             raise OutputError(
-                f"{folder} is not finished, it has no results yet; {_AGAIN}"
+                f"{folder} is not finished: {plural(done, 'task')} done, no results yet; {_AGAIN}"
             ) from None
         raise OutputError(
             f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "

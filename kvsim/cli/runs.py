@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 #: Cells whose responses are shown unless all are requested, and characters of each.
 _CELLS, _CHARACTERS = 6, 600
-#: Where the text of a policy parts from that of the full cache.
-_MARK = "\u00a6"
-_INDENT = "    "
 
 
 def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -67,36 +64,24 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
 
 
 def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:
-    """Print the model's text under each policy, and with the full cache.
+    """Print the model's text under each policy, below that with the full cache; whole: all of it.
 
-    whole: all of every text; otherwise the first cells, and of each the part around the place where
-    it parts from that of the full cache.
+    What a text has in common with that of the full cache is a number of tokens.
     """
     rows = [row for row in rows if row["text"] is not None]
-    if not rows:
-        return
     shown = rows if whole else rows[:_CELLS]
-    limit = None if whole else _CHARACTERS
-    show.echo_text(
-        f"\nWhat the model wrote; {_MARK} marks where a text parts from that of the full cache."
-    )
     trace = None
     for row in shown:
         if row["trace"] != trace:
             trace = row["trace"]
-            show.echo_text(f"\n{show.one_line(trace)}")
-            show.echo_text(f"  full cache: {_verdict(row, 'full_')}")
-            show.echo_text(_indented(_excerpt(row["full_text"] or "", None, limit)))
+            show.echo_text(f"\n{show.one_line(trace)}\n  full cache: {_verdict(row, 'full_')}")
+            show.echo_text(_text(row["full_text"] or "", whole=whole))
         budget = show.budget_text(row["budget"], row["share"])
-        differs = row["same_tokens"] < max(row["tokens"], row["full_tokens"])
-        same = f"parts after {row['same_tokens']}" if differs else "the same"
         where = f"{show.one_line(row['policy'])}, budget {budget}"
-        show.echo_text(f"  {where}: {_verdict(row)}, {same}")
-        if differs:
-            at = _parting(row["text"], row["full_text"] or "")
-            show.echo_text(_indented(_excerpt(row["text"], at, limit)))
-    more = len(rows) - len(shown)
-    if more:
+        show.echo_text(f"  {where}: {_verdict(row)}, the first {row['same_tokens']} the same")
+        if row["same_tokens"] < max(row["tokens"], row["full_tokens"]):
+            show.echo_text(_text(row["text"], whole=whole))
+    if more := len(rows) - len(shown):
         show.echo_text(f"\n{plural(more, 'more response')}; --show-text prints all.")
 
 
@@ -105,25 +90,7 @@ def _verdict(row: dict[str, Any], prefix: str = "") -> str:
     return f"{verdict}, {plural(row[f'{prefix}tokens'], 'token')}"
 
 
-def _parting(text: str, full: str) -> int:
-    """Return the start of the first word at which two texts differ."""
-    pairs = enumerate(zip(text, full, strict=False))
-    at = next((at for at, (a, b) in pairs if a != b), min(len(text), len(full)))
-    between_words = not any(each[at : at + 1].strip() for each in (text, full))
-    return at if between_words else at - len(re.split(r"\s", text[:at])[-1])
-
-
-def _excerpt(text: str, at: int | None, limit: int | None) -> str:
-    """Return a text with a mark at character `at`; of a longer one than `limit` the part around."""
-    limit = len(text) if limit is None else limit
-    start = 0 if at is None else max(0, min(at - limit // 2, len(text) - limit))
-    stop = min(len(text), start + limit)
-    part = text[start:stop]
-    if at is not None:
-        part = f"{text[start:at]}{_MARK}{text[at:stop]}"
-    return "... " * (start > 0) + part + " ..." * (stop < len(text))
-
-
-def _indented(text: str) -> str:
-    """Return untrusted text that no line of output can be mistaken for."""
-    return "\n".join(_INDENT + line for line in visible(text).split("\n"))
+def _text(text: str, *, whole: bool) -> str:
+    """Return untrusted text that no line of output can be mistaken for, the end of a long one."""
+    cut = 0 if whole else max(0, len(text) - _CHARACTERS)
+    return indent(visible("... " * (cut > 0) + text[cut:]), "    ", lambda _: True)

@@ -54,16 +54,16 @@ def test_capture_with_output_projections(run, printed, tmp_path, prompt, trace):
     assert own.o_proj.shape[:3] == (own.n_layers, own.n_qheads, own.dim)
     _, text, _ = run("info", out)
     (line,) = (line for line in text.splitlines() if line.startswith("projections "))
-    assert " x ".join(map(str, own.o_proj.shape)) in line
+    assert ", ".join(map(str, own.o_proj.shape)) in line
     assert run("info", out, "--deep")[0] == 0
     (folder,) = tmp_path.glob("projections-*")
-    assert f"{folder.name} next to the trace" in line
+    assert f'folder "{folder.name}"' in line
     shutil.rmtree(folder)
-    assert "which is not next to the trace; copy it there too" in run("info", out)[1]
+    assert "present False" in run("info", out)[1]
     without = tmp_path / "without.zarr"
     run("capture", "--model", "tiny", *arguments, "--no-o-proj", "--out", without)
     assert not kvsim.open_trace(without).has("o_proj")
-    assert "projections" not in run("info", without)[1]
+    assert "\nprojections" not in run("info", without)[1]
 
 
 def test_capture_of_a_file_of_prompts(printed, tmp_path):

@@ -359,6 +359,6 @@ def test_a_trace_says_where_its_weights_are_from(tmp_path, run):
     again, _, error = run(*arguments, tmp_path / "small.gguf", "--resume")
 
     assert status == 0
-    assert '"small.gguf" "Q4_1"' in shown
+    assert 'quantization "Q4_1"' in shown
     assert again == 2
     assert "its model source is" in error

@@ -187,7 +187,7 @@ def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
     assert "kept" in kept
     rows = [line.split() for line in shown.splitlines()]
     assert [row[:2] for row in rows if row[1:2] == ["knorm"]] == [["1", "knorm"], ["2", "knorm"]]
-    assert "answers at tokens" in info
+    assert "turns " in info
     turns[1]["question"] = " question : get kuga"
     source.write_text(json.dumps(row))
     code, _, err = run(*recording, "--max-new-tokens", "6", "--resume")
