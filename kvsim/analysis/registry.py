@@ -28,5 +28,6 @@ def metric(name: Any) -> Metric:
     """The metric called `name`; PolicyError with a suggestion otherwise."""
     if not isinstance(name, str) or name not in METRICS:
         close = suggest(str(name), METRICS)
-        raise PolicyError(f"unknown metric {name!r}{close}; `kvsim metrics` lists all")
+        own = "one of your own is an entry point (docs/add-a-policy.md)"
+        raise PolicyError(f"unknown metric {name!r}{close}; `kvsim metrics` lists all, {own}")
     return METRICS[name]

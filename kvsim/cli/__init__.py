@@ -45,7 +45,7 @@ from kvsim.registry import Registry
 
 __all__ = ["COMMANDS", "app", "main"]
 
-Command = Callable[..., None] | typer.Typer
+Command = Callable[..., None]
 
 _COMMANDS: dict[str, Command] = {
     "capture": recording.capture,
@@ -60,9 +60,7 @@ _COMMANDS: dict[str, Command] = {
     "metrics": listing.metrics,
 }
 #: Every command, in the order of `kvsim --help`.
-COMMANDS: Registry[Command] = Registry(
-    "command", "kvsim.commands", (FunctionType, typer.Typer), _COMMANDS
-)
+COMMANDS: Registry[Command] = Registry("command", "kvsim.commands", (FunctionType,), _COMMANDS)
 #: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
     "trace compact": "use kvsim.open_trace(TRACE).compacted(0).save(OUT) in Python",
@@ -82,6 +80,8 @@ GONE = {
     "--figure": "kvsim plot over_budgets RUN --out FILE",
     "--zoom": "kvsim plot draws the whole sequence; in Python, set the limits of its axes",
     "--records": "--out keeps records; `records: true` in the file of a grid",
+    "--prompts": "kvsim capture records prompts, and kvsim live takes their traces",
+    "--record-to": "kvsim capture records prompts, and kvsim live takes their traces",
     "--own-schedule": "--interval own",
     "--regret": "--metric regret,regret_gap,possible_share",
     "--sink": "--set protect.sink=N",
@@ -122,11 +122,8 @@ def _app(names: Iterable[str]) -> typer.Typer:
     out.callback()(_kvsim)
     for name in names:
         command = _command(name)
-        if isinstance(command, typer.Typer):
-            out.add_typer(command, name=name, short_help=str(command.info.help))
-        else:
-            first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short
-            out.command(name=name, short_help=first, epilog=EPILOGS.get(name, str)())(command)
+        first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short
+        out.command(name=name, short_help=first, epilog=EPILOGS.get(name, str)())(command)
     return out
 
 

@@ -10,14 +10,11 @@ import typer
 from kvsim.cli import plotting, shared, show
 from kvsim.cli.replaying import fidelity_line
 from kvsim.cli.shared import OptionError
-from kvsim.cli.tabulating import PARTS, Form, echo_means, latex, markdown, marked
+from kvsim.cli.tabulating import PARTS, Form, echo_forms, echo_means
 from kvsim.schema import merged, plural
 
 if TYPE_CHECKING:
     from kvsim.analysis.comparison import Comparison
-
-#: Columns of the ranking in LaTeX, by how they begin; the other forms have all.
-_IN_PAPERS = ("budget", "policy", "mean", "could be best", "worse by", "minus ", "p (Holm)")
 
 
 def compare(
@@ -68,12 +65,13 @@ def compare(
     And how much worse each may be, by task where the order depends on it. Fewer than 6 prompts say
     nothing about other prompts.
     """
-    if as_json and form not in ("table", "json"):
+    if as_json and form != "table":
         raise OptionError(f"--json and --format {form} were both given; expected one of them")
 
     from kvsim.analysis.comparison import compare as compared
     from kvsim.analysis.evidence import shared as shared_metric
     from kvsim.analysis.results import csv_text
+    from kvsim.analysis.sentences import lines
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
@@ -81,21 +79,23 @@ def compare(
         asked = {"against": against, "margin": margin}
         for name in (name for name, value in asked.items() if value is not None):
             raise OptionError(f"--{name} is of one metric that ranks; leave it, or --by, out")
-        echo_means(data.table, data.remarks, metric, by or (), "json" if as_json else form)
+        echo_means(data.table, data.remarks, metric, by or (), form, as_json=as_json)
         return
     ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in data.runs])
     comparison = compared(data.table, ranking, against=against, margin=margin)
     remarks = list(dict.fromkeys([*better, *comparison.remarks, *data.remarks]))
-    if as_json or form == "json":
+    if as_json:
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
-    elif form == "csv":
+        return
+    if form == "csv":
         show.echo_text(csv_text(comparison.table).rstrip())
-    else:
-        notes = [
-            fidelity_line(data.table),
-            *(f"Note: {remark}." for remark in merged(remarks)),
-        ]
-        _print(comparison, [*_meaning(comparison), *notes], form)
+        return
+    tables = [_ranking(comparison)]
+    notes = [*_meaning(comparison), fidelity_line(data.table)]
+    notes += [f"Note: {remark}." for remark in merged(remarks)]
+    verdict = [*lines(comparison)]
+    lead = [*verdict, *[""] * bool(verdict), _lead(comparison)]
+    echo_forms(lead, tables, notes, form)
 
 
 def _document(
@@ -115,32 +115,6 @@ def _document(
         "fidelity": fidelity,
         "remarks": remarks,
     }
-
-
-def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
-    """Print verdicts and the comparison, with notes."""
-    from kvsim.analysis.sentences import lines
-
-    headers, rows = _ranking(comparison)
-    lead = _lead(comparison)
-    verdict = [*lines(comparison)]
-    if form == "latex":
-        show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
-        kept = [at for at, name in enumerate(headers) if name.startswith(_IN_PAPERS)]
-        show.echo_text(
-            latex([headers[at] for at in kept], [[row[at] for at in kept] for row in rows])
-        )
-        return
-    if verdict:
-        whole = "\n\n".join(map(marked, verdict))
-        show.echo_text((whole if form == "markdown" else "\n".join(verdict)) + "\n")
-    show.echo_text(f"{lead}\n")
-    if form == "markdown":
-        show.echo_text(f"{markdown(headers, rows)}\n")
-    else:
-        show.echo_table(headers, rows, right=2)
-        show.echo_text()
-    show.echo_text(("\n\n" if form == "markdown" else "\n").join(notes))
 
 
 def _lead(comparison: Comparison) -> str:

@@ -140,25 +140,6 @@ class Judging:
 
 
 @dataclass(frozen=True)
-class NewPrompts:
-    """Prompts that are recorded before they are run."""
-
-    prompts: Annotated[
-        Path | None,
-        shared.path_option(
-            "FILE",
-            "Record these prompts first, as `kvsim capture --prompts` does, and run them.",
-        ),
-    ] = None
-    record_to: Annotated[
-        Path | None,
-        shared.path_option(
-            "DIR", "Where --prompts are recorded, and kept; default: next to --out, if given."
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
 class Loading:
     """The model that was recorded, and how it is loaded."""
 

@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli.shared import Json
-from kvsim.cli.show import echo_json, echo_table
+from kvsim.cli.show import echo_fields, echo_json, echo_table
 from kvsim.schema import schedule
 
-#: Inputs of each kind of metric.
-_READS = {
-    "sets": "what a policy kept",
-    "rows": "what becomes of the attention of each row",
-    "trace": "a trace alone",
-    "live": "what a running model did",
-}
-
 if TYPE_CHECKING:
-    from kvsim.analysis.definition import Metric
     from kvsim.policies import Description
 
 
@@ -143,6 +134,9 @@ def metrics(
             "reads": entry.kind,
             "main": entry.main or None,
             "default": entry.default,
+            "layers": entry.layers,
+            "events": entry.over_events,
+            "needs": ", ".join(entry.arrays),
             "source": entry.source,
         }
         for name, entry in chosen.items()
@@ -151,7 +145,9 @@ def metrics(
         echo_json(listed)
         return
     if name:
-        typer.echo("\n\n".join(_metric_in_full(*each) for each in chosen.items()))
+        for row in listed:
+            echo_fields({key: str(value) for key, value in row.items() if value})
+            typer.echo()
         return
     columns = ("name", "says", "reads", "unit", "better")
     echo_table(
@@ -164,19 +160,3 @@ def metrics(
         f"trace alone (trace).\nMeasured on request only, with --metric: {named}.\n"
         "`kvsim metrics NAME` shows one in full, docs/metrics.md has the definitions."
     )
-
-
-def _metric_in_full(name: str, entry: Metric) -> str:
-    facts = {
-        "reads": _READS[entry.kind],
-        "measured": "by default" if entry.default else f"on request, with --metric {name}",
-        "unit": entry.unit,
-        "better": entry.better,
-        "main variant": entry.main,
-        "of layers": f"the {entry.layers}",
-        "of events": f"the {entry.over_events}" if entry.kind == "sets" else "",
-        "needs": ", ".join(entry.arrays),
-        "source": entry.source,
-    }
-    lines = (f"{key + ':':<14}{value}" for key, value in facts.items() if value)
-    return "\n".join([f"{name}: {entry.summary}", *lines])

@@ -13,10 +13,32 @@ from kvsim.schema import LABELS, merged
 if TYPE_CHECKING:
     import polars as pl
 
-Form = Literal["table", "json", "csv", "markdown", "latex"]
+Form = Literal["table", "csv", "latex"]
 
 #: Columns that values may be split by.
 PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
+
+
+def echo_forms(
+    lead: Sequence[str],
+    tables: Sequence[tuple[list[str], list[list[str]]]],
+    notes: Sequence[str],
+    form: Form,
+    *,
+    right: int = 2,
+) -> None:
+    """Print headers and rows between sentences, in LaTeX as comments; right: the first number."""
+    if form == "latex":
+        show.echo_text("\n".join(f"% {line}" for line in (*lead, *notes)))
+        for headers, rows in tables:
+            show.echo_text(latex(headers, rows))
+        return
+    if lead:
+        show.echo_text("\n".join(lead) + "\n")
+    for headers, rows in tables:
+        show.echo_table(headers, rows, right=right)
+        show.echo_text()
+    show.echo_text("\n".join(notes))
 
 
 def echo_means(
@@ -25,26 +47,23 @@ def echo_means(
     metrics: Sequence[str] | None,
     by: Sequence[str],
     form: Form,
+    *,
+    as_json: bool,
 ) -> None:
     """Print means over prompts, a row per policy, budget and part, a column per metric."""
     for name in by:
         if name not in PARTS:
             raise OptionError(f"--by is {name!r}; expected {', '.join(PARTS)}")
     means = _means(table, metrics, by)
-    if form == "csv":
+    if as_json:
+        show.echo_json(show.cells(means))
+    elif form == "csv":
         from kvsim.analysis.results import csv_text
 
         show.echo_text(csv_text(means).rstrip())
-    elif form == "json":
-        show.echo_json(show.cells(means))
     else:
-        headers, rows = _wide(means, by)
-        if form == "table":
-            show.echo_table(headers, rows, right=2 + len(by))
-        else:
-            show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
         notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(remarks))]
-        show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
+        echo_forms([], [_wide(means, by)], notes, form, right=2 + len(by))
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]) -> pl.DataFrame:
@@ -68,10 +87,8 @@ def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]
     for name in metrics:
         metric_named(name)
         if name not in measured:
-            raise OptionError(
-                f"--metric {name}: the runs have no value of it; they have "
-                f"{', '.join(sorted(measured)) or 'none'}"
-            )
+            known = ", ".join(sorted(measured)) or "none"
+            raise OptionError(f"--metric {name}: the runs have no value of it; they have {known}")
     chosen = main_variants(table, metrics)
     if "variant" in by:
         chosen = table.filter(pl.col("policy").is_not_null(), pl.col("metric").is_in(metrics))
@@ -123,17 +140,6 @@ def _wide(means: pl.DataFrame, by: Sequence[str]) -> tuple[list[str], list[list[
         for key, cells in rows.items()
     ]
     return [*by, "policy", "budget", *columns], lines
-
-
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of GitHub's Markdown; names in cells may be untrusted input."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(map(marked, line))} |" for line in lines)
-
-
-def marked(cell: str) -> str:
-    """Return text that Markdown shows as it is."""
-    return re.sub(r"([\\|`*_<\[\]])", r"\\\1", show.one_line(cell))
 
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

@@ -13,7 +13,7 @@ import polars as pl
 
 import kvsim
 from kvsim.analysis.folder import TOLERANCE, as_table, bind
-from kvsim.cli.comparing import latex, markdown
+from kvsim.cli.tabulating import latex
 
 
 def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
@@ -45,7 +45,7 @@ def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
 
 def test_json_has_every_number(run, runs):
     """Cells with their parameters, prompts, margin, fidelity, remarks."""
-    document = json.loads(run("compare", runs / "many", "--format", "json")[1])
+    document = json.loads(run("compare", runs / "many", "--json")[1])
     table = kvsim.compare(pl.read_parquet(runs / "many" / "results.parquet")).table
 
     assert document["margin"] == 0.1
@@ -67,28 +67,18 @@ def test_csv_is_the_table(run, runs):
     assert [float(row["mean"]) for row in rows] == table["mean"].to_list()
 
 
-def test_markdown_and_latex_are_tables(run, runs):
-    """The same cells between bars, or as a tabular, with the notes; names are escaped."""
-    _, marked, _ = run("compare", runs / "many", "--format", "markdown")
+def test_latex_is_a_table(run, runs):
+    """The same cells as a tabular, with the notes as comments; names are escaped."""
     _, tex, _ = run("compare", runs / "many", "--format", "latex", "--against", "tova")
-    bars = [line for line in marked.splitlines() if line.startswith("|")]
 
-    assert len(bars) == 2 + 6
-    assert len({line.count("|") for line in bars[:8]}) == 1
-    assert "| streaming\\_llm |" in marked
-    assert "Fidelity of the values" in marked
     assert all(line.startswith("%") for line in tex.partition(r"\begin{tabular}")[0].splitlines())
     assert r"streaming\_llm & " in tex
     assert tex.count(r" \\") == 7
-    assert (
-        r"budget & policy & mean & could be best & worse by at most & minus tova & p (Holm) \\"
-        in tex
-    )
+    assert r" & minus tova & p (Holm) & verdict & entries seen \\" in tex
     assert r"\_ & $-$0.5 [$-$2, +1] & -- & a-3 \\" in latex(
         ["a"], [["_", "-0.5 [-2, +1]", "-", "a-3"]]
     )
     assert r"$9.2 \times 10^{-5}$ & $1 \times 10^{5}$ \\" in latex(["a"], [["9.2e-05", "1e+05"]])
-    assert markdown(["a|b"], [["<i>*"]]) == "| a\\|b |\n| --- |\n| \\<i>\\* |"
     assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
 
 

@@ -1,4 +1,4 @@
-"""The command line of the running model: traces or prompts, folders, and what is refused."""
+"""The command line of the running model: traces, folders, and what is refused."""
 
 import json
 
@@ -45,58 +45,21 @@ def test_recorded_prompts_run_again(run, printed, trace, tmp_path, no_layout):
     printed("plot", *figure, "--out", tmp_path / "kl.png")
 
 
-def test_prompts_are_recorded_and_answered(run, printed, prompt, tmp_path):
-    """Traces stay beside the run; the same command finds all of it done."""
-    line = {"id": "one", "prompt": prompt.prompt}
-    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
-    given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "tova")
-    options = ("--budget", "40", "--interval", "8", "--max-new-tokens", "24")
-    folder = ("--out", tmp_path / "run")
-    _, out, _ = run("live", *given, *options, *folder, "--json")
-    document = json.loads(out)
+def test_a_run_is_continued(run, trace, tmp_path):
+    """The same command finds all of it done, and says so; it also takes the older option."""
+    options = ("--model", "tiny", "--policy", "tova", "--budget", "40", "--interval", "8")
+    command = ("live", trace, *options, "--max-new-tokens", "24", "--out", tmp_path / "run")
+    document = json.loads(run(*command, "--json")[1])
 
     (cell,) = document["cells"]
-    assert {"response_kl", "peak_share", "answer_right"} <= cell.keys()
+    assert {"response_kl", "peak_share"} <= cell.keys()
     (response,) = document["responses"]
-    trace = kvsim.open_trace(tmp_path / "run-traces" / "one.zarr")
-    assert response["full_text"] == trace.meta["text"]["response"]
     assert response["tokens"] <= 24
-    assert (tmp_path / "run-traces" / "one.zarr").is_dir()
     before = read_run(tmp_path / "run").table
-    assert "has results of 1 cell; continuing" in run("live", *given, *options, *folder)[2]
+    status, _, err = run(*command, "--resume")
+    assert (status, "has results of 1 cell; continuing" in err) == (0, True)
+    assert "--resume is not needed" in err
     assert read_run(tmp_path / "run").table.equals(before)
-
-
-def test_prompts_with_and_without_a_response_run_together(printed, prompt, tmp_path):
-    """What the model writes is as long as requested, in the recording too."""
-    lines = [{"id": "written"}, {"id": "given", "response": prompt.response}]
-    lines.append({"id": "foreign", "response": prompt.response, "writer": "a person"})
-    lines = [json.dumps({**line, "prompt": prompt.prompt}) for line in lines]
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
-
-    out = printed("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
-                         "--model", "tiny", "--policy", "tova", "--budget", "40",
-                         "--max-new-tokens", "3", "--json")  # fmt: skip
-
-    given, written = (kvsim.open_trace(tmp_path / "t" / f"{x}.zarr") for x in ("given", "written"))
-    assert written.n_pos - written.prompt_len == 3
-    assert given.n_pos - given.prompt_len == len(prompt.response.split())
-    assert kvsim.open_trace(tmp_path / "t" / "foreign.zarr").meta["answer_check"]["right"] is True
-    right = {each["trace"]: each["right"] for each in json.loads(out)["responses"]}
-    assert right == {"written": False, "given": None, "foreign": False}
-    (cell,) = json.loads(out)["cells"]
-    assert "answer_right" in cell
-    assert cell.get("answer_kept") is None  # with the full cache neither is right
-
-
-def test_prompts_are_recorded_with_what_policies_read(printed, prompt, tmp_path):
-    """KVzip runs on prompts alone: their traces have the rows that repeat the context."""
-    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "one", "prompt": prompt.prompt}) + "\n")
-    given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "kvzip")
-    options = ("--budget", "40", "--max-new-tokens", "4", "--metric", "response_kl")
-    printed("live", *given, *options, "--record-to", tmp_path / "traces")
-
-    assert kvsim.open_trace(tmp_path / "traces" / "one.zarr").has("probe_k")
 
 
 def saved(folder, texts):

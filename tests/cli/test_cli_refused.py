@@ -65,9 +65,8 @@ REFUSED = {
     "replay grid.yaml": "cannot be read",
     "sweep": "kvsim sweep was removed: `kvsim replay` takes the file of a grid",
     # ------------------------------------------------------------------------------------ live
-    "live --model tiny --policy tova --budget 24": "expected recorded traces, or --prompts",
     f"{LIVE} --policy oracle": "reads rows of the future",
-    f"{LIVE} --record-to x": "give --prompts",
+    f"{LIVE} --prompts x": "--prompts was removed: kvsim capture records prompts",
     f"{LIVE} --layers 7": "expected 0..2",
     f"{LIVE} --metric retained_mass": "computed from recorded attention",
     f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
