@@ -90,12 +90,11 @@ def compare(
     if form == "csv":
         show.echo_text(csv_text(comparison.table).rstrip())
         return
-    tables = [_ranking(comparison)]
     notes = [*_meaning(comparison), fidelity_line(data.table)]
     notes += [f"Note: {remark}." for remark in merged(remarks)]
     verdict = [*lines(comparison)]
     lead = [*verdict, *[""] * bool(verdict), _lead(comparison)]
-    echo_forms(lead, tables, notes, form)
+    echo_forms(lead, _ranking(comparison), notes, form)
 
 
 def _document(

@@ -127,6 +127,14 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Printed:
+    """What is printed, or planned alone."""
+
+    plan: shared.Plan = False
+    as_json: shared.Json = False
+
+
+@dataclass(frozen=True)
 class Judging:
     """The model that judges what replays decided."""
 

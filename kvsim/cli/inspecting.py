@@ -178,19 +178,13 @@ def text_of(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def is_cut(facts: Mapping[str, Any]) -> bool:
-    """Return whether a response was requested and only its length ended it."""
-    generation = facts["generation"]
-    return bool(generation.get("stopped") == "length" and generation.get("max_new_tokens") != 0)
-
-
 def length_text(facts: Mapping[str, Any]) -> str:
     """Return the number of tokens, and what ended the response."""
     prompt, total, context = (facts[name] for name in ("prompt_len", "tokens", "context_len"))
     ends = {
         "eos": ", ended by the model",
         "stop": ", ended by a stop string",
-        "length": ", cut by --max-new-tokens" * is_cut(facts),
+        "length": ", cut by --max-new-tokens" * bool(facts["generation"].get("max_new_tokens")),
         "context": ", cut by the context",
         "given": ", given",
     }

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
-from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, grouped, offered
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, Printed, grouped, offered
 from kvsim.cli.replaying import begun, interrupted, show_run
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What is printed, or planned alone."""
-
-    plan: shared.Plan = False
-    show_text: shared.ShowText = False
-    as_json: shared.Json = False
 
 
 @grouped
@@ -40,7 +31,8 @@ def live(
         ),
     ],
     folder: Folder,
-    printed: Shown,
+    show_text: shared.ShowText = False,
+    printed: Printed,
 ) -> None:
     """Run policies on the model itself, its cache compressed.
 
@@ -75,4 +67,4 @@ def live(
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise interrupted(out) from None
     shown = options["metrics"] or LIVE_SUMMARY
-    show_run(run, recorded, shown, out, as_json=printed.as_json, whole=printed.show_text)
+    show_run(run, recorded, shown, out, as_json=printed.as_json, whole=show_text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,8 @@ import typer
 
 from kvsim.cli import shared
 from kvsim.cli.forecasts import echo_forecast
-from kvsim.cli.groups import grouped, offered
-from kvsim.cli.inspecting import answers_text, is_cut, layers_text, length_text, size_text
+from kvsim.cli.groups import Printed, grouped, offered
+from kvsim.cli.inspecting import answers_text, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, echo_json, echo_notes
 from kvsim.core.parameters import parameters
@@ -22,14 +22,6 @@ from kvsim.tiny import MODELS
 
 #: Options of the command; progress is always shown.
 _OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What is printed, or planned alone."""
-
-    plan: shared.Plan = False
-    as_json: shared.Json = False
 
 
 @grouped
@@ -84,7 +76,7 @@ def capture(
         ),
     ] = None,
     trust_remote_code: shared.TrustRemoteCode = False,
-    shown: Shown,
+    shown: Printed,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -122,7 +114,6 @@ def capture(
         echo_forecast(forecast, new[0].parent if new else None, {}, as_json=shown.as_json)
         return
     check_writable(paths[0].parent)
-    before = {path: _identity(path) for path in paths}
     try:
         decoder, tokenizer = load_model(
             model,
@@ -139,15 +130,12 @@ def capture(
         else:
             traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
         facts = [
-            {
-                **describe(str(trace.path)),
-                "path": str(at),
-                "kept": before[at] is not None and before[at] == _identity(at),
-            }
+            {**describe(str(trace.path)), "path": str(at), "kept": at not in new}
             for trace, at in zip(traces, paths, strict=True)
         ]
     except KeyboardInterrupt:
-        raise Stop(_interrupted(before, resume=options.resume), 130) from None
+        where = f"{paths[0].parent} has all traces that are complete"
+        raise Stop(f"interrupted, {where}; --resume records the others", 130) from None
     _report(facts, as_json=shown.as_json)
 
 
@@ -161,23 +149,6 @@ def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: 
         raise OptionError("--limit is given without a file of prompts; give --prompts FILE.jsonl")
 
 
-def _identity(path: Path) -> int | None:
-    """Return what distinguishes a new folder at a path from an older one."""
-    return path.stat().st_ino if path.exists() else None
-
-
-def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
-    after = {path: _identity(path) for path in before}
-    done = [p for p, new in after.items() if new is not None and (resume or new != before[p])]
-    if not done:
-        return "interrupted, no trace was written"
-    more = "; --resume records the others" if len(done) < len(before) else ""
-    return (
-        f"interrupted, {len(done)} of {len(before)} traces are complete and kept in "
-        f"{done[0].parent}{more}"
-    )
-
-
 def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
         echo_json({"traces": facts})
@@ -187,15 +158,5 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         parts = [length_text(trace), layers_text(trace), size_text(trace["bytes"])]
         parts += filter(None, [answer, "kept" if trace["kept"] else ""])
         typer.echo(f"{trace['path']}: {', '.join(parts)}")
-    kept = sum(trace["kept"] for trace in facts)
-    if kept and len(facts) > 1:
-        typer.echo(f"{kept} of {len(facts)} traces existed already and are kept.")
-    cut = [trace["generation"] for trace in facts if is_cut(trace)]
-    if cut:
-        which = "The response" if len(facts) == 1 else f"{len(cut)} of {len(facts)} responses"
-        typer.echo(
-            f"{which} reached {cut[0]['max_new_tokens']} tokens without an end; a larger "
-            "--max-new-tokens records more."
-        )
     of_each = [(f"{Path(x['path']).stem}: " * (len(facts) > 1), x["notes"]) for x in facts]
     echo_notes(name + note for name, notes in of_each for note in notes)

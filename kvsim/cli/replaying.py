@@ -11,7 +11,7 @@ import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
-from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, Printed, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import plural
@@ -33,19 +33,8 @@ _OPEN_LOOP = (
     "from layer to layer and the model may generate other tokens."
 )
 
-#: What some columns of the table mean.
-_MEANING = {
-    "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
-    "layer_error": "layer error: sum over layers of what each adds to the residual stream (RMS)",
-    "weighted_error": "weighted error: squared layer errors, each times the KL per squared error "
-    "that the capture measured (nats)",
-    "regret": "regret: mass that the best possible kept sets retain beyond the policy, with the "
-    "same entries protected",
-    "possible_share": "of the possible: 0% is what random sets retain, 100% what the best ones do, "
-    "with nothing protected; mean of the shares of layers",
-    "peak_share": "peak bytes: the largest cache while decoding over the full cache at the end; "
-    "what a codec has rounded counts in the model's precision",
-}
+#: Columns of the table whose names do not say what they are.
+_EXPLAINED = ("wipeout", "layer_error", "weighted_error", "regret", "possible_share", "peak_share")
 
 
 @dataclass(frozen=True)
@@ -54,14 +43,6 @@ class Cells(Chosen):
 
     policy: Annotated[list[str] | None, shared.option("policies")] = None  # type: ignore[assignment]
     budget: Annotated[list[str] | None, shared.option("budgets")] = None
-
-
-@dataclass(frozen=True)
-class Printed:
-    """What is printed, or planned alone."""
-
-    plan: shared.Plan = False
-    as_json: shared.Json = False
 
 
 @grouped
@@ -165,9 +146,10 @@ def show_run(
     """
     from kvsim.analysis.overview import PREDICTIONS
 
-    if not run.parameters["done"] and run.interrupted:
+    done, total = run.parameters["done"], run.parameters["cells"]
+    if not done and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
-    if not run.parameters["done"]:
+    if not done:
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
@@ -178,12 +160,18 @@ def show_run(
         _print(opened, run, shown, out)
         echo_responses(run.responses.to_dicts(), whole=whole)
         if shown and (missing := [name for name in required if name not in measured]):
-            where = "these traces" if len(opened) > 1 else "this trace"
             show.echo_text(
-                f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
+                f"Note: {', '.join(missing)} cannot be computed on these traces; `kvsim metrics "
                 f"{missing[0]}` says what it reads."
             )
-    finish(run, out)
+    show.echo_failures(run.failures)
+    kept = "shown above" if out is None else f"kept in {out}"
+    if run.interrupted:
+        again = "" if out is None else "; the same command continues"
+        raise Stop(f"interrupted, {done} of {total} cells are done and {kept}{again}", 130)
+    if run.failures:
+        failed = len({failure.cell for failure in run.failures})
+        raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
@@ -252,21 +240,16 @@ def _print(traces: Sequence[Trace], run: Run, shown: Sequence[str], out: Path | 
 
 
 def _selection_line(record: Record, *, many: bool) -> str:
-    """After which layer a record's policy dropped rows, in words; many: there are other traces."""
+    """After which layers a record's policy dropped rows, in words; many: there are other traces."""
     selection = record.selection
     if selection is None:
         return ""
     budget = f", budget {record.budget}" if record.bounds else ""
-    rows, layer = f"{selection.counts[-1]} of {record.prompt_len} tokens", selection.layer
-    if layer is None:
-        outcome = "no rows are dropped, every layer works on the whole prompt"
-    elif selection.restarted:
-        outcome = f"{rows}, selected after layer {layer}, are read from the start again"
-    elif len(selection.dropped) > 1:
-        first, *_, last = selection.dropped
-        outcome = f"layers {first} to {last} drop rows, the last layer works on {rows}"
-    else:
-        outcome = f"from layer {layer + 1} on layers work on {rows}"
+    outcome = "no rows are dropped"
+    if selection.layer is not None:
+        after = ", ".join(map(str, selection.dropped or (selection.layer,)))
+        outcome = f"rows are dropped after layer {after}, {selection.counts[-1]} of "
+        outcome += f"{record.prompt_len} tokens go on" + " from the start" * selection.restarted
     return f"{show.one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
 
 
@@ -275,6 +258,7 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     import polars as pl
 
     from kvsim.analysis.overview import PREDICTIONS
+    from kvsim.analysis.registry import METRICS
     from kvsim.analysis.results import of_model
 
     values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
@@ -285,7 +269,8 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     parts = [f"Means over {over}, of rows over those after the prompt"]
     if not set(PREDICTIONS).isdisjoint(shown):
         parts.append("of tokens over those of the recorded response")
-    parts += [text for name, text in _MEANING.items() if name in set(traces["metric"])]
+    measured = {*traces["metric"]}
+    parts += [f"{name}: {METRICS[name].summary}" for name in _EXPLAINED if name in measured]
     return f"{'; '.join(parts)}."
 
 
@@ -294,17 +279,3 @@ def fidelity_line(table: pl.DataFrame) -> str:
     shares = show.fidelity_shares(table)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
-
-
-def finish(run: Run, out: Path | None) -> None:
-    """Print on standard error what is missing, and end with the right status."""
-    show.echo_failures(run.failures)
-    total = run.parameters["cells"]
-    kept = "shown above" if out is None else f"kept in {out}"
-    again = "" if out is None else "; the same command continues"
-    if run.interrupted:
-        done = f"{run.parameters['done']} of {total} cells are done and {kept}"
-        raise Stop(f"interrupted, {done}{again}", 130)
-    if run.failures:
-        failed = len({failure.cell for failure in run.failures})
-        raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)

@@ -21,7 +21,7 @@ PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
 
 def echo_forms(
     lead: Sequence[str],
-    tables: Sequence[tuple[list[str], list[list[str]]]],
+    table: tuple[list[str], list[list[str]]],
     notes: Sequence[str],
     form: Form,
     *,
@@ -30,15 +30,12 @@ def echo_forms(
     """Print headers and rows between sentences, in LaTeX as comments; right: the first number."""
     if form == "latex":
         show.echo_text("\n".join(f"% {line}" for line in (*lead, *notes)))
-        for headers, rows in tables:
-            show.echo_text(latex(headers, rows))
+        show.echo_text(latex(*table))
         return
     if lead:
         show.echo_text("\n".join(lead) + "\n")
-    for headers, rows in tables:
-        show.echo_table(headers, rows, right=right)
-        show.echo_text()
-    show.echo_text("\n".join(notes))
+    show.echo_table(*table, right=right)
+    show.echo_text("\n".join(("", *notes)))
 
 
 def echo_means(
@@ -63,7 +60,7 @@ def echo_means(
         show.echo_text(csv_text(means).rstrip())
     else:
         notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(remarks))]
-        echo_forms([], [_wide(means, by)], notes, form, right=2 + len(by))
+        echo_forms([], _wide(means, by), notes, form, right=2 + len(by))
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]) -> pl.DataFrame:

@@ -11,7 +11,7 @@ import yaml
 
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import available
+from kvsim.analysis.table import BESIDE, available, check_arrays, choose
 from kvsim.core.arguments import value_of
 from kvsim.core.budgets import EXPECTED
 from kvsim.core.checks import resolve_device
@@ -29,7 +29,7 @@ from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
 from kvsim.sweeps.cells import Cell, cells_of
-from kvsim.sweeps.terms import Terms, check_names, interval_of, measurable, shared_terms
+from kvsim.sweeps.terms import Terms, check_names, interval_of, shared_terms
 
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
@@ -61,7 +61,10 @@ class Grid:
         """The metrics by name, checked against the arrays of the traces."""
         names = self.options["metrics"]
         names = available(SUMMARY, traces) if names is None else names
-        return list(measurable(names, traces, judged=bool(self.options["judge"])))
+        chosen = choose(names, beside=BESIDE, judged=bool(self.options["judge"]))
+        for trace in traces:
+            check_arrays(trace, chosen)
+        return [*chosen]
 
     def schedules(self) -> list[tuple[Terms, str]]:
         """The schedules of policies that are compared, and a remark on each."""

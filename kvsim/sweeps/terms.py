@@ -6,11 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import BESIDE, check_arrays, choose
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
-from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, PolicyError
 from kvsim.schema import PREFILL, Compress, schedule
 
@@ -58,22 +55,6 @@ def shared_terms(
         "each that of its paper"
     )
     return (rows, prefill, compress, chunk), remark * (interval is None)
-
-
-def measurable(
-    metrics: str | Sequence[str],
-    traces: Sequence[Trace],
-    *,
-    judged: bool = False,
-) -> dict[str, Metric]:
-    """Return metrics by name, with those of the judge if they are measured.
-
-    Raises PolicyError for an unknown one, NeedsError where a trace has not what one reads.
-    """
-    chosen = choose(metrics, beside=BESIDE, judged=judged)
-    for trace in traces:
-        check_arrays(trace, chosen)
-    return chosen
 
 
 def check_names(policies: Sequence[Policy]) -> None:

@@ -56,7 +56,7 @@ def test_regret_has_a_column(run, printed, trace, tmp_path):
 
     text = printed(*arguments, "--metric", ",".join(REGRET))
     assert "regret" in text
-    assert "regret: mass that the best possible kept sets retain beyond the policy" in text
+    assert "regret: mass that the best possible kept sets retain on the same terms" in text
     _, without, _ = run(*arguments)
     assert "regret" not in without
 
