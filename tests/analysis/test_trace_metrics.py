@@ -68,7 +68,7 @@ def values_of_arrays(trace, ks, rule):
     layers, out = range(trace.n_layers), {}
     ranks, first = ranking(trace, rule), trace.n_layers // 3
     expected = expected_and_observed(trace, trace.prompt_len).spearman[-1]
-    distance = state_normality(trace, skip=4).distance.mean(-1)
+    distance = state_normality(trace, skip=4).mean(-1)
     for layer in layers:
         out["layer_entropy", "", layer, None, None] = ranks.entropy()[layer]
         for qhead in range(trace.n_qheads):

@@ -106,7 +106,7 @@ def test_the_numbers_are_those_of_the_analyses(beside):
         assert row[2:] == [f"{gap:.3f}" for gap in gaps]
         distance = part.filter(metric="normal_distance")
         assert row[1] == f"{distance['value'].mean():.3f}chance {distance['chance'].mean():.3f}"
-    assert "layer 1 alone is tested" in found.text
+    assert "the relative variance of layer 1 is 1 at the least" in found.text
 
 
 def test_several_traces_have_intervals_and_are_counted(alone, several):

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,22 +39,17 @@ Read = Callable[[int, int], Tensor]
 _DEVIATIONS = 256
 
 
-@dataclass(frozen=True)
-class Projections:
-    """Projections of the queries of rows skip..skip+samples-1 on the keys of these positions.
+class Projections(NamedTuple):
+    """Projections of queries on keys, [layer, qhead, key], in nats (variance in their squares).
 
-    mean, variance, gap, normal_gap [layer, qhead, key], key 0 at position `skip`; in nats (variance
-    in their squares). Queries are those before RoPE, and keys are rotated back by the mean rotation
-    of the positions behind the rows, as the policy does.
+    Queries are those before RoPE, and keys are rotated back by the mean rotation of the positions
+    behind the rows, as the policy does.
     """
 
-    trace: str
-    skip: int
-    samples: int
-    mean: Floats = field(repr=False)
-    variance: Floats = field(repr=False)
-    gap: Floats = field(repr=False)
-    normal_gap: Floats = field(repr=False)
+    mean: Floats
+    variance: Floats
+    gap: Floats
+    normal_gap: Floats
 
 
 def key_projections(
@@ -89,10 +85,7 @@ def key_projections(
             parts = middle, 2 * half, exact - middle - half
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
-    return Projections(
-        *(trace.name, skip, stop - skip),
-        *(mean, variance, gap, normal_gap(variance, stop - skip)),
-    )
+    return Projections(mean, variance, gap, normal_gap(variance, stop - skip))
 
 
 def logit_blocks(
@@ -186,11 +179,8 @@ def expected_and_observed(
     where there are no two samples behind the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
-    if not 0 <= sink <= cut - 2 or cut >= trace.n_pos:
-        raise PolicyError(
-            f"{trace.name}: cut is {cut} of {trace.n_pos} rows; expected two rows behind the "
-            f"{sink} sinks before it, and a row after it"
-        )
+    check_rows(trace, sink, cut, 2)
+    check_rows(trace, cut, trace.n_pos, 1)
     layers = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):

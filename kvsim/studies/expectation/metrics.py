@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import STEPS, Expectation
+from kvsim.studies.expectation.expectation import STEPS
 from kvsim.studies.expectation.normality import ks_by_chance
 from kvsim.studies.expectation.queries import queries
 
-#: (variant, values [layer, qhead], what chance gives) of an Expectation.
-Values = Callable[[Expectation], Iterable[tuple[str, Floats, float | None]]]
 
+def _expected(steps: Sequence[str]) -> Callable[[Analysis], Iterator[Cells]]:
+    """Rank correlations after some steps; the variant of several is the step."""
 
-def _expected(values: Values) -> Callable[[Analysis], Iterator[Cells]]:
     def cells(analysis: Analysis) -> Iterator[Cells]:
         if (expectation := analysis.of(queries).expectation) is not None:
-            for variant, by_layer, chance in values(expectation):
-                for layer, by_head in enumerate(by_layer):
-                    random = None if chance is None else np.full(by_head.shape, chance)
-                    yield Cells(layer, by_head, "qhead", variant, random)
+            for step in steps:
+                for layer, by_head in enumerate(expectation.spearman[STEPS.index(step)]):
+                    yield Cells(layer, by_head, "qhead", step if len(steps) > 1 else "")
 
     return cells
-
-
-def _steps(values: Floats) -> Iterator[tuple[str, Floats, None]]:
-    """Values [step, layer, qhead] of each step."""
-    return ((step, by_layer, None) for step, by_layer in zip(STEPS, values, strict=True))
 
 
 def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
@@ -42,12 +35,9 @@ def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _distance(analysis: Analysis) -> Iterator[Cells]:
-    normality = analysis.of(queries).normality
-    if normality is None:
-        return
-    distance = normality.distance
-    chance = np.full(distance.shape[1], ks_by_chance(normality.samples))
-    for layer, by_head in enumerate(distance):
+    distance = analysis.of(queries).distance
+    for layer, by_head in enumerate(() if distance is None else distance):
+        chance = np.full(len(by_head), ks_by_chance(analysis.trace.n_pos - SINK))
         yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
 
 
@@ -59,13 +49,13 @@ METRICS: Mapping[str, Metric] = {
         "rank correlation over the prompt's keys of expected attention with what the response "
         "attends to",
         "trace", "correlation", None, "Expected Attention, Fig. 10",
-        _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False,
+        _expected(STEPS[-1:]), default=False,
         arrays=_ROWS, after="attention_return"),
     "expectation_steps": Metric(
         "rank correlation over the prompt's keys with what the response attends to, after each "
         "assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
-        _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
+        _expected(STEPS), main=STEPS[-1], default=False,
         arrays=_ROWS, after="expectation"),
     "projection_gap": Metric(
         "a key's log mean exponential over queries less that of normal ones: median over heads and "

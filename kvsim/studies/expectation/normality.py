@@ -7,8 +7,6 @@ thousands of samples. The first tokens are outliers in most models, and left out
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
@@ -24,18 +22,11 @@ LEAST_SAMPLES = 4
 _BY_CHANCE = 64
 
 
-@dataclass(frozen=True)
-class Normality:
-    """Distance [layer, qhead, dim] from normal over rows from `skip` on; NaN where all is equal."""
+def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Floats:
+    """Distance from normal of queries before RoPE over rows skip..stop-1; [layer, qhead, dim].
 
-    trace: str
-    skip: int
-    samples: int
-    distance: Floats = field(repr=False)
-
-
-def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Normality:
-    """Distance of queries before RoPE over rows skip..stop-1; PolicyError for fewer than 4 rows."""
+    NaN where all are equal. Raises PolicyError for fewer than 4 rows.
+    """
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
     rows, distances = slice(skip, stop), []
@@ -45,7 +36,7 @@ def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> 
         drawn = samples.mT.double()  # [qhead, dim, row]
         parts = drawn.flatten(0, 1).split(max(1, LOGIT_BYTES // (8 * (stop - skip))))
         distances.append(torch.cat([*map(normal_ks, parts)]).view(drawn.shape[:2]).numpy())
-    return Normality(trace.name, skip, stop - skip, np.stack(distances))
+    return np.stack(distances)
 
 
 def normal_ks(samples: Tensor) -> Tensor:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
 from kvsim.core.trace import Trace
-from kvsim.engine.source import windows
 from kvsim.studies.expectation.expectation import (
     Expectation,
     Projections,
     expected_and_observed,
     key_projections,
 )
-from kvsim.studies.expectation.normality import LEAST_SAMPLES, Normality, state_normality
+from kvsim.studies.expectation.normality import LEAST_SAMPLES, state_normality
 
 
 @dataclass(frozen=True)
@@ -25,46 +25,22 @@ class Queries:
 
     cut: where the past ends, of whose keys attention is expected; the end of the prompt if None.
 
-    An analysis that the trace is too short for, or that is not defined where some layers have a
-    sliding window, is None or empty; `left_out` says why.
+    An analysis that the trace is too short for, or that is not defined where layers have sliding
+    windows or several sizes, is None or empty.
     """
 
     trace: Trace
     device: str = "cpu"
     cut: int | None = None
 
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
-        trace, n = self.trace, self.trace.n_pos
-        past = trace.prompt_len if self.cut is None else self.cut
-        window = bool(trace.windowed), windows(trace)
-        part, later = ("prompt", "response") if self.cut is None else ("past", "row after the cut")
-        least = SINK + LEAST_SAMPLES
-        checks = {
-            "expectation": [
-                (past < SINK + 2, f"a {part} of {past} tokens, fewer than {SINK + 2}"),
-                (past >= n, f"no {later}"),
-                window,
-            ],
-            "projections": [(n < SINK + 2, f"{n} tokens, fewer than {SINK + 2}"), window],
-            "normality": [
-                (n < least, f"{n} tokens, fewer than {least}"),
-                (len(trace.readable) < trace.n_layers, "layers of several sizes"),
-            ],
-        }
-        # the first reason of several
-        return {
-            name: why for name, of_name in checks.items() for fails, why in of_name[::-1] if fails
-        }
-
     @cached_property
     def expectation(self) -> Expectation | None:
         """Attention on the keys of the past: what later rows do and what is expected of them."""
-        if "expectation" in self.left_out:
+        trace = self.trace
+        cut = trace.prompt_len if self.cut is None else self.cut
+        if not SINK + 2 <= cut < trace.n_pos or trace.windowed:
             return None
-        cut = self.trace.prompt_len if self.cut is None else self.cut
-        return expected_and_observed(self.trace, cut, sink=SINK, device=self.device)
+        return expected_and_observed(trace, cut, sink=SINK, device=self.device)
 
     @cached_property
     def projections(self) -> Mapping[int, Projections]:
@@ -76,9 +52,12 @@ class Queries:
         }
 
     @cached_property
-    def normality(self) -> Normality | None:
-        """Distance from normal of queries before RoPE, behind the sinks."""
-        return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
+    def distance(self) -> Floats | None:
+        """Distance from normal of queries before RoPE, behind the sinks; [layer, qhead, dim]."""
+        trace = self.trace
+        if trace.n_pos < SINK + LEAST_SAMPLES or len(trace.readable) < trace.n_layers:
+            return None
+        return state_normality(trace, skip=SINK)
 
 
 def queries(analysis: Analysis) -> Queries:

@@ -9,7 +9,6 @@ from functools import cached_property
 from kvsim.analysis.subject import Analysis
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.trace import Trace
-from kvsim.engine.source import windows
 from kvsim.policies.asl import ASL, Selecting
 from kvsim.studies.layers.ranking import Ranking, ranking
 from kvsim.studies.layers.tables import Diagnosis, diagnose
@@ -39,21 +38,17 @@ class Ranks:
             resolve_budget(k, 1)
         self.rule.check(self.trace.n_layers)
 
-    @property
-    def left_out(self) -> str:
-        """Why there is no ranking: what the trace lacks, or has; empty where there is one."""
-        trace, rows, prompt = self.trace, self.rule.window, self.trace.prompt_len
-        reasons = {
-            "only some layers of the model": not trace.whole,
-            windows(trace): bool(trace.windowed),
-            f"a prompt of {prompt} tokens, no more than ASL's {rows} rows": prompt <= rows,
-        }
-        return next((why for why, holds in reasons.items() if holds), "")
-
     @cached_property
     def ranking(self) -> Ranking | None:
-        """Ranks of the prompt in each layer; None too where layers are missing from the trace."""
-        return None if self.left_out else ranking(self.trace, self.rule, device=self.device)
+        """Ranks of the prompt in each layer.
+
+        None where layers are missing or have sliding windows, or the prompt is no longer than the
+        window of ASL.
+        """
+        trace = self.trace
+        if not trace.whole or trace.windowed or trace.prompt_len <= self.rule.window:
+            return None
+        return ranking(trace, self.rule, device=self.device)
 
     @cached_property
     def diagnoses(self) -> Mapping[str, Diagnosis]:

@@ -158,7 +158,7 @@ def test_what_the_page_says_of_the_sample():
     )
     error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
     normality, projections = state_normality(trace), key_projections(trace)
-    distance = normality.distance.mean((1, 2))
+    distance = normality.mean((1, 2))
     near = (np.abs(projections.gap - projections.normal_gap) <= 1).mean((1, 2))
 
     assert ((by_step > 0.4) & (by_step < 0.6)).all()
