@@ -200,9 +200,8 @@ def test_a_press_that_reads_more_than_a_trace_holds_is_refused(kvpress, interop,
             """Read what no trace holds."""
             return module.q_proj
 
-    presses = {"hidden states": kvpress.ExpectedAttentionPress(), "module's q_proj": Reading()}
-    for what, press in presses.items():
-        with pytest.raises(NeedsError, match=f"{what}, which no trace holds"):
+    for press in (kvpress.ExpectedAttentionPress(), Reading()):
+        with pytest.raises(NeedsError, match="no trace holds hidden states"):
             kvsim.replay(decoding_trace(recorded), kvsim.Policy("p", interop.scorer(press)), 60)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kvsim.cli import shared, show
 from kvsim.cli.shared import OptionError
-from kvsim.errors import PolicyError, suggest
+from kvsim.errors import suggest
 from kvsim.files import check_output
 
 
@@ -44,17 +44,7 @@ def masks(
             raise OptionError(
                 f"--policy {name!r} is not in {run}{closest}; it has {', '.join(names)}"
             )
-    chosen = [record for record in records if record.policy in (policy or names)]
-    every, refused = [], dict[str, PolicyError]()
-    for record in chosen:
-        try:
-            every.append(Masks.of(record))
-        except PolicyError as error:
-            refused.setdefault(record.policy, error)
-    if refused:
-        first, rest = next(iter(refused.values())), {x.labels["policy"]: x for x in every}
-        advice = f"; leave it out with --policy {','.join(rest)}" if rest else ""
-        raise OptionError(f"{first}{advice}") from first
+    every = [Masks.of(record) for record in records if record.policy in (policy or names)]
     write_masks(out, every, overwrite=overwrite)
     if as_json:
         show.echo_json({"file": str(out), "masks": [each.labels for each in every]})

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -135,25 +135,29 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
     @contextmanager
     def _evicting(self, running: RunningModel, given: Mapping[str, Any]) -> Iterator[None]:
         """Let the policy evict after a forward with the arguments `given`."""
-        ids, cache = given.get("input_ids"), cache_of(given)
-        if not isinstance(ids, Tensor) or len(ids) != 1:
-            shape = list(ids.shape) if isinstance(ids, Tensor) else None
-            raise CaptureError(f"input_ids are {shape}; expected [1, n]: one sequence at a time")
-        if not isinstance(cache, DynamicCache):
-            raise CaptureError(
-                f"the cache is {type(cache).__name__}; expected a DynamicCache, whose layers "
-                "the policy can replace"
-            )
-        decoding = self._decoding
+        ids: Any = given.get("input_ids")
+        cache, decoding = cache_of(given), self._decoding
+        shape = list(ids.shape) if isinstance(ids, Tensor) else []
+        _refuse(shape[:1] != [1], f"input_ids are {shape}; expected [1, n]: one sequence at a time")
+        kind = f"the cache is {type(cache).__name__}; expected a DynamicCache"
+        _refuse(not isinstance(cache, DynamicCache), kind)
         if decoding is None or cache.layers is not decoding.cache.layers:
-            if cache.get_seq_length():
-                raise CaptureError(
-                    f"the cache holds {cache.get_seq_length()} rows that the press has not seen; "
-                    "expected an empty one; run the prompt inside `with press(model)` too"
-                )
-            decoding = self._decoding = self._begun(running, ids.shape[1])
+            held = cache.get_seq_length()
+            unseen = f"the cache holds {held} rows that the press has not seen; expected none"
+            _refuse(held > 0, f"{unseen}; run the prompt inside `with press(model)` too")
+            decoding = self._decoding = self._begun(running, shape[1])
             cache.layers = decoding.cache.layers
-        _check_rows(given, len(decoding.tokens), ids.shape[1], decoding.sketch.n_pos)
+        start, most = len(decoding.tokens), decoding.sketch.n_pos
+        end, advice = start + shape[1], "give the press a larger new_tokens"
+        _refuse(end > most, f"the sequence grows to {end} tokens; expected {most}; {advice}")
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+        _refuse(padded, "attention_mask hides tokens; expected a sequence without padding")
+        first = start if positions is None else int(positions.flatten()[0])
+        once = "a press evicts for good: give one question, and run the context again for the next"
+        _refuse(
+            first != start, f"the next token is given position {first}; expected {start}; {once}"
+        )
         with decoding, decoding.receiving(ids[0].tolist()):
             yield
 
@@ -182,22 +186,9 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         return self._decoding.record()
 
 
-def _check_rows(given: Mapping[str, Any], start: int, n: int, most: int) -> None:
-    """Raise CaptureError unless n rows without padding continue the sequence at row `start`."""
-    if start + n > most:
-        raise CaptureError(
-            f"the sequence grows to {start + n} tokens; expected at most {most}; give the press a "
-            "larger new_tokens, up to the model's context"
-        )
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
-        raise CaptureError("attention_mask hides tokens; expected a sequence without padding")
-    first = start if positions is None else int(positions.flatten()[0])
-    if first != start:
-        raise CaptureError(
-            f"the next token is given position {first}; expected {start}; a press evicts for good, "
-            "so the cache cannot go back: give one question and run the context again for the next"
-        )
+def _refuse(problem: bool, text: str) -> None:
+    if problem:
+        raise CaptureError(text)
 
 
 # -------------------------------------------------------------------------------- press as a scorer
@@ -281,67 +272,27 @@ class PressScorer(Scorer):
             last = view.row + 1 if view.is_prompt else 1
         attention = view.attn(last).flatten(1, 2) if last else None  # [L, qhead, w, n]
         budgets = view.budget.expand(len(view.layers), 1).flatten().tolist()
-        scores = [
-            self._of_layer(view, at, budgets[at], None if attention is None else attention[at])
-            for at in range(len(view.layers))
-        ]
-        return torch.cat(scores)
-
-    def _of_layer(self, view: View, at: int, budget: int, attention: Tensor | None) -> Tensor:
-        """The press's score of one layer of the block; [1, H, n]."""
-        keys, values = view.keys[at : at + 1], view.values[at : at + 1]
-        heads, n, dim = keys.shape[1:]
         press: Any = self._press  # type: ignore[attr-defined]
-        # half an entry more: a ratio in floating point would round to one entry fewer
-        press.compression_ratio = max(0.0, 1 - (budget + 0.5) / n)
-        qheads = heads * view.queries(1).shape[2]
-        config = SimpleNamespace(num_attention_heads=qheads, num_key_value_heads=heads)
-        number = int(view.layers[at])
-        module = _Module(layer_idx=number, head_dim=dim, config=config, _press=self.press)
-        hidden = _HiddenStates(shape=(1, view.row + 1), _press=self.press)
-        weights = None if attention is None else attention[None]
-        try:
-            options = _Options(self.press)
-            out: Tensor = press.score(module, hidden, keys, values, weights, options)
-        except (AssertionError, AttributeError) as error:  # what it expects, or lacks of a model
-            raise PolicyError(f"{self.press}: at row {view.row}: {error}") from error
-        return out
-
-
-def _lacks(press: str, what: str) -> NoReturn:
-    raise NeedsError(
-        f"{press} reads {what}, which no trace holds; expected a press of keys, values and "
-        "attention alone; take kvsim's policy of that name"
-    )
-
-
-class _Module(SimpleNamespace):
-    """Stands for an attention module, of which the sizes are known."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _lacks(self._press, f"the attention module's {name}")
-
-
-class _HiddenStates(SimpleNamespace):
-    """Stands for hidden states [1, rows, D], of which the number of rows is known."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _lacks(self._press, "hidden states")
-
-    def __getitem__(self, index: object) -> NoReturn:
-        _lacks(self._press, "hidden states")
-
-    @classmethod
-    def __torch_function__(cls, *_: object) -> NoReturn:
-        _lacks("the press", "hidden states")
-
-
-class _Options(dict[str, Any]):
-    """Stands for the arguments of the attention module, of which none is known."""
-
-    def __init__(self, press: str) -> None:
-        super().__init__()
-        self._press = press
-
-    def __missing__(self, key: str) -> NoReturn:
-        _lacks(self._press, key)
+        heads, n, dim = view.keys.shape[1:]
+        sizes = {"num_attention_heads": heads * view.queries(1).shape[2]}
+        config = SimpleNamespace(num_key_value_heads=heads, **sizes)
+        scores = []
+        for at, layer in enumerate(view.layers.tolist()):
+            # half an entry more: a ratio in floating point would round to one entry fewer
+            press.compression_ratio = max(0.0, 1 - (budgets[at] + 0.5) / n)
+            # of the attention module and the hidden states the sizes are known
+            module = SimpleNamespace(layer_idx=layer, head_dim=dim, config=config)
+            hidden = SimpleNamespace(shape=(1, view.row + 1))
+            weights = None if attention is None else attention[at : at + 1]
+            arrays = view.keys[at : at + 1], view.values[at : at + 1], weights
+            try:
+                scores.append(press.score(module, hidden, *arrays, {}))
+            except AssertionError as error:
+                raise PolicyError(f"{self.press}: at row {view.row}: {error}") from error
+            except (AttributeError, KeyError, TypeError) as error:
+                raise NeedsError(
+                    f"{self.press}: at row {view.row}: {error}; expected a press of keys, values "
+                    "and attention alone: no trace holds hidden states or the attention module; "
+                    "take kvsim's policy of that name"
+                ) from error
+        return torch.cat(scores)

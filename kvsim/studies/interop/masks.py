@@ -9,7 +9,7 @@ all of it, where a dense mask has a row of bits.
     masks = Masks.of(record)
     with masking(model, masks):  # each layer of a model of transformers has its own mask
         loss = model(ids, labels=ids).loss
-    flex_attention(q, k, v, block_mask=masks.blocks(layer), enable_gqa=True)
+    blocks = create_block_mask(masks.mask_mod(layer, group), None, heads, n, n)
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from torch import Tensor
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, error_line, local_path
 from kvsim.files import write_file
-from kvsim.schema import NEVER
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
 
@@ -90,54 +88,12 @@ class Masks:
 
         return visible
 
-    def blocks(self, layer: int, group: int = 1, size: int = 128) -> BlockMask:
-        """Return the block mask of a layer for flex_attention: [1, head * group, n, n].
-
-        group: query heads per KV head. size: rows and positions of a block. What
-        `create_block_mask` returns for `mask_mod`, without an array of all pairs: blocks that no
-        row sees are skipped, and those that all rows see whole need no mask.
-        """
-        from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415  takes a while
-
-        n, last = self.n_pos, self.last_row[layer]
-        device = last.device
-        count = -(-n // size)
-        pos = torch.arange(count * size, device=device)
-        # beyond the end nothing is visible
-        ends = torch.nn.functional.pad(last, (0, count * size - n), value=-1).long()
-        first = pos[::size]
-        any_seen, every = (torch.empty(len(last), count, count, dtype=torch.bool) for _ in range(2))
-        for at, row in enumerate(first.tolist()):
-            stop = min(row + size, n) - 1
-            seen = (pos <= stop) & (ends >= pos.clamp(min=row))
-            any_seen[:, at] = seen.unflatten(-1, (count, size)).any(-1).cpu()
-            whole = (pos <= row) & (ends >= stop)
-            every[:, at] = whole.unflatten(-1, (count, size)).all(-1).cpu()
-            every[:, at] &= row + size <= n
-        parts = (x.repeat_interleave(group, 0)[None].to(device) for x in (any_seen & ~every, every))
-        (counts, indices), (full_counts, full_indices) = (_listed(part) for part in parts)
-        return BlockMask.from_kv_blocks(
-            counts,
-            indices,
-            full_counts,
-            full_indices,
-            BLOCK_SIZE=size,
-            mask_mod=self.mask_mod(layer, group),
-            seq_lengths=(n, n),
-        )
-
 
 def _visible(last_row: Tensor, rows: slice = slice(None)) -> Tensor:
     """Return what rows see, bool [..., row, pos]; last_row: [..., pos]."""
     pos = torch.arange(last_row.shape[-1], device=last_row.device)
     row = pos[rows, None]
     return (pos <= row) & (row <= last_row.unsqueeze(-2))
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row of blocks are marked, and which: those first; int32."""
-    indices = blocks.byte().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1).int(), indices.int()
 
 
 @contextmanager
@@ -151,11 +107,11 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
     from kvsim.recorder import hooks, modules  # noqa: PLC0415  transformers
 
     added, trace = modules.kernel_name(model) == "eager", masks.labels.get("trace")
-    missing = sorted({*masks.layers} - {*modules.attention_modules(model)})
+    missing = {*masks.layers} - {*modules.attention_modules(model)}
     if missing:
         raise PolicyError(
-            f"the masks of {trace} are of layers {list(masks.layers)}, and {type(model).__name__} "
-            f"has no layer {missing[0]}; expected masks of a record of this model"
+            f"{type(model).__name__} has no layer {min(missing)}; expected the model of {trace}, "
+            f"whose masks are of layers {list(masks.layers)}"
         )
     last_row = dict(zip(masks.layers, masks.last_row.to(model.device), strict=True))
 
@@ -202,20 +158,11 @@ def read_masks(path: str | Path) -> list[Masks]:
     try:
         with safe_open(target, "pt") as file:
             labels = json.loads((file.metadata() or {})["labels"])
-            out = [_masks(file.get_tensor(f"last_row.{i}"), x) for i, x in enumerate(labels)]
+            return [
+                Masks(file.get_tensor(f"last_row.{i}"), tuple(map(int, each.pop("layers"))), each)
+                for i, each in enumerate(labels)
+            ]
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise OutputError(
             f"{target} has no masks ({error_line(error)}); expected what `kvsim masks` wrote"
         ) from error
-    return out
-
-
-def _masks(last_row: Tensor, labels: dict[str, Any]) -> Masks:
-    """The masks of a tensor and its labels; ValueError for one of another kind."""
-    layers = tuple(labels.pop("layers"))
-    whole = all(type(layer) is int and 0 <= layer <= NEVER for layer in layers)
-    if last_row.dtype != torch.int32 or last_row.dim() != 3 or len(layers) != len(last_row):
-        raise ValueError(f"a mask is {last_row.dtype} {list(last_row.shape)}")
-    if not whole:
-        raise ValueError("its layers are no numbers of layers")
-    return Masks(last_row, layers, labels)

@@ -50,30 +50,18 @@ def test_dense_masks_are_the_definition(record):
     assert (masks.dense(1, some) == masks.dense(1)[:, some]).all()
 
 
-@pytest.mark.parametrize("size", [8, 16, 32])
-def test_block_masks_cover_the_same_pairs(record, size):
-    """Block by block and pair by pair they are the dense mask, and torch's own block mask."""
-    masks = Masks.of(record)
-    blocks = masks.blocks(0, group=2, size=size)
-    theirs = flex.create_block_mask(
-        masks.mask_mod(0, 2), None, 4, N, N, device="cpu", BLOCK_SIZE=size
+def block_mask(masks, layer):
+    """The mask of a layer for flex_attention, for two query heads of each KV head."""
+    return flex.create_block_mask(
+        masks.mask_mod(layer, 2), None, 4, N, N, device="cpu", BLOCK_SIZE=16
     )
-    assert (blocks.to_dense() == theirs.to_dense()).all()
-    covered = torch.zeros(4, N, N, dtype=torch.bool)
-    for head, row in np.ndindex(4, -(-N // size)):
-        rows = torch.arange(row * size, min(N, row * size + size))
-        for numbers, indices, whole in (
-            (blocks.kv_num_blocks, blocks.kv_indices, False),
-            (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
-        ):
-            for block in indices[0, head, row, : numbers[0, head, row]].tolist():
-                pos = torch.arange(block * size, min(N, block * size + size))
-                assert not covered[head, rows[:, None], pos].any()
-                inside = blocks.mask_mod(torch.tensor(0), torch.tensor(head), rows[:, None], pos)
-                covered[head, rows[:, None], pos] = inside | whole
-    assert (covered == masks.dense(0).repeat_interleave(2, 0)).all()
-    if size == 8:
-        assert int(blocks.full_kv_num_blocks.sum()) > 0
+
+
+def test_the_function_of_a_mask_is_the_dense_mask(record):
+    """Pair by pair, for each query head."""
+    masks = Masks.of(record)
+    dense = flex.create_mask(masks.mask_mod(0, 2), None, 4, N, N, device="cpu")
+    assert (dense[0] == masks.dense(0).repeat_interleave(2, 0)).all()
 
 
 def attention(trace, layer, visible):
@@ -98,7 +86,7 @@ def test_attention_under_a_mask_is_the_output_of_a_replay(trace, record, monkeyp
         assert float(moved.max()) > 0.1
         assert np.abs(moved.numpy() - error[layer])[:, PROMPT:].max() < 1e-5
         q, k, v = (getattr(trace, name)[layer][None] for name in "qkv")
-        blocks = masks.blocks(layer, group=2, size=16)
+        blocks = block_mask(masks, layer)
         other = flex.flex_attention(q, k, v, block_mask=blocks, scale=trace.scale, enable_gqa=True)
         assert float((other[0] - out).abs().max()) < 1e-5
 
