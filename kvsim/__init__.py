@@ -93,12 +93,8 @@ _HOME = {
     "to_xarray": "store.labelled",
 }
 
-# the core knows no room above it, and some of its methods end there
-delegates.update(
-    save_trace=lambda *given, **options: import_module("kvsim").save_trace(*given, **options),
-    to_xarray=lambda trace: import_module("kvsim").to_xarray(trace),
-    compacted=lambda *given: import_module("kvsim.store.compacting").compacted(*given),
-)
+# the core knows no room above it, and `Trace.save` ends there
+delegates["save_trace"] = lambda *given, **more: import_module("kvsim").save_trace(*given, **more)
 
 
 def __getattr__(name: str) -> object:

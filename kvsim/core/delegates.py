@@ -5,5 +5,5 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: `save_trace`, `to_xarray` and `compacted` of a trace.
+#: `save_trace` of a trace.
 delegates: dict[str, Callable[..., Any]] = {}

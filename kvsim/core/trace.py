@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 from kvsim.core.arguments import of_layers
 from kvsim.core.attention import Formula, Rope
@@ -48,9 +48,6 @@ from kvsim.core.sources import (
     is_sized,
 )
 from kvsim.errors import NeedsError, PositionError, TraceError
-
-if TYPE_CHECKING:
-    import xarray
 
 T = TypeVar("T")
 
@@ -109,7 +106,6 @@ class Trace(Facts):
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
         self._alike: dict[Size, Trace] = {}
-        #: facts of another trace of the same tokens
 
     @classmethod
     def from_arrays(
@@ -231,10 +227,6 @@ class Trace(Facts):
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
         return cast("Path | str", delegates["save_trace"](self, path, overwrite=overwrite))
 
-    def to_xarray(self) -> xarray.Dataset:
-        """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
-        return cast("xarray.Dataset", delegates["to_xarray"](self))
-
     def alike(self, layers: Iterable[int]) -> Trace:
         """Return the trace for layers of one size: places stay, and other layers cannot be read.
 
@@ -266,10 +258,6 @@ class Trace(Facts):
         """The trace with another source, and header if given; more: arguments of `Trace`."""
         facts: dict[str, Any] = {"token_text": self.token_text, "path": self.path}
         return Trace(source, header or self.header, dtype=self.dtype, **facts | more)
-
-    def compacted(self, rows: int = 512) -> Trace:
-        """Return the trace without rows long before the response, as `kvsim.store.compacted`."""
-        return cast("Trace", delegates["compacted"](self, rows))
 
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.

@@ -69,9 +69,8 @@ class Block:
     Args:
         source: keys, values and queries of the layers.
         policy: decides at each event.
-        setting: constants over the events.
+        settings: constants of prefill events, ascending; the last is that of all later events.
         layers: index of each layer in the trace, int [L].
-        context: settings of the prefill events before that after the prompt, ascending.
 
     Attributes:
         entries: the live entries, with the policy's columns.
@@ -85,13 +84,11 @@ class Block:
         self,
         source: Source,
         policy: Policy,
-        setting: Setting,
+        settings: Sequence[Setting],
         layers: Tensor,
-        *,
-        context: Sequence[Setting] = (),
     ) -> None:
-        self.source, self.policy, self.setting = source, policy, setting
-        self._settings = (*context, setting)
+        self.source, self.policy, self.setting = source, policy, settings[-1]
+        self._settings = settings
         self._scorer_protection = cache(policy.scorer.protection)
         self.layers = layers
         keys = source.keys

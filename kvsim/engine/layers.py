@@ -13,7 +13,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
 from kvsim.engine.rows import ROWS
-from kvsim.engine.source import check_unwindowed, longest_unmasked, windows
+from kvsim.engine.source import check_unwindowed, windows
 from kvsim.errors import MemoryLimitError, PolicyError
 
 #: Bytes of keys, values and working space that one block of layers may take by default.
@@ -29,11 +29,8 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
         if not chosen:
             raise PolicyError(
-                f"{trace.name}: every layer that it holds masks out some of its "
-                f"{trace.n_pos} tokens: {windows(trace)}; expected layers that see the whole text, "
-                "because the others bound their caches by themselves; record "
-                f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
-                f"{longest_unmasked(trace)} tokens"
+                f"{trace.name}: no layer sees all of its {trace.n_pos} tokens: {windows(trace)}; "
+                "record other layers of the model, or a shorter text"
             )
         return chosen
     if not isinstance(layers, Iterable):
@@ -70,14 +67,11 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
     for layer in chosen:
         difference = _difference(trace, chosen[0], layer)
         if difference:
-            left_out = f", beside {windows(trace)}" if trace.windowed else ""
-            shared = "budget" if policy.layer_budgets.across_layers else "ranking"
             example = "kvzip@uniform" if policy.allocator.across_layers else "snapkv"
             raise PolicyError(
-                f"{policy.name}: the layers share one {shared}, and layers {chosen[0]} and {layer} "
-                f"of {trace.name} differ in their {difference}{left_out}; expected layers that "
-                f"compute alike; take a policy that gives each layer its own {shared}, such as "
-                f"{example}"
+                f"{policy.name}: its layers share one budget or ranking, and layers {chosen[0]} "
+                f"and {layer} of {trace.name} differ in their {difference}; take a policy that "
+                f"cuts each layer by itself, such as {example}"
             )
 
 
@@ -120,13 +114,11 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     MemoryLimitError where not even one does.
     """
     limit = DEFAULT_MEMORY if memory is None else memory
-    layers, subject, fixed = 1, "one layer of this trace needs", 4 * LOGIT_BYTES  # a block of rows
+    layers, subject, fixed = 1, "one layer needs", 4 * LOGIT_BYTES  # a block of rows
     if policy.apart:  # entries of all layers, their positions and scores
         fixed += sharing(trace) * trace.n_heads * trace.n_pos * _OF_ENTRY
     elif policy.across_layers:
-        layers = sharing(trace)
-        shared = "a budget" if policy.layer_budgets.across_layers else "a ranking"
-        subject = f"{policy.name} shares {shared} over all layers, which need"
+        layers, subject = sharing(trace), f"{policy.name} needs all layers at once,"
     need = layers * _layer_bytes(trace, policy)
     if need + fixed > limit:
         raise MemoryLimitError(

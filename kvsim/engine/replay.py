@@ -125,19 +125,19 @@ def run(
     chosen = replayed(trace, options.layers)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
     options = replace(options, by_row=by_row)
-    setting, context = settings_of(trace, policy, budget, schedule)
+    settings = settings_of(trace, policy, budget, schedule)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
     done = 0
     with torch.inference_mode():
         descent = None
         if policy.propagation is not None:
-            look = recorded(trace, setting, torch.device(options.device))
+            look = recorded(trace, settings[-1], torch.device(options.device))
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
         owners = [trace.owners[layer] for layer in chosen]
         parts = [*dict.fromkeys(owners)]
         for part in runs(source, parts, policy, descent=descent, memory=options.memory):
-            result, decided = _replay(source, part, policy, (setting, context), schedule, options)
+            result, decided = _replay(source, part, policy, settings, schedule, options)
             for layer, of_layer in zip(part.layers, result, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
                 done += owners.count(layer)
@@ -197,34 +197,29 @@ def _replay(
     trace: Trace,
     run: LayerRun,
     policy: Policy,
-    settings: tuple[Setting, Sequence[Setting]],
+    settings: Sequence[Setting],
     schedule: Schedule,
     options: ReplayOptions,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
-    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request.
-
-    settings: as `settings_of` returns them.
-    """
+    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request."""
     part, places = trace if run.rows is None else trace.only(run.rows), run.layers
     if len(trace.header.readers(places[0])) > 1:
         part, places = read_together(trace, places[0]), (0,)
     events = schedule.rows(*part.extent)
-    setting, context = settings
     if run.rows is not None:
-        setting = replace(setting, prompt_len=part.prompt_len)
-    protection = policy.protection(setting.budget)
+        settings = [replace(x, prompt_len=part.prompt_len) for x in settings]
+    protection = policy.protection(settings[-1].budget)
     future: dict[str, Any] = {
         "events": tuple(events),
-        "protected_ends": (protection.first(setting.prompt_len), protection.recent),
+        "protected_ends": (protection.first(settings[-1].prompt_len), protection.recent),
         "response": part.prompt_len,
     }
-    setting, context = replace(setting, **future), [replace(x, **future) for x in context]
     most = MEMO_BYTES if options.memory is None else options.memory // 16
     device = torch.device(options.device)
     each = layers_per_block(part, policy, options.memory) if policy.apart else None
     source = TraceSource(part, places, device, most=most, each=each)
     layers = torch.tensor(run.layers, device=device)
-    block = Block(source, policy, setting, layers, context=context)
+    block = Block(source, policy, [replace(x, **future) for x in settings], layers)
     plans: list[Plans] = []
     if run.whole:
         events = []
@@ -262,30 +257,24 @@ def _goes_by_row(
     )
 
 
-def settings_of(
-    trace: Trace, policy: Policy, budget: int, schedule: Schedule
-) -> tuple[Setting, Sequence[Setting]]:
-    """Return the setting of events, and those of prefill events before the last, ascending."""
-    ends = schedule.ends(trace.prompt_len, trace.context_len)
-    *earlier, last = (setting_of(trace, policy, budget, schedule, end) for end in ends)
-    return last, earlier
-
-
-def setting_of(
-    trace: Trace, policy: Policy, budget: int, schedule: Schedule, prompt_len: int
-) -> Setting:
-    """Setting of the Views of a replay; prompt_len: tokens that count as its prompt."""
-    return Setting(
-        budget=budget,
-        prompt_len=prompt_len,
-        interval=schedule.interval,
-        n_layers=trace.n_layers,
-        clairvoyant=policy.scorer.clairvoyant,
-        protected=policy.protection(budget).size(prompt_len),
-        longest=partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len),
-        windowed=trace.windowed,
-        policy=policy.name,
-    )
+def settings_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> list[Setting]:
+    """Return the settings of prefill events, ascending; the last is that of all later events."""
+    protection = policy.protection(budget)
+    longest = partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len)
+    return [
+        Setting(
+            budget=budget,
+            prompt_len=end,
+            interval=schedule.interval,
+            n_layers=trace.n_layers,
+            clairvoyant=policy.scorer.clairvoyant,
+            protected=protection.size(end),
+            longest=longest,
+            windowed=trace.windowed,
+            policy=policy.name,
+        )
+        for end in schedule.ends(trace.prompt_len, trace.context_len)
+    ]
 
 
 def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:

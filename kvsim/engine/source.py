@@ -227,22 +227,10 @@ def windows(trace: Trace) -> str:
     )
 
 
-def longest_unmasked(trace: Trace) -> int:
-    """The longest text, in tokens, of which windows and chunks of a trace mask out nothing."""
-    return min(trace.formulas[layer].reach or trace.n_pos for layer in trace.windowed)
-
-
 def check_unwindowed(trace: Trace, layer: int) -> None:
-    """Raise PolicyError for a layer whose window or chunks are shorter than the text."""
-    if layer not in trace.windowed:
-        return
-    reach = trace.formulas[layer].reach or trace.n_pos
-    if reach >= trace.n_pos:
+    """Raise PolicyError for a layer in which replays do not evict."""
+    if layer in trace.windowed:
         raise PolicyError(
-            f"layer {layer} of {trace.name} has heads of another size than the last; expected "
-            "layers of one size; record it without the others (--layers)"
+            f"layer {layer} of {trace.name} does not see the whole text, or has heads of another "
+            f"size than the last ({windows(trace)}); expected one of the other layers"
         )
-    raise PolicyError(
-        f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of {reach} positions, "
-        "which bounds its cache by itself; expected layers that see the whole text"
-    )

@@ -132,7 +132,7 @@ class Decoding:
         sketch, policy = self.sketch, self.policy
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
-        setting, context = settings_of(sketch, policy, self.budget, self.schedule)
+        settings = settings_of(sketch, policy, self.budget, self.schedule)
         owners = [*dict.fromkeys(sketch.owners[layer] for layer in self.layers)]
         for run in runs(sketch, owners, policy, descent=self._descent):
             part = sketch if run.rows is None else sketch.only(run.rows)
@@ -142,13 +142,10 @@ class Decoding:
                 source = LiveSource(part, run.layers, like, **how, exact=policy.rounds)
             else:
                 source = PagedSource(part, run.layers, like, self._paging, **how)
-            block = Block(
-                source,
-                policy,
-                setting if run.rows is None else replace(setting, prompt_len=part.prompt_len),
-                torch.tensor(run.layers, device=like.device),
-                context=context,
-            )
+            constants = settings
+            if run.rows is not None:
+                constants = [replace(x, prompt_len=part.prompt_len) for x in settings]
+            block = Block(source, policy, constants, torch.tensor(run.layers, device=like.device))
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
             for index, layer in enumerate(source.readers):
@@ -270,7 +267,7 @@ class Decoding:
 
     def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
-        setting, _ = settings_of(self.sketch, self.policy, self.budget, self.schedule)
+        *_, setting = settings_of(self.sketch, self.policy, self.budget, self.schedule)
         down = prefill_in_depth(decoder, self.sketch, self.policy, setting, prompt)
         self._descent = down.descent
         self._make_blocks()

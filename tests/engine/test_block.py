@@ -16,8 +16,8 @@ def block():
     """The block of `tova` over two layers, whose prompt is longer than the budget."""
     trace = random_trace(n=24, size=1.0, prompt_len=12)
     policy = kvsim.policy("tova")
-    setting, _ = settings_of(trace, policy, 8, policy.schedule)
-    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, setting, torch.arange(2))
+    settings = settings_of(trace, policy, 8, policy.schedule)
+    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, settings, torch.arange(2))
 
 
 def test_a_choice_changes_nothing_before_it_is_applied(block):

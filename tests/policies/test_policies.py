@@ -305,7 +305,7 @@ def test_what_comes_late_is_refused_early():
     trace = make_case("normal", layers=3, n=60, prompt_len=20).trace()
 
     ranked = kvsim.policy("union+snapkv", across="layers", window=4)
-    with pytest.raises(MemoryLimitError, match="shares a ranking over all layers, which need"):
+    with pytest.raises(MemoryLimitError, match="needs all layers at once"):
         kvsim.replay(trace, ranked, budget=8, memory=(64 << 20) + 999)
     with pytest.raises(PolicyError, match=r"interval is 3, .* expected at least 6"):
         kvsim.replay(trace, kvsim.policy("expected_attention@kvpress"), budget=8, interval=3)

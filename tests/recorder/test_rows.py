@@ -9,7 +9,7 @@ import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.options import Options
-from kvsim.store import open_trace, verify
+from kvsim.store import compacted, open_trace, verify
 from small_model import small
 
 PROMPT, RESPONSE = 700, 100
@@ -32,7 +32,7 @@ def whole(folder, **options):
 def test_a_compact_capture_is_the_compacted_one(tmp_path, options):
     """Rows that stay, sums and digest are those of the capture of all rows, and verify deep."""
     few = record(tmp_path / "few.zarr", rows="response+64", **options)
-    expected = whole(tmp_path, **options).compacted(64)
+    expected = compacted(whole(tmp_path, **options), 64)
 
     assert few.left_out == LEFT_OUT
     assert verify(few.path, deep=True).ok

@@ -17,7 +17,7 @@ from kvsim.errors import NeedsError, TraceError
 from kvsim.policies import ACCESS, CATALOGUE, names
 from kvsim.policies.naming import access_names
 from kvsim.policies.pyramidkv import Pyramid
-from kvsim.store import describe, open_trace, verify
+from kvsim.store import compacted, describe, open_trace, verify
 
 PROMPT, CONTEXT, TOKENS, STAY = 850, 840, 890, 300
 LEFT_OUT = (256, 512)
@@ -69,7 +69,7 @@ def whole(context=None, dtype=torch.float32):
 @functools.cache
 def compact(context=None, dtype=torch.float32):
     """The same trace without rows 256 to 511."""
-    trace = whole(context, dtype).compacted(STAY)
+    trace = compacted(whole(context, dtype), STAY)
     assert trace.left_out == LEFT_OUT
     return trace
 
@@ -179,7 +179,7 @@ def test_sums_are_those_over_all_rows(formula):
     trace = kvsim.Trace.from_arrays(
         **arrays, prompt_len=PROMPT, rope=trace.ropes, formulas=formulas
     )
-    few = trace.compacted(STAY)
+    few = compacted(trace, STAY)
     rows = torch.arange(512)
 
     for layer in range(2):
@@ -224,7 +224,7 @@ def test_a_compact_trace_is_stored(tmp_path):
     loaded = stored.loaded()
     assert torch.equal(loaded.read("q", pos=slice(770, 880)), trace.read("q", pos=slice(770, 880)))
     with pytest.raises(TraceError, match="only some rows already"):
-        stored.compacted()
+        compacted(stored)
     again = tmp_path / "b.zarr"
     stored.save(again)
     assert open_trace(again).digest == trace.digest

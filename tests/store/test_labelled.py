@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvsim
 from damage import flip
 from kvsim.errors import TraceError
 from kvsim.store import open_trace
@@ -28,7 +29,7 @@ def test_a_dataset_has_the_arrays_of_the_trace(kind, request, stored):
     elif kind == "http":
         trace = open_trace(f"{request.getfixturevalue('folder_on_the_web')}/made.zarr")
 
-    data = trace.to_xarray()
+    data = kvsim.to_xarray(trace)
 
     assert data["q"].dims == ("layer", "qhead", "pos", "dim")
     assert data["layer"].values.tolist() == [2, 5]
@@ -54,7 +55,7 @@ def test_a_dataset_has_the_arrays_of_the_trace(kind, request, stored):
 
 def test_a_dataset_reads_what_is_asked_for(stored):
     """Making it reads no chunk; a part reads the chunks that it touches, and damage is an error."""
-    data = open_trace(stored).to_xarray()
+    data = kvsim.to_xarray(open_trace(stored))
     flip(stored / "q" / "c" / "1" / "0" / "1" / "0")
 
     assert np.array_equal(data["q"].isel(layer=0).values, projected().q[0].numpy())
@@ -71,6 +72,6 @@ def test_half_precision_and_views_as_datasets(tmp_path):
 
     opened = open_trace(trace.save(tmp_path / "a.zarr"))
 
-    assert opened.to_xarray()["k"].dtype == np.float16
-    assert opened.to_xarray()["k"].attrs == {"source_dtype": "float16"}
-    assert opened.per_query_head().to_xarray()["k"].shape == (1, 2, 20, 4)
+    assert kvsim.to_xarray(opened)["k"].dtype == np.float16
+    assert kvsim.to_xarray(opened)["k"].attrs == {"source_dtype": "float16"}
+    assert kvsim.to_xarray(opened.per_query_head())["k"].shape == (1, 2, 20, 4)

@@ -92,7 +92,7 @@ def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):
         assert torch.equal(opened.read(name), numbers)
     assert group["lse"].dtype == np.float32
     assert opened.digest == trace.digest
-    assert opened.to_xarray()["k"].dtype == np.float32
+    assert kvsim.to_xarray(opened)["k"].dtype == np.float32
     assert verify(opened.path, deep=True).ok
     with (
         TraceWriter(
@@ -142,7 +142,7 @@ def test_zarr_and_xarray_open_it_with_named_dimensions(saved):
     assert group.attrs["layer_ids"] == [2, 5]
     assert group.attrs["token_text"][1] == "tök1"
     assert np.array_equal(data["v"][1].values, make().v[1].numpy())
-    assert open_trace(saved).to_xarray()["q"].sizes == data["q"].sizes
+    assert kvsim.to_xarray(open_trace(saved))["q"].sizes == data["q"].sizes
     assert {*group.attrs["files"], "zarr.json"} == {*files(saved)}
     assert describe(saved)["bytes"] == sum(size for size, _ in group.attrs["files"].values())
 

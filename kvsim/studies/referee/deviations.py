@@ -142,8 +142,8 @@ class _Seen:
     def __getitem__(self, column: str) -> Tensor:
         return self._view[column]
 
-    def scored(self, scorer: Scorer) -> Tensor | Scores:
-        return scorer.score(self)  # type: ignore[arg-type]  # not what the plain view knows
+    def scored(self, scorer: Scorer) -> Scores:
+        return Scores.of(scorer.score(self))  # type: ignore[arg-type]  # not what the plain view knows
 
     def attn(self, last: int, group: Any = None) -> Tensor:
         return reduce_group(self._weigh(self._view, last).nan_to_num(0.0), group)

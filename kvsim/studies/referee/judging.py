@@ -65,11 +65,11 @@ class DumpCase:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
         trace, policy = self.trace, self.policy.at(self.budget)
         check_cell(trace, policy, self.budget, None, self.schedule)
-        setting, context = settings_of(trace, policy, self.budget, self.schedule)
+        settings = settings_of(trace, policy, self.budget, self.schedule)
         for run in runs(trace, self.layers, policy):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
-            block = Block(source, policy, setting, torch.tensor(run.layers), context=context)
+            block = Block(source, policy, settings, torch.tensor(run.layers))
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
                     choice = block.choose(row, fires=row in self.events)
