@@ -9,6 +9,7 @@
     cache        opened traces, records, tables and tiles
     runs         runs of the folder, and a small sweep over the chosen trace
     tiles        large arrays as pictures
+    html_text    text of tokens by their state or KL
     elements     titles, notes of fidelity, labels of tokens, heat maps
     downloads    tables below pictures, as files
     line_charts  lines over budgets, entries and layers

@@ -15,10 +15,11 @@ from kvsim.analysis.kept.states import TokenStates, has_reads, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
-from kvsim.plots import NEEDED, token_html
+from kvsim.plots import NEEDED
 from kvsim.plots.style import KEPT, MISSED, UNREAD
 
 from . import cache, controls, elements, readings
+from .html_text import token_html
 from .tiles import Tile
 
 #: Tokens of the text that are shown at once.

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
 from kvsim.analysis.arrays import EvictedAt
-from kvsim.analysis.attention.windows import GapsAndChance, attention_gaps, gap_windows
+from kvsim.analysis.attention.windows import Gaps, attention_gaps, gap_windows
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
 from kvsim.analysis.kept.retention import Wipeout, event_rows, wipeouts
 from kvsim.core.checks import resolve_device
@@ -65,8 +65,8 @@ class Analysis(Subjected):
         return [layer for layer in range(self.trace.n_layers) if layer not in self.trace.windowed]
 
     @cached_property
-    def gaps(self) -> Mapping[int, GapsAndChance]:
-        """Gaps of attention by layer, nothing where the trace is too short."""
+    def gaps(self) -> Mapping[int, tuple[Gaps, Gaps]]:
+        """Gaps of attention by layer, and by chance; nothing where the trace is too short."""
         layers = self.layers if gap_windows(self.trace)[1] else ()
         return {layer: attention_gaps(self.trace, layer) for layer in layers}
 

@@ -196,19 +196,18 @@ def choose(
     chosen = {name: metric(name) for name in [*names, *(JUDGED if judged else ())]}
     for name, entry in chosen.items():
         of_judge = name in (*JUDGED, KL_TOKENS)
+        reason = ""
         if entry.kind == "live" and not (judged and of_judge):
             way = "give --judge, or take kvsim live" if of_judge else "take kvsim live"
-            raise PolicyError(f"{name} is about a running model, and a replay runs none; {way}")
-        if not records and entry.kind != "trace":
-            raise PolicyError(
-                f"{name} is about a record, and only a trace was given; give a record "
-                f"(kvsim.replay), or metrics of a trace: {', '.join(choose(None, records=False))}"
-            )
-        if entry.beside and entry.beside not in beside:
-            raise PolicyError(
-                f"{name} compares with the {BESIDE[entry.beside]}, which was not replayed; give "
-                "it as a metric of `kvsim replay` or kvsim.sweep"
-            )
+            reason = f"is about a running model, and a replay runs none; {way}"
+        elif not records and entry.kind != "trace":
+            of_trace = ", ".join(choose(None, records=False))
+            reason = f"is about a record, and only a trace was given; give one, or {of_trace}"
+        elif entry.beside and entry.beside not in beside:
+            reason = f"compares with the {BESIDE[entry.beside]}, which was not replayed; give "
+            reason += "it as a metric of `kvsim replay` or kvsim.sweep"
+        if reason:
+            raise PolicyError(f"{name} {reason}")
     return chosen
 
 

@@ -17,13 +17,9 @@ def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.D
     """
     frames = [pl.DataFrame(schema=columns)]
     for part in parts:
-        wanted = {name: part[name] for name in columns}
-        arrays = {name: x.ravel() for name, x in wanted.items() if isinstance(x, np.ndarray)}
-        shared = {name: pl.lit(x) for name, x in wanted.items() if name not in arrays}
-        frames.append(
-            pl.DataFrame(arrays)
-            .with_columns(pl.selectors.float().fill_nan(None))
-            .with_columns(**shared)
-            .select(pl.col(name).cast(kind) for name, kind in columns.items())
-        )
+        each = {name: part[name] for name in columns}
+        flat = {name: x.ravel() if isinstance(x, np.ndarray) else x for name, x in each.items()}
+        typed = (pl.col(name).cast(kind) for name, kind in columns.items())
+        known = pl.DataFrame(flat).with_columns(pl.selectors.float().fill_nan(None))
+        frames.append(known.select(typed))
     return pl.concat(frames)

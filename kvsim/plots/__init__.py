@@ -1,14 +1,6 @@
 # ruff: noqa: F403 - type checkers read the figures from their modules
 """Figures. The only room that imports matplotlib, besides studies with figures of their own.
 
-    registry     every figure by name: summary, source, inputs, options
-    summary      policies against each other over budgets, and where entries are kept
-    records      positions retained and missed, lifts of tokens
-    text         tokens by their state, or by the KL of the model's predictions
-    events       positions that an event keeps, evicted bursts
-    attention    overlap of top keys, sparsity, the error of one eviction
-    style        colours, panels, means over prompts, captions and legends, files
-
 Every figure is a function that returns a matplotlib Figure and touches no global state; `save`
 writes it. The functions are imported on first use: `kvsim plot --help` does not load matplotlib.
 
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
     from kvsim.plots.summary import *
     from kvsim.plots.text import *
 
-_HOME = {"NEEDED": "records", "save": "style", "token_html": "text"}
+_HOME = {"NEEDED": "records", "save": "style"}
 
 __all__ = [*FIGURES, *_HOME]  # noqa: PLE0604 - the names of the registry, once
 

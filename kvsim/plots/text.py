@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.states import TOKEN_STATES, token_states
+from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import kl_by_token
@@ -25,11 +24,8 @@ from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
-    KEPT,
     MISSED,
-    UNREAD,
     caption,
-    escaped,
     legend_of,
     short_text,
 )
@@ -43,14 +39,6 @@ _STYLE: tuple[Mapping[str, Any], ...] = (
     {"color": MISSED, "fontweight": "bold"},
     {"color": COLOURS[5]},
 )
-# backgrounds let light and dark pages keep the colour of their text
-_CSS = (
-    "color:#767676",
-    f"background:{KEPT}66;font-weight:bold",
-    "color:#767676;font-style:italic",
-    f"background:{MISSED}80;font-weight:bold",
-    f"background:{UNREAD}66",
-)
 #: Ends of the classes of KL in nats, half a decade apart.
 _ENDS = (0.03, 0.1, 0.3, 1.0, 3.0)
 #: One hue, in even steps of lightness on a white page; names of the classes.
@@ -60,8 +48,6 @@ KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:
 MOST = 4
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
-#: Characters of a token up to which a page shows it whole.
-LONGEST = 64
 # Points of a character's height, and inches of its width in matplotlib's own monospaced font.
 _SIZE = 8.0
 _WIDTH = 0.602 * _SIZE / 72
@@ -168,43 +154,6 @@ def kl_classes(kl: Floats) -> Ints:
     return np.searchsorted(_ENDS, kl)
 
 
-def token_html(
-    trace: TraceLike,
-    record: Record,
-    *,
-    layer: int = -1,
-    head: int = 0,
-    row: int | None = None,
-    start: int = 0,
-    stop: int | None = None,
-    needed: Ints | None = None,
-) -> str:
-    """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
-
-    The text of tokens is untrusted: all of it is escaped, none of it is in an attribute, and each
-    has at most `LONGEST` characters.
-    Positions from `start` up to and without `stop` are shown. needed: the last row that attends to
-    each, which distinguishes evicted tokens that a later row would attend to (`token_states`).
-    """
-    trace = as_trace(trace).evicting
-    states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
-    styles = dict(enumerate(zip(TOKEN_STATES, _CSS, strict=True)))
-    return styled_html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])
-
-
-def styled_html(pieces: Sequence[str], styles: Sequence[tuple[str, str]]) -> str:
-    """Return a `pre` with a `span` for each run of tokens of one title and CSS; text is escaped."""
-    spans, first = [], 0
-    for last in range(1, len(pieces) + 1):
-        if last < len(pieces) and styles[last] == styles[first]:
-            continue
-        title, css = styles[first]
-        text = html.escape("".join(map(_visible, pieces[first:last])))
-        spans.append(f'<span title="{html.escape(title)}" style="{css}">{text}</span>')
-        first = last
-    return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
-
-
 def _page(height: float, subject: str, levels: Iterable[str]) -> tuple[Figure, Axes]:
     """A figure with a caption above so many lines of characters, and room for a legend below."""
     figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
@@ -243,9 +192,3 @@ def _placed(text: Sequence[str], lines: int) -> list[tuple[int, int, str]]:
         if "\n" in token:
             line, column = line + 1, 0
     return placed
-
-
-def _visible(text: str) -> str:
-    """Text of a token, newlines shown and control characters escaped; a long one is cut."""
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}\u2026"
-    return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import kvsim
+from apps.dashboard.html_text import token_html
 from kvsim import plots
 from kvsim.analysis.kept.states import (
     strips_after,
@@ -22,7 +23,7 @@ OF_LAYER = {
     "middle_coverage": plots.middle_coverage,
     "position_density": plots.position_density,
     "token_text": plots.token_text,
-    "token_html": plots.token_html,
+    "token_html": token_html,
     "lift_bars": plots.lift_bars,
     "token_states": token_states,
     "strips_after": lambda trace, record, layer, head=0: strips_after(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvsim
+from apps.dashboard.html_text import token_html
 from kvsim.analysis.kept.text import spaced
-from kvsim.plots import token_html
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from tests.dashboard.test_retention import said, texts

@@ -12,11 +12,10 @@ from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import kl_by_token
 from kvsim.errors import KvsimError
-from kvsim.plots import token_html
 from kvsim.plots.style import COLOURS
 
 from .. import cache, controls, elements, line_charts, readings, replays, runs
-from ..response_text import KL_LEGEND, kl_by_event, kl_html
+from ..html_text import KL_LEGEND, kl_by_event, kl_html, token_html
 
 #: Seconds for which an event is shown where events play.
 SECONDS = 1.5

@@ -48,9 +48,9 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
-    for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance.after_gap)
-        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance.keys_back)
+    for layer, (gaps, chance) in analysis.gaps.items():
+        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", chance.after_gap)
+        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", chance.keys_back)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:

@@ -201,13 +201,6 @@ class Gaps:
         return share(self.back, self.keys)
 
 
-@dataclass(frozen=True)
-class GapsAndChance(Gaps):
-    """Gaps, next to the means of the counts over all orders of the windows."""
-
-    chance: Gaps
-
-
 def gap_windows(trace: Trace) -> tuple[int, int]:
     """Return the row from which windows are taken, and their width; 0 if the trace is too short.
 
@@ -225,8 +218,10 @@ def attention_gaps(
     start: int | None = None,
     window: int | None = None,
     share: float = GAP_SHARE,
-) -> GapsAndChance:
-    """Gaps of the keys before row `start` over whole windows from there on.
+) -> tuple[Gaps, Gaps]:
+    """Gaps of the keys before row `start` over whole windows from there on, and by chance.
+
+    Chance has the means of the counts over all orders of the windows.
 
     Raises TraceError where there are no keys or not two windows, PolicyError for a layer that the
     trace does not have.
@@ -261,7 +256,7 @@ def attention_gaps(
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
     keys_in_top = (tops > 0).sum(-1)
     chance = Gaps(numbers @ expected, keys_in_top, numbers @ broken)
-    return GapsAndChance(gaps, keys_in_top, apart.sum(-1), chance)
+    return Gaps(gaps, keys_in_top, apart.sum(-1)), chance
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:

@@ -57,16 +57,6 @@ class Bursts:
         return np.stack([chance.share_in_runs(x, self.total, kept) for x in self.lengths])
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """Maximal runs [n] of all heads: length, and the events start <= j < stop that see them."""
-
-    head: Ints
-    length: Ints
-    start: Ints
-    stop: Ints
-
-
 def dropped_bursts(
     evicted_at: EvictedAt,
     lengths: Sequence[int] = LENGTHS,
@@ -76,26 +66,35 @@ def dropped_bursts(
     shape = len(evicted_at), len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
     gone = histogram(died, shape)[:, :-1].cumsum(-1)
-    runs = _maximal_runs(died, len(rows))
-    inside = [_alive(runs, shape, runs.length * (runs.length >= least)) for least in lengths]
+    head, length, start, stop = _maximal_runs(died, len(rows))
+
+    def alive(weight: Ints) -> Ints:
+        """Sum of the weights [n] of the runs that each event sees; [H, E]."""
+        changes = np.zeros(shape[0] * shape[1], np.int64)
+        for event, sign in ((start, 1), (stop, -1)):
+            sums = np.bincount(head * shape[1] + event, weight, changes.size)
+            changes += sign * sums.astype(np.int64)
+        return changes.reshape(shape).cumsum(-1)[:, :-1]
+
     longest = np.zeros(shape, np.int64)
-    np.maximum.at(longest, (runs.head, runs.start), runs.length)
+    np.maximum.at(longest, (head, start), length)
     return Bursts(
         rows,
         tuple(lengths),
         np.broadcast_to(rows + 1, gone.shape),
         gone,
-        _alive(runs, shape, np.ones_like(runs.length)),
+        alive(np.ones_like(length)),
         np.maximum.accumulate(longest[:, :-1], -1),  # what is evicted stays so
-        np.stack(inside),
+        np.stack([alive(length * (length >= least)) for least in lengths]),
     )
 
 
-def _maximal_runs(died: Ints, n_events: int) -> _Runs:
+def _maximal_runs(died: Ints, n_events: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Every run that is maximal at some event, from the events [H, T] at which entries leave.
 
-    The run of the entry that leaves last in it reaches to the nearest entries that leave later, and
-    is maximal until one of these leaves.
+    Head, length, and the events start <= j < stop that see it [n] each. The run of the entry that
+    leaves last in it reaches to the nearest entries that leave later, and is maximal until one of
+    these leaves.
     """
     heads, width = len(died), died.shape[1] + 1
     # heads in one line, an entry that never leaves before, between and behind them
@@ -108,16 +107,7 @@ def _maximal_runs(died: Ints, n_events: int) -> _Runs:
     _, indices = np.unique(left * (n_events + 1) + level, return_index=True)
     left, right, level = left[indices], right[indices], level[indices]
     stop = np.minimum(line[left - 1], line[right + 1])
-    return _Runs((left - 1) // width, right - left + 1, level, stop)
-
-
-def _alive(runs: _Runs, shape: tuple[int, int], weight: Ints) -> Ints:
-    """Sum of the weights [n] of the runs that each event sees; [H, E]; shape is (H, E + 1)."""
-    size = shape[0] * shape[1]
-    changes = np.zeros(size, np.int64)
-    for event, sign in ((runs.start, 1), (runs.stop, -1)):
-        changes += sign * np.bincount(runs.head * shape[1] + event, weight, size).astype(np.int64)
-    return changes.reshape(shape).cumsum(-1)[:, :-1]
+    return (left - 1) // width, right - left + 1, level, stop
 
 
 # ------------------------------------------- the nearest place on a line with a value above a bound

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,41 +73,36 @@ def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
     evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
     keys.
     """
-    return _UnitKeys.of(keys).similarity(evicted_at)
+    return _similarity(keys)(evicted_at)
 
 
-@dataclass(frozen=True)
-class _UnitKeys:
-    """Keys of a layer [H, T, d] at length 1, their squared lengths [H, T], and chances by row."""
+def _similarity(keys: Floats) -> Callable[[EvictedAt], WithChance]:
+    """`key_similarity` of keys; heads of a record that share a key head follow each other."""
+    length = np.linalg.norm(keys, axis=-1, keepdims=True)
+    unit = keys / np.where(length > 0, length, 1.0)
+    squares = (unit**2).sum(-1)
 
-    unit: Floats
-    squares: Floats
-    chance: dict[int, Floats] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, keys: Floats) -> Self:
-        length = np.linalg.norm(keys, axis=-1, keepdims=True)
-        unit = keys / np.where(length > 0, length, 1.0)
-        return cls(unit, (unit**2).sum(-1))
-
-    def similarity(self, evicted_at: EvictedAt) -> WithChance:
-        """`key_similarity`; heads of the record that share a key head follow each other."""
-        last = last_event(evicted_at)
-        kept = evicted_at[:, : last + 1] > last
-        each = len(kept) // len(self.unit)
-        if last not in self.chance:
-            self.chance[last] = self._mean_cosine(np.ones_like(kept[::each]))
-        heads = [self._mean_cosine(kept[head::each]) for head in range(each)]
-        return WithChance(np.stack(heads, axis=1).ravel(), self.chance[last].repeat(each))
-
-    def _mean_cosine(self, chosen: Bools) -> Floats:
+    def mean_cosine(chosen: Bools) -> Floats:
         """Mean over the pairs of the chosen [H, n]; [H]."""
         # the square of their sum has every pair twice, and each vector with itself
         n, weight = chosen.shape[1], chosen.astype(np.float64)
-        total = (weight[:, None] @ self.unit[:, :n])[:, 0]
-        itself = (weight * self.squares[:, :n]).sum(-1)
+        total = (weight[:, None] @ unit[:, :n])[:, 0]
         count = chosen.sum(-1)
-        return share((total**2).sum(-1) - itself, count * (count - 1))
+        pairs = (total**2).sum(-1) - (weight * squares[:, :n]).sum(-1)
+        return share(pairs, count * (count - 1))
+
+    @cache
+    def chance(last: int) -> Floats:
+        return mean_cosine(np.ones((len(unit), last + 1), bool))
+
+    def similarity(evicted_at: EvictedAt) -> WithChance:
+        last = last_event(evicted_at)
+        kept = evicted_at[:, : last + 1] > last
+        each = len(kept) // len(unit)
+        heads = [mean_cosine(kept[head::each]) for head in range(each)]
+        return WithChance(np.stack(heads, axis=1).ravel(), chance(last).repeat(each))
+
+    return similarity
 
 
 def key_similarities(
@@ -115,8 +110,8 @@ def key_similarities(
 ) -> list[list[WithChance]]:
     """For each record the similarity in each of its layers."""
 
-    def keys(layer: int) -> _UnitKeys:
+    def of_layer(layer: int) -> Callable[[EvictedAt], WithChance]:
         read = trace.read("k", slice(layer, layer + 1))[0]
-        return _UnitKeys.of(read.to(device, torch.float64).cpu().numpy())
+        return _similarity(read.to(device, torch.float64).cpu().numpy())
 
-    return by_layer(records, keys, lambda record, at, x: x.similarity(record.gone_after[at]))
+    return by_layer(records, of_layer, lambda record, at, of: of(record.gone_after[at]))

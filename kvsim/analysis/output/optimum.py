@@ -32,23 +32,14 @@ def optimum(
     Terms are the events, the protected entries, and the places of each layer: the budget of each
     head or of all heads of a layer together, or, where layers have budgets of their own or rows of
     the prompt are dropped, the entries that the record keeps after each event. Mass is full
-    attention of the rows after the prompt, summed over the query heads of a group.
+    attention of the rows after the prompt, summed over the query heads of a group. `device` is cpu,
+    cuda or auto, `memory` the bytes that a block of layers may take, 2 GiB by default.
 
-    Args:
-        trace: the replayed trace.
-        policy: the replayed policy.
-        record: its record, which sets the terms.
-        device: cpu, cuda or auto.
-        memory: bytes that a block of layers may take, 2 GiB by default.
-
-    Returns:
-        A record whose `internals` hold one `Plans` with the certificate in its notes; a pool is a
-        head, or all heads of a layer. price [layer, pool, event] of a place; places [layer, pool,
-        event]; retained, bound and chance [layer, pool]: the mass of entries without protection,
-        here, at most, and on average in random sets, as shares of a row's attention.
-
-    Raises:
-        MemoryLimitError: one layer takes more than `memory`, as with thousands of events.
+    The record's `internals` hold one `Plans` with the certificate in its notes; a pool is a head,
+    or all heads of a layer. price [layer, pool, event] of a place; places [layer, pool, event];
+    retained, bound and chance [layer, pool]: the mass of entries without protection, here, at most,
+    and on average in random sets, as shares of a row's attention. Raises MemoryLimitError where one
+    layer takes more than `memory`, as with thousands of events.
     """
     return OptimumTerms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
 
