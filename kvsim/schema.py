@@ -112,23 +112,15 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return remarks, of those that differ in numbers alone the first and how many more there are.
+    """Return remarks once, a line for those that differ in the name before a colon alone.
 
-    One line for those that differ in the name before a colon. remarks: several may be lines of one
-    text.
+    remarks: several may be lines of one text.
     """
     names: dict[str, list[str]] = {}
     for line in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
         name, colon, text = line.partition(": ")
         names.setdefault(text if colon else line, []).extend([name] * bool(colon))
-    alike: dict[str, list[str]] = {}
-    for text, of_text in names.items():
-        lead = first_of(of_text) + ": " * bool(of_text)
-        alike.setdefault(text.translate(_NO_NUMBERS), []).append(lead + text)
-    return [first + f" (and {len(more)} like it)" * bool(more) for first, *more in alike.values()]
-
-
-_NO_NUMBERS = str.maketrans("", "", "0123456789.")
+    return [first_of(each) + ": " * bool(each) + text for text, each in names.items()]
 
 
 def rounded(value: float, form: str) -> str:

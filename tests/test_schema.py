@@ -29,11 +29,9 @@ def test_units_of_sizes_are_powers_of_1000_or_of_1024(text, size):
     assert size_in_bytes(text) == size
 
 
-def test_remarks_that_differ_in_names_or_numbers_are_one_line():
-    """Names are listed and counted; of other numbers the first stands for all."""
+def test_remarks_that_differ_in_names_are_one_line():
+    """Names are listed and counted."""
     of_traces = [f"t{place}: asks 8 tokens" for place in range(5)]
-    budgets = [f"snapkv: exceeds half of {n}" for n in (32, 64, 32)]
 
     assert merged(of_traces) == ["t0, t1, t2 and 2 more: asks 8 tokens"]
-    assert merged(budgets) == ["snapkv: exceeds half of 32 (and 1 like it)"]
     assert merged(["a: x\nof all", "b: x\nof all", ""]) == ["a, b: x", "of all"]

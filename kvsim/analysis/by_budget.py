@@ -45,11 +45,10 @@ def means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:
     if means.height:
         return means
     measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)
-    if measured.is_empty():
-        raise PolicyError("the table has no results of policies, expected some; finish the run")
     raise PolicyError(
-        f"the table has no value of {metric} for any policy; it has {', '.join(measured)}; "
-        f"replay with --metric {metric}, or compare by another metric"
+        f"the table has no value of {metric} for any policy; it has "
+        f"{', '.join(measured) or 'none of any metric'}; finish the run, replay with --metric "
+        f"{metric}, or compare by another metric"
     )
 
 

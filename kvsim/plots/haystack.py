@@ -51,19 +51,16 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     """
     table = labelled(as_table(table))
     metrics = listed(metrics)
-    (name, *more) = metrics
-    if more or name not in _SHOWN:
-        raise PolicyError(
-            f"metrics are {', '.join(metrics)}; expected one of {', '.join(_SHOWN)} for needles"
-        )
-    named = all(label in table for label in _LABELS)
+    name = metrics[0]
+    named = all(label in table for label in _LABELS) and metrics == [name] and name in _SHOWN
     complete = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if named else pl.lit(value=False)
     values = table.filter(complete, pl.col("metric") == name)
     means = averages(values, _LABELS) if values.height else values
     if not means.height:
         raise PolicyError(
-            f"the table has no {name} by length and depth; it takes prompts with a needle "
-            "and both labels, as `kvsim prompts --model smollm2 --task needle` writes them"
+            f"the table has no {', '.join(metrics)} by length and depth; it takes one of "
+            f"{', '.join(_SHOWN)}, and prompts with a needle and both labels, as `kvsim prompts "
+            "--model smollm2 --task needle` writes them"
         )
     lengths, depths = (means[label].unique().sort().to_list() for label in _LABELS)
     policies = means["policy"].unique(maintain_order=True).to_list()

@@ -275,5 +275,5 @@ def test_what_cannot_be_compared_is_refused(real):
         compare(real, "regret")
     with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
         compare(real, against="tov")
-    with pytest.raises(PolicyError, match="the table has no results of policies"):
+    with pytest.raises(PolicyError, match="it has none of any metric; finish the run"):
         compare(real.clear())

@@ -146,15 +146,12 @@ def window_overlap(
     layer = trace_layer(trace, layer)
     width = default_window(trace.n_pos) if window is None else window
     domain = trace.n_pos - 4 * width
-    if width < 1 or domain < 1:
+    if width < 1 or domain < 1 or layer in trace.windowed:
+        local = trace.formulas[layer].local or "no window"
         raise TraceError(
-            f"{trace.name} has {trace.n_pos} rows: four windows of {width} leave no keys before "
-            "them; give a smaller window or a longer trace"
-        )
-    if layer in trace.windowed:
-        raise TraceError(
-            f"layer {layer} of {trace.name} has {trace.formulas[layer].local}, so later "
-            "rows cannot attend to most keys; expected a layer that sees the whole text"
+            f"{trace.name}: four windows of {width} rows leave {max(0, domain)} keys before them, "
+            f"and layer {layer} has {local}; expected keys that all four see: give a smaller "
+            "window, a longer trace, or a layer that sees the whole text"
         )
     blocks = row_blocks(domain, trace.n_pos, width)
     scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]
