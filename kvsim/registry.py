@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 #: The file that declares kvsim's own entry points, in a checkout.
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
-#: The group of commands, of which kvsim always has some.
-COMMANDS = "kvsim.commands"
 
 
 class Registry(Mapping[str, T]):
@@ -77,25 +75,22 @@ class Registry(Mapping[str, T]):
         return self._loaded[name]
 
     def _load(self, point: EntryPoint) -> T:
+        loaded, cause = None, None
         try:
-            loaded: Any = point.load()
+            loaded = point.load()
             if isinstance(loaded, Mapping):
                 loaded = loaded[point.name]
+            expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in self._types)
+            reason = f"it is of type {type(loaded).__name__}; expected {expected}"
         except (Exception, SystemExit) as error:  # a package is anybody's code
             if _project(point) == "kvsim":
                 raise
+            cause, reason = error, f"{type(error).__name__}: {error_line(error)}"
+        if cause or not isinstance(loaded, self._types):
             raise PackageError(
                 f"the {self.kind} {point.name!r} of {_owner(point)} cannot be loaded from "
-                f"{point.value!r}: {type(error).__name__}: {error_line(error)}; mend the package, "
-                f"or uninstall {_project(point)}"
-            ) from error
-        if not isinstance(loaded, self._types):
-            expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in self._types)
-            raise PackageError(
-                f"the {self.kind} {point.name!r} of {_owner(point)} is of type "
-                f"{type(loaded).__name__}; expected {expected}: mend {point.value!r}, or uninstall "
-                f"{_project(point)}"
-            )
+                f"{point.value!r}: {reason}; mend the package, or uninstall {_project(point)}"
+            ) from cause
         kept: T = loaded
         return kept
 
@@ -114,17 +109,11 @@ def declared(group: str) -> list[EntryPoint]:
 
     Those of a checkout are read from its `pyproject.toml`: what was installed from it may be older.
     """
-    found = [*_installed().select(group=group)]
-    own = _of_checkout()
-    if own is not None:
-        others = [point for point in found if _project(point) != "kvsim"]
-        return [*(EntryPoint(*each, group) for each in own.get(group, {}).items()), *others]
-    if not any(_project(point) == "kvsim" for point in _installed().select(group=COMMANDS)):
-        raise PackageError(
-            f"{PROJECT.parent} has kvsim without the metadata that names its commands; expected an "
-            "installation of this version: pip install --force-reinstall kvsim"
-        )
-    return found
+    found, own = [*_installed().select(group=group)], _of_checkout()
+    if own is None:
+        return found
+    others = [point for point in found if _project(point) != "kvsim"]
+    return [*(EntryPoint(*each, group) for each in own.get(group, {}).items()), *others]
 
 
 _installed = cache(entry_points)  # a scan of all installed packages

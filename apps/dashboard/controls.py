@@ -21,7 +21,7 @@ import kvsim
 from kvsim import Trace
 from kvsim.cli.shared import parse_set
 from kvsim.core.options import declared
-from kvsim.core.parameters import AtLeast, Between, parameters
+from kvsim.core.parameters import parameters
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.experiment import Experiment
 from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
@@ -315,8 +315,7 @@ def event(rows: Sequence[int], where: Where, label: str = "After the event of ro
 
 def _least(name: str) -> float:
     """Return the lower bound of a parameter of AMS."""
-    bound = get_args(parameters(AMS)[name].hint)[1]
-    return float(bound.limit if isinstance(bound, AtLeast) else cast("Between", bound).least)
+    return float(get_args(parameters(AMS)[name].hint)[1].limit)
 
 
 def ams(trace: Trace, budget: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _in_full(policy: Description) -> str:
     base, _, preset = policy.name.partition("@")
     if ":" not in base:
         entry = entry_of(policy.name)
-        pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
+        pieces = (entry.piece, entry.layer_budgets)
         modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
         docs = [sys.modules[module].__doc__ for module in modules]
         if policy.kind in BEHIND:

@@ -16,7 +16,6 @@ import math
 import numbers
 import operator
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property, partial
@@ -36,96 +35,78 @@ from typing import (
 from kvsim.errors import KvsimError, PolicyError
 
 
-class Bound(ABC):
-    """A condition on a number; as text, its words in "an integer ..."."""
-
-    #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
-    before: ClassVar[bool] = False
-
-    @abstractmethod
-    def allows(self, value: float) -> bool:
-        """Whether a number is within the bound; False for NaN."""
-
-
 @dataclass(frozen=True)
-class _Limit(Bound):
-    limit: float
+class Bound:
+    """A condition on a number, never met by NaN; as text, its words in "an integer ..."."""
+
+    limit: float = 0
+    most: float = math.inf
 
     words: ClassVar[str]
+    #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
+    before: ClassVar[bool] = False
     compare: ClassVar[Callable[[float, float], bool]]
 
     def allows(self, value: float) -> bool:
+        """Whether a number is within the bound."""
         return type(self).compare(value, self.limit)
 
     def __str__(self) -> str:
-        return f"{self.words} {self.limit:.10g}"
+        return self.words.format(self)
 
 
-class AtLeast(_Limit):
+class AtLeast(Bound):
     """value >= limit, infinity included."""
 
-    words, compare = "of at least", operator.ge
+    words, compare = "of at least {0.limit:.10g}", operator.ge
 
 
-class AtMost(_Limit):
+class AtMost(Bound):
     """value <= limit."""
 
-    words, compare = "at most", operator.le
+    words, compare = "at most {0.limit:.10g}", operator.le
 
 
-class Above(_Limit):
+class Above(Bound):
     """value > limit, infinity included."""
 
-    words, compare = "above", operator.gt
+    words, compare = "above {0.limit:.10g}", operator.gt
 
 
-class Below(_Limit):
+class Below(Bound):
     """value < limit."""
 
-    words, compare = "below", operator.lt
+    words, compare = "below {0.limit:.10g}", operator.lt
 
 
-@dataclass(frozen=True)
 class Between(Bound):
-    """least <= value <= most."""
+    """limit <= value <= most."""
 
-    least: float
-    most: float
+    words = "from {0.limit:g} to {0.most:g}"
 
     def allows(self, value: float) -> bool:
         """Both ends included."""
-        return self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        return f"from {self.least:g} to {self.most:g}"
+        return self.limit <= value <= self.most
 
 
-@dataclass(frozen=True)
 class Finite(Bound):
-    """Neither infinite nor NaN."""
+    """Any real number that a double can hold."""
 
-    before: ClassVar[bool] = True
+    words, before = "finite", True
 
     def allows(self, value: float) -> bool:
-        """Any real number that a double can hold."""
+        """Neither infinite nor NaN."""
         return abs(value) <= sys.float_info.max
 
-    def __str__(self) -> str:
-        return "finite"
 
-
-@dataclass(frozen=True)
 class Odd(Bound):
-    """An odd integer, such as the width of a pooling that is centred on an entry."""
+    """1, 3, 5, ..., negative ones included: the width of a pooling centred on an entry."""
 
-    before: ClassVar[bool] = True
+    words, before = "odd", True
 
     def allows(self, value: float) -> bool:
-        """1, 3, 5, ..., negative ones included."""
+        """An odd integer."""
         return value % 2 == 1
-
-    def __str__(self) -> str:
-        return "odd"
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class Reader(Piece, ABC):
 
     #: entries of a page
     page: int = 1
+    #: the part of the budget that a row reads
+    share: float = 1.0
     #: query heads that read the same pages
     heads: Heads = "query"
     #: the first layers, in which every row reads everything
@@ -108,7 +110,7 @@ class Reader(Piece, ABC):
 
     def count(self, budget: int) -> int:
         """Pages that a row reads, where the budget says it."""
-        raise NotImplementedError(f"{self.label}: how many pages a row reads")
+        return max(1, int(self.share * budget) // self.page)
 
     @abstractmethod
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:

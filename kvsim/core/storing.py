@@ -72,8 +72,13 @@ class Codec(Piece, ABC):
         """
         raise NotImplementedError(f"channels of {self.label}")
 
+    def block(self, dim: int) -> int:
+        """Channels that are stored together; a head has a multiple of them."""
+        return 1
+
     def check(self, dim: int) -> None:
         """Raise PolicyError for a head dimension that the codec has no rule for."""
+        check_channels(self.label, dim, self.block(dim))
 
     @abstractmethod
     def keys(self, groups: Tensor) -> Tensor:
@@ -86,6 +91,12 @@ class Codec(Piece, ABC):
     @abstractmethod
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of a stored key and of a stored value, with their share of scales."""
+
+
+def check_channels(label: str, dim: int, unit: int) -> None:
+    """Raise PolicyError where the channels of a head are no whole units."""
+    if dim % unit:
+        raise PolicyError(f"{label}: a head has {dim} channels; expected a multiple of {unit}")
 
 
 def stored_after(evicted_at: Tensor, clock: Clock, first: int) -> Tensor:

@@ -27,9 +27,8 @@ from kvsim.policies.model import described, differ, model_of
 from kvsim.store import open_trace
 
 _WAYS = (
-    'give calibration="prefix:64" (the first 64 rows of each trace), another trace or the path of '
-    'one (the same model on another text), or "oracle" (every row of each trace, later ones '
-    "included)"
+    'give calibration="prefix:64" (the first 64 rows of each trace), another trace of the same '
+    'model, or "oracle" (every row, later ones included)'
 )
 
 
@@ -61,14 +60,11 @@ class Calibration(str):
         if isinstance(given, str) and re.fullmatch(r"prefix:0*[1-9]\d*", given, re.ASCII):
             rows = int(given.removeprefix("prefix:"))
             return cls(f"prefix:{rows}", rows=rows)
-        if given is None:
-            raise PolicyError(f"{policy}: calibration is missing; {_WAYS}")
         try:
-            trace = given if isinstance(given, Trace) else open_trace(given)
+            trace = given if isinstance(given, Trace) else open_trace(given or "")
         except TraceError as error:
-            raise PolicyError(
-                f"{policy}: calibration is {str(given)!r} ({error}); {_WAYS}"
-            ) from error
+            found = f"{str(given)!r} ({error})" if given else "missing"
+            raise PolicyError(f"{policy}: calibration is {found}; {_WAYS}") from error
         return cls(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}", trace=trace)
 
     def learned(self, scorer: Calibrated, view: View) -> tuple[Tensor, ...]:
@@ -76,12 +72,11 @@ class Calibration(str):
 
         From another trace they are taken once.
         """
-        learn, rotated = scorer.learn, scorer.rotated
+        learn, rotated, heads = scorer.learn, scorer.rotated, view.pos.shape[1]
         if self.trace is None:
             stop = view.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
             return view.once((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
-        heads = view.pos.shape[1]
         if scorer not in self._learned:
             layers = (
                 learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])

@@ -28,10 +28,6 @@ class TopK(Reader):
     heads: Heads = "query"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    def count(self, budget: int) -> int:
-        """Entries that a row reads."""
-        return max(1, int(self.share * budget))
-
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Logits of a query head by itself, else attention; [H, G, w, n]."""
         z = logits(queries, pages)

@@ -58,10 +58,6 @@ class DoubleSparsity(Sourced, Reader):
                 f"{trace.prompt_len} tokens; expected no more rows than the prompt has"
             )
 
-    def count(self, budget: int) -> int:
-        """Entries that a row reads."""
-        return max(1, int(self.share * budget))
-
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Products of labels [H, G, w, n]."""
         at = self._heavy(pages)

@@ -42,7 +42,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
 from kvsim.files import read_input
-from kvsim.policies.model import described, differ, is_model, model_of, note_digest
+from kvsim.policies.model import described, differ, is_model, model_of
 from kvsim.schema import plural
 from kvsim.store.archive import decode_array
 
@@ -63,12 +63,14 @@ class HeadPlan:
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, label: str = "duo", axes: str = "layers, KV heads") -> HeadPlan:
+    def open(cls, path: Path, label: str = "duo", percents: int = 0) -> HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
         try:
-            return cls(*_content(path, axes))
+            return cls(*_content(path, percents))
         except (OSError, ValueError, RecursionError) as error:
-            raise refused(label, path, error_line(error)) from error
+            raise PolicyError(
+                f"{label}: {path}: {error_line(error)}; give a plan that `kvsim heads` has written"
+            ) from error
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -104,13 +106,18 @@ class Planned(Allocator):
     file: str
     digest: str = ""
 
-    #: of the numbers of a plan
-    axes: ClassVar[str] = "layers, KV heads"
+    #: shares of entries for so many per cents; 0 of a score for each head
+    percents: ClassVar[int] = 0
     across_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        note_digest(self, self._plan.digest, "the plan that the result names")
+        found = self._plan.digest
+        if self.digest not in ("", found):
+            raise PolicyError(
+                f"{self.label}: {self.file} has the digest {found}; expected {self.digest}"
+            )
+        object.__setattr__(self, "digest", found)
 
     def check(self, trace: Trace) -> None:
         """The plan was measured on the same model, as far as it says on which."""
@@ -125,7 +132,7 @@ class Planned(Allocator):
 
     @cached_property
     def _plan(self) -> HeadPlan:
-        return HeadPlan.open(Path(self.file), self.label, self.axes)
+        return HeadPlan.open(Path(self.file), self.label, self.percents)
 
 
 @dataclass(frozen=True)
@@ -185,12 +192,7 @@ class Duo(Planned):
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
 
 
-def refused(label: str, path: Path, reason: str) -> PolicyError:
-    """Return the error of a file that is no plan for the policy `label`."""
-    return PolicyError(f"{label}: {path}: {reason}; give a plan that `kvsim heads` has written")
-
-
-def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
+def _content(path: Path, percents: int) -> tuple[list[Any], dict[str, Any]]:
     """Numbers and training of a file, also of authors' files. Raises ValueError for others."""
     facts: Any = {"version": VERSION}
     data = read_input(path)
@@ -202,16 +204,18 @@ def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
         facts = json.loads(data)
     known = isinstance(facts, dict) and integer(facts.get("version")) == VERSION
     scores = np.array(facts.get("scores") if known else None, dtype=object)
-    training = facts.get("training", {}) if known else None
-    if (
-        not isinstance(training, dict)
-        or not is_model(training.get("model", {}))
-        or scores.ndim != axes.count(",") + 1
-        or not scores.size
-        or not all(map(is_finite, scores.flat))
-    ):
+    training: Any = facts.get("training", {}) if known else None
+    valid = isinstance(training, dict) and is_model(training.get("model", {}))
+    if percents:
+        valid &= scores.ndim == 3 and len(scores) == percents
+        valid &= all(is_finite(x) and 0 <= x <= 1 for x in scores.flat)
+        expected = f"shares from 0 to 1 [{percents}, layers, KV heads]"
+    else:
+        valid &= scores.ndim == 2 and all(map(is_finite, scores.flat))
+        expected = "finite numbers [layers, KV heads]"
+    if not valid or not scores.size:
         raise ValueError(
-            f"its scores have the shape {[*scores.shape]}; expected finite numbers [{axes}], "
-            f"version {VERSION} and facts on the training"
+            f"its scores have the shape {[*scores.shape]}; expected {expected}, version {VERSION} "
+            "and facts on the training"
         )
     return scores.astype(np.float64).tolist(), training

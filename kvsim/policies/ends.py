@@ -21,7 +21,6 @@ class Ends(Reader):
     usual: ClassVar[tuple[int, int, bool]]
     sink: int
     local: int | None
-    share: float
 
     def fitted(self, trace: Trace, budget: int) -> Reader:
         """With the local window of the budget."""

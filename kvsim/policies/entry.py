@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.pieces import Schedule, Uniform
+from kvsim.core.pieces import Even, Schedule, Uniform
 
 #: A class, or "FILE:CLASS" of one in kvsim.policies.
 Class = type[Any] | str
@@ -63,7 +63,7 @@ class Entry:
     schedule: Schedule | None = None
     cites: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    by_layer: Class | None = None
+    by_layer: Class = Even
     allocator: Class = Uniform
     positions: Literal["absolute", "slot"] = "absolute"
     per_query_head: bool = False
@@ -81,14 +81,15 @@ class Entry:
         return load(self.target)
 
     @property
-    def layer_budgets(self) -> type[Any] | None:
+    def layer_budgets(self) -> type[Any]:
         """The class of its budgets of layers."""
-        return None if self.by_layer is None else load(self.by_layer)
+        return load(self.by_layer)
 
     @property
     def paper(self) -> str:
         """The paper, such as `arXiv 2404.14469`; empty without one."""
-        module = sys.modules.get((self.layer_budgets or self.piece).__module__)
+        kind = self.piece if self.layer_budgets is Even else self.layer_budgets
+        module = sys.modules.get(kind.__module__)
         head = (getattr(module, "__doc__", None) or "").split("\n\n")[:2]
         cited = re.search(r"(arXiv|openreview) [\w.]*\w", " ".join(" ".join(head).split()))
         return self.cites or (cited[0] if cited else "")
@@ -129,6 +130,5 @@ class Entry:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Its parameters by name; one that pieces share is that of the first of them."""
-        first = parameters(self.piece)
-        then = {} if self.layer_budgets is None else parameters(self.layer_budgets)
+        first, then = parameters(self.piece), parameters(self.layer_budgets)
         return {key: each for key, each in {**first, **then, **first}.items() if key != "scorer"}

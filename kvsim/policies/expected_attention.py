@@ -20,8 +20,7 @@ The default epsilon, 0.01, is that of most of the paper's experiments; kvpress's
 weights of a head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are
 ranked almost only by ||v||. `value_norm="wo_v"` is the formula of the paper: the norm of the value
 after the output projection, averaged over the group. "v" is what the paper's experiments use;
-"none" ranks by a alone. By default the rotation is averaged over the positions; `rope="mixture"`
-averages exp(x) over them instead, at n_future times the cost.
+"none" ranks by a alone.
 
 `expected_attention@kvpress` has epsilon 0. At events in decoding it counts positions from the start
 of kvpress's query buffer (`origin="buffer"`). The buffer holds the rows since the last event
@@ -36,9 +35,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
-from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
@@ -59,19 +57,10 @@ class ExpectedAttention(Scorer):
     covariance: bool = True
     value_norm: Literal["none", "v", "wo_v"] = "v"
     query_buffer: Annotated[int, AtLeast(2)] = 256
-    rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
     log: bool = False
 
     protection = Scorer.protect_sinks
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.origin == "buffer" and self.query_buffer + 1 < self.sink + 2:
-            raise PolicyError(
-                f"expected_attention: query_buffer is {self.query_buffer}, of which the first "
-                f"{self.sink} (sink) are left out; expected at least {self.sink + 1}"
-            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -90,12 +79,12 @@ class ExpectedAttention(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""
-        fires = schedule.decodes(trace)
-        if self.origin == "buffer" and fires and (schedule.interval or 0) < self.sink + 2:
+        rows = min(schedule.interval or 0, self.query_buffer + 1)
+        if self.origin == "buffer" and schedule.decodes(trace) and rows < self.sink + 2:
             raise PolicyError(
-                f"expected_attention: interval is {schedule.interval}, and the first {self.sink} "
-                "rows (sink) of those since the last event are left out; expected at least "
-                f"{self.sink + 2}"
+                f"expected_attention: interval is {schedule.interval}, query_buffer is "
+                f"{self.query_buffer}, and the first {self.sink} rows (sink) since the last event "
+                f"are left out; expected at least {self.sink + 2} rows"
             )
 
     @property
@@ -114,7 +103,9 @@ class ExpectedAttention(Scorer):
             ("moments", start, stop, self.covariance),
             lambda: seen_moments(view, start, stop, covariance=self.covariance),
         )
-        logits = self._logits(view, mu, sigma, future)
+        # the transpose of the mean rotation over future..future+n_future-1
+        back = view.rope.rotate_mean(view.keys, 1 - future - self.n_future, self.n_future)
+        logits = expected_logits(back, mu, sigma, view.scale)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
         logits.masked_fill_(~scored, -torch.inf)
         if self.log:
@@ -133,15 +124,6 @@ class ExpectedAttention(Scorer):
             return max(self.sink, stop - self.query_buffer), stop, view.next_position
         buffered = min(view.interval or stop, self.query_buffer + 1, stop)
         return stop - buffered + self.sink, stop, buffered
-
-    def _logits(self, view: View, mu: Tensor, sigma: Tensor | None, future: int) -> Tensor:
-        if self.rope == "mixture":
-            return mixture_logits(
-                view.keys, mu, sigma, view.scale, view.rope, future, self.n_future
-            )
-        # the transpose of the mean rotation over future..future+n_future-1
-        back = view.rope.rotate_mean(view.keys, 1 - future - self.n_future, self.n_future)
-        return expected_logits(back, mu, sigma, view.scale)
 
     def _logarithm(self, view: View, logits: Tensor) -> Tensor:
         mean = logits.double().log_softmax(-1).logsumexp(2) - math.log(logits.shape[2])
@@ -169,9 +151,7 @@ def moments(
     """
     for block in blocks:
         before = merged(before, block, covariance=covariance)
-    if before is None:
-        raise ValueError("no rows, expected at least one")
-    count, mean, spread = before
+    count, mean, spread = cast("Moments", before)
     return count, mean, spread / count if covariance else None
 
 
@@ -196,37 +176,13 @@ def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float
     return out if sigma is None else out.add_(quadratic(keys, sigma), alpha=scale**2 / 2)
 
 
-def mixture_logits(
-    keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
-) -> Tensor:
-    """Log of the mean over positions start..start+count-1 of the expected exponentials.
-
-    As `expected_logits` of keys after the rotary embedding; a block of positions at a time.
-    """
-    layers, heads, n, dim = keys.shape
-    step = _per_block(layers * heads * mu.shape[2] * n * dim * keys.element_size())
-    total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)
-    for first in range(start, start + count, step):
-        at = torch.arange(first, min(first + step, start + count), device=keys.device)
-        # the rotation by -p is the transpose of the rotation by p
-        back = rope.rotate(keys.unsqueeze(2), -at.unsqueeze(-1))  # [L, H, positions, n, d]
-        each = expected_logits(back.flatten(2, 3), mu, sigma, scale)
-        total = torch.logaddexp(total, each.unflatten(-1, (len(at), n)).logsumexp(-2))
-    return total - math.log(count)
-
-
 def quadratic(x: Tensor, matrix: Tensor) -> Tensor:
     """x_j . matrix x_j [L, H, G, n] for x [L, H, n, d], matrix [L, H, G, d, d], in blocks."""
     layers, heads, groups, dim = matrix.shape[:4]
     wide = matrix.transpose(2, 3).flatten(3)  # [L, H, d, G * d]
-    step = _per_block(layers * heads * groups * dim * x.element_size())
+    step = max(1, LOGIT_BYTES // (layers * heads * groups * dim * x.element_size()))
     parts = []
     for part in x.split(step, dim=2):
         product = (part @ wide).unflatten(-1, (groups, dim))  # [L, H, block, G, d]
         parts.append(product.mul_(part.unsqueeze(3)).sum(-1).mT)
     return torch.cat(parts, dim=-1)
-
-
-def _per_block(size: int) -> int:
-    """How many things of `size` bytes are held at once."""
-    return max(1, LOGIT_BYTES // max(1, size))

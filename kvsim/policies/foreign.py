@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Policy, Scorer, Uniform
+from kvsim.core.policy import Even, Policy, Scorer, Uniform
 from kvsim.errors import KvsimError, PolicyError, error_line
 from kvsim.policies.catalogue import CATALOGUE, EVERY_ROW, PROMPT
 from kvsim.policies.entry import Entry
@@ -82,7 +82,12 @@ def takes_more(name: str) -> bool:
 def plain_scorer(where: str, name: Any) -> type[Any]:
     """The class of a scorer that evicts equally in all heads. Raises PolicyError for others."""
     entry = CATALOGUE.get(name) if isinstance(name, str) else None
-    if entry is None or entry.kind != "scorer" or entry.by_layer or entry.allocator is not Uniform:
+    if (
+        entry is None
+        or entry.kind != "scorer"
+        or entry.by_layer is not Even
+        or entry.allocator is not Uniform
+    ):
         raise PolicyError(f"{where}: its scorer is {name!r}; expected one such as snapkv")
     return entry.piece
 
@@ -96,8 +101,8 @@ def _of_plan(kind: str, file: str) -> tuple[Mapping[str, Any], list[type[Any]], 
     else:
         name, of_scorer, sink = allocator.scoring(file)
         scorer = plain_scorer(f"{kind}: {file}", name)
-        if not isinstance(of_scorer, dict) or not of_scorer.keys() <= parameters(scorer).keys():
-            raise PolicyError(f"{kind}: {file}: its scorer {name} has no parameters {of_scorer!r}")
+        with _explained(f"{kind}: {file}: its scorer {name} cannot be built from {of_scorer}"):
+            scorer(**of_scorer)
         values |= {"sink": sink, **of_scorer}
     return {**parameters(allocator), **parameters(scorer)}, [allocator, scorer], values
 

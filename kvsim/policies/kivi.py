@@ -8,7 +8,6 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.storing import Clock, Codec
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,9 @@ class Kivi(Codec):
         """Tokens that share limits."""
         return self.group, 1
 
-    def check(self, dim: int) -> None:
-        """Raise PolicyError where a head's channels are no whole groups."""
-        if dim % min(self.group, dim):
-            raise PolicyError(
-                f"{self.label}: a head has {dim} channels, which are no whole groups of "
-                f"{self.group}; expected a group that divides them"
-            )
+    def block(self, dim: int) -> int:
+        """Channels of a group of values."""
+        return min(self.group, dim)
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d]: each channel of a group by itself."""
@@ -56,14 +51,14 @@ class Kivi(Codec):
 
     def values(self, groups: Tensor) -> Tensor:
         """Values [N, 1, d]: `group` channels of a token by themselves."""
-        parts = groups.unflatten(-1, (-1, min(self.group, groups.shape[-1])))
+        parts = groups.unflatten(-1, (-1, self.block(groups.shape[-1])))
         out: Tensor = between_limits(parts, -1, self.bits_per_number).flatten(-2)
         return out
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers, and 32 for each group of them."""
         of_key = dim * (self.bits_per_number + 32 / self.group)
-        return of_key, dim * (self.bits_per_number + 32 / min(self.group, dim))
+        return of_key, dim * (self.bits_per_number + 32 / self.block(dim))
 
 
 def between_limits(x: Tensor, dim: int, bits: int) -> Tensor:

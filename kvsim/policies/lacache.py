@@ -35,7 +35,6 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,6 @@ class LaCache(Scorer):
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
     protection = Scorer.protect_sinks
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.span is not None and self.overlap >= self.span:
-            raise PolicyError(
-                f"lacache: overlap is {self.overlap}, span is {self.span}; expected a smaller "
-                "overlap, because neighbouring steps of a ladder differ"
-            )
 
     def ladder(self, n_layers: int) -> tuple[int, int, int]:
         """B, A and the layers from one step to the next."""

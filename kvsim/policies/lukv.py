@@ -33,13 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
-from kvsim.policies.duo import HeadPlan, Planned, refused
+from kvsim.policies.duo import HeadPlan, Planned
 
 #: Whole per cents at which a plan has shares.
 PERCENTS = 99
@@ -55,20 +53,13 @@ class LUKV(Planned):
 
     exact: bool = True
 
-    axes: ClassVar[str] = f"{PERCENTS}, layers, KV heads"
+    percents: ClassVar[int] = PERCENTS
     across_layers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares = np.array(self._plan.scores)
-        if len(shares) != PERCENTS or shares.min() < 0 or shares.max() > 1:
-            reason = f"its {len(shares)} shares are not {PERCENTS} between 0 and 1"
-            raise refused(self.label, Path(self.file), reason)
 
     @classmethod
     def scoring(cls, file: str) -> tuple[Any, Any, Any]:
         """The scorer of a plan by name, its parameters, and the first positions that stay."""
-        training = HeadPlan.open(Path(file), cls.label, cls.axes).training
+        training = HeadPlan.open(Path(file), cls.label, cls.percents).training
         defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK, **training}
         return defaults["scorer"], defaults["params"], defaults["sink"]
 

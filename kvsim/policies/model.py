@@ -68,16 +68,6 @@ def common_model(traces: Sequence[Trace]) -> dict[str, Any]:
     return common
 
 
-def note_digest(piece: Any, digest: str, advice: str) -> None:
-    """Set the digest of a piece's file. Raises PolicyError where the piece names another one."""
-    if piece.digest not in ("", digest):
-        raise PolicyError(
-            f"{piece.label}: {piece.file} has the digest {digest}; expected {piece.digest}, give "
-            f"{advice}"
-        )
-    object.__setattr__(piece, "digest", digest)
-
-
 def described(model: Mapping[str, Any]) -> str:
     """Name and shape of a model of `model_of`, and its weights where they are known."""
     layers, heads, dim = model["shape"]

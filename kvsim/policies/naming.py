@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvsim.core.arguments import listed
 from kvsim.core.parameters import Length, Parameter
 from kvsim.core.parameters import parameters as fields_of
-from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Uniform
+from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Schedule, Uniform
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign
@@ -99,7 +99,7 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     chain, behind = _parse(name)
     *outer, innermost = chain
     routed = _route(name, chain + behind, params)
-    built = _innermost(name, outer, innermost, behind, routed)
+    built = _innermost(name, chain, behind, routed)
     if any(part.entry.kind != "propagation" for part in outer):
         if built.allocator.yields:
             built = replace(built, allocator=Uniform())
@@ -132,48 +132,37 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
 
 
 def _innermost(
-    name: str,
-    outer: Sequence[Part],
-    part: Part,
-    behind: Sequence[Part],
-    routed: Sequence[Mapping[str, Any]],
+    name: str, chain: Sequence[Part], behind: Sequence[Part], routed: Sequence[Mapping[str, Any]]
 ) -> Policy:
     """The innermost policy: a scorer and what belongs to it, with defaults of its place."""
-    given = routed[len(outer)]
+    *outer, part = chain
+    entry, values = part.entry, dict(part.entry.params)
     if part.own:
-        return foreign.build(part.name, given)
-    inner: Mapping[str, Any] = {}
+        return foreign.build(part.name, routed[len(outer)])
     for around in (*outer, *behind):
-        inner = around.entry.inner.get(part.name.partition("@")[0], inner)
-    values = {key: inner[key] for key in inner.keys() & part.accepts.keys()}
+        inner = around.entry.inner.get(part.name.partition("@")[0], {})
+        values |= {key: inner[key] for key in inner.keys() & part.accepts.keys()}
     if outer and part.name == (first := outer[0].entry).default:
         # a propagation's own scorer takes values of its parameters over
         defaults = {key: each.default for key, each in first.parameters.items()}
-        of_first = {**defaults, **first.params, **routed[0]}
-        values |= {key: of_first[key] for key in first.shares}
-    values = {**part.entry.params, **values, **given}
+        values |= {key: {**defaults, **first.params, **routed[0]}[key] for key in first.shares}
+    values |= routed[len(outer)]
 
     def piece(kind: type[Any]) -> Any:
         return kind(**{key: values[key] for key in values.keys() & fields_of(kind).keys()})
 
-    entry, extra = part.entry, {}
-    try:
-        scorer = piece(entry.piece)
-        if entry.layer_budgets is not None:
-            extra["layer_budgets"] = piece(entry.layer_budgets)
-    except PolicyError as error:  # perhaps meant for a part behind that has the key, too
-        for other, key, full, _ in _keys((*outer, part, *behind)):
-            if key in given and full != key and other in behind and f" {key} is " in str(error):
-                hidden = full.replace("scorer__", "scorer.")
-                raise PolicyError(f"{error}; the {key} of {other.name} is {hidden}") from None
-        raise
-    if entry.schedule is not None:
-        extra["schedule"] = entry.schedule
+    own, schedule = piece(entry.piece), entry.schedule or Schedule()
     if entry.kind == "propagation":  # caches hold all that propagates
-        return Policy(name, Full(), Everything(), propagation=scorer, **extra)
-    allocator = load(entry.allocator)()
-    extra |= {"positions": entry.positions, "per_query_head": entry.per_query_head}
-    return Policy(name, scorer, allocator, **extra)
+        return Policy(name, Full(), Everything(), schedule, propagation=own)
+    return Policy(
+        name,
+        own,
+        load(entry.allocator)(),
+        schedule,
+        layer_budgets=piece(entry.layer_budgets),
+        positions=entry.positions,
+        per_query_head=entry.per_query_head,
+    )
 
 
 def _lengths(
@@ -199,9 +188,7 @@ def _lengths(
 
 def canonical(name: str) -> str:
     """Return a name as the catalogue has it, so that `TOVA` is `tova`; a user's own as it is."""
-    if not isinstance(name, str):
-        raise PolicyError(f"the name of the policy is {name!r}; expected text such as 'ams+tova'")
-    parts = map(str.strip, name.split("+"))
+    parts = map(str.strip, str(name).split("+"))
     return "+".join(part if ":" in part else part.lower() for part in parts)
 
 
@@ -358,13 +345,10 @@ def _check_order(name: str, chain: Sequence[Part]) -> None:
                 f"is an allocator and {chain[place - 1].name} around it needs a scorer; expected "
                 f"{part.name} in front, and at most one"
             )
+        elif place == len(chain) - 1 and not part.entry.innermost:
+            reason = f"does not say how entries are scored; name a scorer, too, such as {name}+tova"
         if reason:
             raise PolicyError(f"{name}: {part.name} {reason}")
-    if not chain[-1].entry.innermost:
-        raise PolicyError(
-            f"{name!r} says how entries are chosen but not how they are scored; "
-            f"name a scorer too, such as {name}+tova or {name}+expected_attention"
-        )
 
 
 def _route(

@@ -41,8 +41,8 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Allocator, Plan, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 from kvsim.policies.chunkkv import filled, sums
+from kvsim.policies.union import check_alike
 
 #: Norms of keys count as at least this.
 _LEAST_NORM = 1e-6
@@ -82,11 +82,7 @@ class Paged(Allocator):
         shared = scores.double()
         if self.heads == "all":
             alike = view.live if self.prompt == "heads" else view.pos
-            if bool((alike != alike[:, :1]).any()):
-                raise PolicyError(
-                    f"paged: heads hold different entries before the event after row {view.row}; "
-                    "expected the same, because they share pages; set heads=group"
-                )
+            check_alike("paged: heads", alike, alike[:, :1], "they share pages; set heads=group")
             if heads.stop:
                 shared = shared.sum(1, keepdim=True)
         if written:

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.storing import Codec
-from kvsim.errors import PolicyError
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -102,17 +101,13 @@ class BlockFloats(Codec):
 
     clocks = Codec.behind_window
 
-    def check(self, dim: int) -> None:
-        """Raise PolicyError where a head's channels are no whole blocks."""
-        if dim % min(_BLOCK, dim):
-            raise PolicyError(
-                f"{self.label}: a head has {dim} channels; expected a multiple of {_BLOCK}, the "
-                "channels of a block"
-            )
+    def block(self, dim: int) -> int:
+        """Channels of a block."""
+        return min(_BLOCK, dim)
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each block by itself."""
-        blocks = groups.unflatten(-1, (-1, min(_BLOCK, groups.shape[-1])))
+        blocks = groups.unflatten(-1, (-1, self.block(groups.shape[-1])))
         largest = blocks.abs().amax(-1, keepdim=True)
         scale = (largest / 6).clamp(max=448.0).to(torch.float8_e4m3fn).to(groups.dtype)
         x = blocks / scale.where(scale > 0, torch.inf)  # too small for a scale: all 0
@@ -124,5 +119,5 @@ class BlockFloats(Codec):
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Four bits a number, and eight for each block."""
-        both = 4.0 * dim + 8 * dim / min(_BLOCK, dim)
+        both = 4.0 * dim + 8 * dim / self.block(dim)
         return both, both

@@ -8,8 +8,8 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.reading import Heads, Pages
+from kvsim.core.storing import check_channels
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
 from kvsim.policies.ends import Ends
 
 #: Entries whose distances are computed together.
@@ -50,11 +50,7 @@ class PQCache(Ends):
 
     def check(self, trace: Trace) -> None:
         """Raise PolicyError where the parts of a key would differ in size."""
-        if trace.dim % self.subspaces:
-            raise PolicyError(
-                f"{self.label}: a key has {trace.dim} channels, which are no {self.subspaces} "
-                "subspaces of one size; expected a number that divides them"
-            )
+        check_channels(self.label, trace.dim, self.subspaces)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Coded logits [H, G, w, n]."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.storing import Codec
-from kvsim.errors import PolicyError
 from kvsim.policies.kivi import between_limits
 
 
@@ -49,13 +48,9 @@ class TurboQuant(Codec):
 
     clocks = Codec.behind_window
 
-    def check(self, dim: int) -> None:
-        """Raise PolicyError where there is no Hadamard matrix."""
-        if self.rotation == "hadamard" and dim & (dim - 1):
-            raise PolicyError(
-                f"{self.label}: a head has {dim} channels, for which there is no Hadamard matrix "
-                "here; expected a power of two; take rotation='random'"
-            )
+    def block(self, dim: int) -> int:
+        """The power of two that is the size of a Hadamard matrix."""
+        return 1 << (dim - 1).bit_length() if self.rotation == "hadamard" else 1
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, 1, d], each token by itself."""

@@ -53,13 +53,8 @@ class Union(Wrapper):
         """The reduced score, the same in every head that shares the set; [L, H, n]."""
         inner = self.inner(view)
         axes = (0, 1) if self.across == "layers" else (1,)
-        pos = view.pos
-        if bool((pos != pos[:1, :1]).any() if len(axes) > 1 else (pos != pos[:, :1]).any()):
-            raise PolicyError(
-                f"union: {self.across} hold different entries before the event after row "
-                f"{view.row}; expected one set for all of them; put no allocator or layer budgets "
-                "around or inside that give them different ones (ams, adakv, pyramidkv, cake)"
-            )
+        first = view.pos[: 1 if len(axes) > 1 else None, :1]
+        check_alike(f"union: {self.across}", view.pos, first, "no ams, adakv, pyramidkv, cake")
         scores = inner.values
         if self.reduction == "rank":
             scores = _ranks(scores, view.live & ~protected_by(self.scorer.protection, view))
@@ -68,6 +63,15 @@ class Union(Wrapper):
         else:
             shared = scores.double().mean(axes, keepdim=True)
         return Scores(shared.expand_as(scores), inner.columns)
+
+
+def check_alike(which: str, marks: Tensor, first: Tensor, cure: str) -> None:
+    """Raise PolicyError where heads or layers that share a set hold different entries.
+
+    marks [L, H, n]: of entries; first: of the first head or layer.
+    """
+    if bool((marks != first).any()):
+        raise PolicyError(f"{which} hold different entries; expected one set for all: {cure}")
 
 
 def _ranks(scores: Tensor, among: Tensor) -> Tensor:

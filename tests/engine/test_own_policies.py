@@ -80,7 +80,7 @@ def test_classes_of_ones_own_stand_before_a_scorer(name, same):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{}:Flat", ":Flat' says how entries are chosen but not how they are scored"),
+        ("{}:Flat", ":Flat does not say how entries are scored"),
         ("{}:flat+snapkv", ":flat scores by itself and takes no scorer"),
         ("snapkv+{}:Flat", ": snapkv scores by itself and takes no scorer inside"),
         ("union+{}:Flat+tova", ":Flat is an allocator and union around it needs a scorer"),

@@ -60,7 +60,7 @@ def test_one_set_needs_heads_that_hold_the_same():
     """An allocator that gives heads different sets ends with an error, as does a propagation."""
     trace = make_case("sharp", layers=2, heads=2, n=60, prompt_len=30, seed=2).trace()
 
-    with pytest.raises(PolicyError, match="union: heads hold different entries before the event"):
+    with pytest.raises(PolicyError, match="union: heads hold different entries"):
         kvsim.replay(trace, kvsim.policy("criticalkv+union+knorm"), 12, interval=8)
     with pytest.raises(PolicyError, match="drops rows of the prompt"):
         kvsim.policy("asl+union+snapkv", across="layers")

@@ -219,10 +219,10 @@ def test_files_of_the_authors_are_plans(folder):
         assert (kept.evicted_at == stored.evicted_at).all()
         assert kept.retained(29).sum(-1).tolist() == [[19, 11]] * 2
     for array, message in (
-        (ratios[:98], r"its 98 shares are not 99 between 0 and 1"),
-        (ratios[0], "expected finite numbers"),
-        (ratios + 0.1, "not 99 between 0 and 1"),
-        (ratios.astype(str), "expected finite numbers"),
+        (ratios[:98], r"\[98, 2, 2\]; expected shares from 0 to 1"),
+        (ratios[0], "expected shares from 0 to 1"),
+        (ratios + 0.1, "expected shares from 0 to 1"),
+        (ratios.astype(str), "expected shares from 0 to 1"),
         (np.full((99, 1, 1), None), r"lukv: .*no array of numbers \(it is object"),
     ):
         np.save(path, array, allow_pickle=True)
@@ -247,7 +247,7 @@ def test_what_cannot_be_planned_is_said(folder):
     for fields, message in (
         ({"scorer": "adakv"}, "its scorer is 'adakv'; expected one such as snapkv"),
         ({"scorer": "pyramidkv"}, "its scorer is 'pyramidkv'"),
-        ({"scorer": "tova"}, "its scorer tova has no parameters {'epsilon': 0.02}"),
+        ({"scorer": "tova"}, "its scorer tova cannot be built .*epsilon"),
         ({"sink": -1}, "sink is -1; expected an integer"),
         ({"params": {"epsilon": -1}}, "epsilon is -1; expected a finite number of at least 0"),
     ):
@@ -272,7 +272,7 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     status, text, _ = run(*command, "lukv", "--json")
     assert status == 0
     document = json.loads(text)
-    plan = HeadPlan.open(out, axes="99, layers, KV heads")
+    plan = HeadPlan.open(out, percents=99)
     assert document["policy"] == f"lukv:{out}"
     assert document["scores"] == plan.scores
     assert document["sha256"] == plan.digest == kvsim.policy(f"lukv:{out}").allocator.digest
@@ -282,7 +282,7 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     status, text, _ = run(*command, "lukv+knorm")
     assert status == 0
     assert "4 KV heads, the share of its entries that each loses when half of all leave" in text
-    assert HeadPlan.open(out, axes="99, layers, KV heads").training["scorer"] == "knorm"
+    assert HeadPlan.open(out, percents=99).training["scorer"] == "knorm"
     for words, message in (
         (("lukv", "--budget", "8"), "a plan for lukv has no --budget"),
         (("snapkv",), "--policy is 'snapkv'; expected duo, headkv, lukv or lukv\\+SCORER"),

@@ -53,7 +53,6 @@ _EXPECTED = {
     "covariance": True,
     "value_norm": "v",
     "query_buffer": 256,
-    "rope": "mean",
     "origin": "next",
     "log": False,
 }
