@@ -9,7 +9,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ _FEW = 16
 _AUTOCAST = torch.is_autocast_enabled
 
 
+class Generated(NamedTuple):
+    """Tokens of prompt and response, and what ended each answer, if anything did.
+
+    scores: `log_likelihoods` of each token of the response by the logits of the model, whatever
+    chose it; empty with several turns. questions: spans of later ones.
+    """
+
+    tokens: list[int]
+    ended: list[Ended | None]
+    scores: list[tuple[float, float]]
+    questions: list[tuple[int, int]]
+
+
 def generate(
     model: PreTrainedModel,
     ids: Sequence[int],
@@ -48,31 +61,28 @@ def generate(
     choice: Choice,
     stop: frozenset[int],
     completed: Callable[[Sequence[int], int], bool],
-    added: Callable[[list[int], int | None], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
     chunk: int,
     later: Sequence[tuple[Sequence[int], int]] = (),
     step: int = WHOLE,
     begun: tuple[Cache, int] | None = None,
-) -> tuple[list[int], list[Ended | None]]:
-    """Return the tokens of prompt and response, and what ended each answer, if anything did.
+) -> Generated:
+    """Generate a response, and an answer to each later question.
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
-    choice: of each token. stop: tokens that end the
-    response, as its last one. completed: called with the tokens so far and the start of the
-    answer, returns whether it ends here. added: called with each token of the response before it
-    goes through the model, and with the tokens of a question and where it begins. before_last:
+    choice: of each token. stop: tokens that end the response, as its last one. completed: called
+    with the tokens so far and the start of the answer, returns whether it ends here. before_last:
     called with the final length before the last forward. progress: called with (tokens done, most
     tokens possible) after every forward. chunk: the most rows of a forward. later: questions that
     follow an answer, and the most tokens of the answer to each. step: the most rows of a forward of
     one. begun: a cache, and how many rows at the beginning of the prompt have run over it.
     """
-    tokens = list(ids)
+    out = Generated([*ids], [], [], [])
+    tokens, turns = out.tokens, deque(later)
     start, most = len(tokens), len(tokens) + new_tokens
-    total, turns = most + sum(len(question) + n for question, n in later), deque(later)
-    ended_by: list[Ended | None] = []
+    total = most + sum(len(question) + n for question, n in later)
     generator = torch.Generator().manual_seed(choice.seed)
     choose = choice.begin(start, new_tokens, generator)
     cache, ran = begun or (full_cache(model), 0)
@@ -95,21 +105,24 @@ def generate(
             elif completed(tokens, start):
                 ended = "stop"
             if ended or len(tokens) == most:
-                ended_by.append(ended)
+                out.ended.append(ended)
                 if not turns:
                     before_last(len(tokens))
                     forward(last=True)
-                    return tokens, ended_by
+                    return out
                 question, count = turns.popleft()
                 question = following(question, tokens[-1], stop)
-                added(question, len(tokens))
+                out.questions.append((len(tokens), len(tokens) + len(question)))
                 tokens += question
                 inputs += question
                 start, most = len(tokens), len(tokens) + count
                 choose = choice.begin(start, count, generator)
-            tokens.append(choose(forward(last=False), tokens))
-            added(tokens[-1:], None)
-            inputs = tokens[-1:]
+            logits = forward(last=False)
+            inputs = [choose(logits, tokens)]
+            tokens += inputs
+            if not later:
+                target = torch.tensor([inputs], device=logits.device)
+                out.scores.extend(log_likelihoods(logits[None], target))
 
 
 def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
@@ -318,13 +331,9 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 class StopStrings:
     """Text that ends a response, searched in its decoded end after every token.
 
-    strings: the texts. tokenizer: decodes tokens; required if there are strings.
-
     A token is at least one byte of text (special tokens count as text), so a string of b bytes lies
-    in the last b tokens. Some more are decoded, because decoders may change the start of a text.
+    in the last b tokens. Eight more are decoded, because decoders may change the start of a text.
     """
-
-    _MORE = 8
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         if strings and tokenizer is None:
@@ -333,15 +342,14 @@ class StopStrings:
                 "give one, or leave --stop out"
             )
         self.strings, self.tokenizer = tuple(strings), tokenizer
-        longest = max((len(text.encode()) for text in strings), default=0)
-        self.tail = longest + self._MORE
+        self.tail = 8 + max((len(text.encode()) for text in strings), default=0)
 
     def completed(self, tokens: Sequence[int], start: int) -> bool:
         """Return whether the response, from token `start` on, now has a stop string."""
-        if not self.strings or len(tokens) == start:
+        if not self.strings:
             return False
         tail = list(tokens[max(start, len(tokens) - self.tail) :])
-        text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
+        text = str(self.tokenizer.decode(tail, skip_special_tokens=False)) if tail else ""
         return any(string in text for string in self.strings)
 
 

@@ -28,40 +28,34 @@ from kvsim.recorder.spans import needle_parts
 from kvsim.schema import LABELS
 from kvsim.text.answers import answer_text, check_answer
 
-# Types of the values of a key, and how errors call them.
-Kind = tuple[tuple[type, ...], str]
-
-_TEXT: Kind = (str,), "text"
-
 #: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
 
-# What belongs to one question and its answer.
-_OF_TURN: dict[str, Kind] = {
-    "question": _TEXT,
-    "answer": ((str, int, float, list), "text, a number or a list of them"),
-    "answers": ((list,), "a list of texts or numbers"),
-    "scorer": _TEXT,
-    "answer_prefix": _TEXT,
-    "response": ((str, list), "text or a list of token ids"),
-    "max_new_tokens": ((int,), "a number of tokens, at least 1"),
+# Types of the values of what belongs to one question and its answer, and of all keys that are read.
+Kinds = Mapping[str, tuple[type, ...]]
+_NAMES = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+_OF_TURN: Kinds = {
+    **dict.fromkeys(("question", "scorer", "answer_prefix"), (str,)),
+    "answer": (str, int, float, list),
+    "answers": (list,),
+    "response": (str, list),
+    "max_new_tokens": (int,),
 }
-
-# All keys that are read; others are ignored.
-_KINDS: dict[str, Kind] = {
-    "id": ((str, int), "text or a number"),
-    "prompt": ((str, list), "text, a chat or token ids"),
-    "messages": ((list,), "a chat"),
-    "tokens": ((list, int), "token ids, or their number"),
-    "context": ((str, int), "text before a text, or how many messages or tokens"),
-    "system": _TEXT,
-    "needle": ((str, list), "a text or several, or spans of token ids"),
-    "writer": ((str, dict), "text or an object"),
-    "metadata": ((object,), "anything"),
-    "difficulty": ((str, int), "text or a whole number"),
-    "turns": ((list,), "a list of objects with 'question'"),
+_LABELS: Kinds = dict.fromkeys(LABELS, (str, int, float))
+_KINDS: Kinds = {
+    "id": (str, int),
+    "prompt": (str, list),
+    "messages": (list,),
+    "tokens": (list, int),
+    "context": (str, int),
+    "system": (str,),
+    "needle": (str, list),
+    "writer": (str, dict),
+    "metadata": (object,),
+    "difficulty": (str, int),
+    "turns": (list,),
     **_OF_TURN,
-    **dict.fromkeys(LABELS, ((str, int, float), "text or a number")),
+    **_LABELS,
 }
 
 # Whose numbers stay as they are; elsewhere tables have 7.0 where a whole number is 7.
@@ -81,20 +75,12 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of a JSONL file or of a data set of a hub, in order.
 
-    A line or row has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose
-    contents are text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys
-    are ``id``, ``context``, ``needle``, ``response`` with its ``writer``, ``system``, ``answer``,
-    ``scorer`` with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or
-    ``difficulty``), ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is
-    a number. Empty lines and a byte order mark are skipped.
-
-    ``turns`` is a list of objects, each with a ``question`` that follows the answer before it, and
-    what belongs to it (answer, response, labels); the row then has no prompt but a ``context``, if
-    any.
-
-    Rows of kvpress's benchmarks have ``context`` and ``question`` instead, and optionally
-    ``answer_prefix``, ``answer`` or ``answers`` (text or a list), ``task`` and ``max_new_tokens``.
-    Without a ``scorer`` that of tasks of RULER is RULER's (`kvsim.text.answers.SCORERS`).
+    A line or row has ``prompt`` (text, or one of the next two), ``messages`` (a chat) or ``tokens``
+    (ids; a number is ignored), and any of the other fields of `Prompt`, with its labels as keys of
+    their own (``difficulty`` is ``level``). Or it has a ``question`` after its ``context``, as rows
+    of kvpress's benchmarks, whose ``answers`` are several; without a ``scorer`` that of tasks of
+    RULER is RULER's. Or ``turns``, a list of objects with a ``question`` each and the fields of
+    `Turn`. Other keys are ignored, and so are empty lines and a byte order mark.
 
     Args:
         path: a file in UTF-8, or ``hub:OWNER/NAME[:CONFIG][:SPLIT]``, which `datasets` loads; the
@@ -176,17 +162,18 @@ def _object(line: str | dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _values(row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
+def _values(row: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
     """Return what is read of a row, without null; CaptureError for a value of another type."""
     values = {}
-    for key, (types, expected) in kinds.items():
-        value = row.get(key)
-        if value is None:
+    for key, types in kinds.items():
+        if (value := row.get(key)) is None:
             continue
         values[key] = value = value if key in _AS_IS else _whole(value)
         fits = isinstance(value, types) and (object in types or not isinstance(value, bool))
         if not fits or (key == "max_new_tokens" and value < 1):
-            raise CaptureError(f"{key} is {reprlib.repr(value)}, expected {expected}")
+            expected = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
+            positive = " of at least 1" * (key == "max_new_tokens")
+            raise CaptureError(f"{key} is {reprlib.repr(value)}, expected {expected}{positive}")
     return values
 
 
@@ -238,7 +225,7 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 def _of_turns(row: Any, number: int, prompt: Mapping[str, Any]) -> Turn:
     """Return one of the `turns` of a row."""
-    kinds = {key: _KINDS[key] for key in (*_OF_TURN, *LABELS)}
+    kinds = {**_OF_TURN, **_LABELS}
     with naming(f"turn {number}"):
         unknown = sorted(row.keys() - kinds) if isinstance(row, dict) else []
         if unknown or not isinstance(row, dict) or not row.get("question"):

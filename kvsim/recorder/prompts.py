@@ -17,7 +17,7 @@ from kvsim.errors import CaptureError, TextError
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
-from kvsim.recorder.tokenization import encoding_notes, reasoning_begun, rendered, tokenize
+from kvsim.recorder.tokenization import doubled_notes, reasoning_begun, rendered, tokenize
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
@@ -98,7 +98,8 @@ class Encoded:
     """A prompt as token ids, and the text or messages that they were encoded from.
 
     needle: its token spans. response: token ids of a given response, None to generate one.
-    context_len: tokens of the context, None without one. notes: how ids differ from their text.
+    context_len: tokens of the context, None without one. notes: special tokens that are
+    there twice.
     opened: the mark of reasoning in which the response begins, such as ``<think>``. template: what
     the chat template was given beside messages.
     """
@@ -163,13 +164,7 @@ def encode(
     response = whole.response
     given = None if response is None else token_ids(response, model, tokenizer, "response")
     check_ids(ids, given or [], model)
-    texts = {"prompt": (text, ids), "response": (response, given or [])}
-    notes = [
-        note
-        for what, (each, tokens) in texts.items()
-        if isinstance(each, str)
-        for note in encoding_notes(each, tokens, tokenizer, what)
-    ]
+    notes = [] if text is None else doubled_notes(text, ids, tokenizer)
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:

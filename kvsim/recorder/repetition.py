@@ -60,19 +60,12 @@ def check_length(model: PreTrainedModel, context: int, probe: Probe, n_pos: int 
     n_pos: of the sequence that they belong to, which has the same frequencies.
     """
     limit = steady_length(model, context)
-    if limit is not None and n_pos > limit:
+    longest = max(n_pos, context + probe.longest)
+    if limit is not None and longest > limit:
         raise CaptureError(
-            f"beyond {limit} tokens the frequencies of the model's RoPE change, and a probe has "
-            f"those of its context of {context}; expected at most {limit} tokens; leave the probe "
-            "out, or give less text"
-        )
-    if limit is not None and context + probe.longest > limit:
-        room = limit - context
-        chunks = f"smaller chunks, such as `kvsim capture --probe repeat:{room // 2}`, or "
-        raise CaptureError(
-            f"a probe of {probe.longest} rows after a context of {context} tokens is longer than "
-            f"the model's context of {limit}; expected at most {room} rows; give "
-            f"{chunks if room > 1 else ''}a shorter prompt"
+            f"a context of {context} tokens and a probe of {probe.longest} rows take {longest} "
+            f"tokens, expected at most {limit}, the model's context, or where frequencies of its "
+            "RoPE change; give less text, or smaller chunks (--probe repeat:N)"
         )
 
 

@@ -75,9 +75,9 @@ class Rows:
         """Compare a response whose writer is known with the right one, ready for JSON."""
         if response is None or (self.response and self.prompt.writer is None):
             return None
-        prompt, encoded, tiny = self.prompt, self.encoded, is_tiny(self.model)
-        check = answer_check(prompt, encoded, response, tiny=tiny, longest=self.own_length)
-        self.notes += [] if check is None else reasoning_notes(encoded.opened + response)
+        opened, text, tiny = self.encoded.opened, self.encoded.text, is_tiny(self.model)
+        check = answer_check(self.prompt, response, opened, self.own_length, text, tiny=tiny)
+        self.notes += [] if check is None else reasoning_notes(opened + response)
         return check
 
     @property

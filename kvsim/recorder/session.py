@@ -20,7 +20,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, likelihoods, scoring
+from kvsim.recorder.answers import agreement, likelihoods
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.contexts import SharedContext
@@ -165,7 +165,7 @@ class Session(Rows):
                 found = score(self.model, tokens, len(self.encoded.ids), **ends)
                 self.scores, self.likeliest = found
                 return tokens, [self.written.ended] * (1 + len(self.turns))
-            return generate(
+            made = generate(
                 self.model,
                 self.encoded.ids,
                 new_tokens=min(self.new_tokens, self.options.longest),
@@ -174,9 +174,10 @@ class Session(Rows):
                 choice=self.choice,
                 stop=stop_tokens(self.model, self.tokenizer),
                 completed=self.stop.completed,
-                added=stack.enter_context(scoring(self.model, self._add, self.scores)),
                 **ends,
             )
+            self.scores, self.questions = made.scores, made.questions
+            return made.tokens, made.ended
 
     def _context(self, progress: Progress) -> tuple[Cache, int] | None:
         """Run a shared context, or go on behind it; return its cache and length."""
@@ -210,11 +211,6 @@ class Session(Rows):
             with self._leaving_out("o_proj"):
                 self.projections.receive(call)
             LayerEntries.note(self._entries, call, len(self.encoded.ids), self._recorder.last)
-
-    def _add(self, ids: list[int], question: int | None) -> None:
-        """Note where a question begins; ids: its tokens, or a token of an answer."""
-        if question is not None:
-            self.questions.append((question, question + len(ids)))
 
     def _store_projections(self) -> None:
         """Store the projections next to the trace, once all of them are checked."""

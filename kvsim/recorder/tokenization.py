@@ -17,7 +17,6 @@ from kvsim.schema import first_of, object_at
 from kvsim.text.answers import REASONING, open_reasoning
 
 _SHOWN_WORDS = 8
-_SHOWN_CHARACTERS = 24
 
 _REASONING = (*REASONING, *REASONING.values())
 
@@ -86,41 +85,17 @@ def _special_tokens(text: str, tokenizer: Any) -> str:
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
-def encoding_notes(text: str, ids: list[int], tokenizer: Any, what: str = "prompt") -> list[str]:
-    """Return notes on token ids that do not decode to their text, or begin or end twice.
-
-    what: the text in words. Its normalisation by the tokenizer's own normaliser is no difference,
-    nor is white space at its end or next to special tokens.
-    """
+def doubled_notes(text: str, ids: list[int], tokenizer: Any) -> list[str]:
+    """Return notes on special tokens that a text has and the tokenizer adds, at begin or end."""
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     start = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
-    notes = []
-    for verb, special, token in (
-        ("begins", ids[:start][-1:], plain[:1]),
-        ("ends", ids[start + len(plain) :][:1], plain[-1:]),
-    ):
-        if special and special == token:
-            notes.append(
-                f"the {what} {verb} with {tokenizer.decode(token)!r} twice: its text has it and "
-                "the tokenizer adds it; leave it out of the text"
-            )
-    decoded = tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    text, decoded = (_normalised(each, tokenizer) for each in (text, decoded))
-    if decoded != text:
-        pairs = enumerate(zip(text, decoded, strict=False))
-        first = next((n for n, (a, b) in pairs if a != b), min(len(text), len(decoded)))
-        cut = slice(first, first + _SHOWN_CHARACTERS)
-        notes.append(
-            f"the tokens of the {what} do not decode to its text: after {first} characters they "
-            f"have {decoded[cut]!r}, and the text has {text[cut]!r}"
-        )
-    return notes
-
-
-def _normalised(text: str, tokenizer: Any) -> str:
-    text = re.sub(rf"\s*({_special_tokens(text, tokenizer)})\s*", r"\1", text)
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    return (text if normalizer is None else str(normalizer.normalize_str(text))).rstrip()
+    ends = (ids[:start][-1:], plain[:1]), (ids[start + len(plain) :][:1], plain[-1:])
+    return [
+        f"the prompt has {tokenizer.decode(token)!r} twice at one end: its text has it and the "
+        "tokenizer adds it; leave it out of the text"
+        for special, token in ends
+        if special and special == token
+    ]
 
 
 def rendered(

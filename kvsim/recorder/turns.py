@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
-from kvsim.recorder.answers import reasoning_notes
+from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.facts import check_labels
 from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.options import Options
@@ -156,22 +156,18 @@ def describe_turns(
     ended: what ended each answer, None for its length.
     """
     prompt, tokenizer = session.prompt, session.tokenizer
-    content: Any = prompt.content
-    first = Turn(content, prompt.answer, prompt.scorer, labels=prompt.turn_labels)
-    out, answers = [], header.answers(len(tokens))
+    first = Turn(prompt.content, prompt.answer, prompt.scorer, labels=prompt.turn_labels)
     begun = [session.encoded.opened, *(each.opened for each in session.turns)]
-    for turn, span, end, opened in zip((first, *prompt.turns), answers, ended, begun, strict=True):
+    spans, written = header.answers(len(tokens)), prompt.response is None or prompt.writer
+    out = []
+    for turn, span, end, opened in zip((first, *prompt.turns), spans, ended, begun, strict=True):
         text, check = None, None
         if tokenizer is not None:
-            answer = list(tokens[slice(*span)])
-            text = response_text(answer, tokenizer)
-        checked = prompt.response is None or prompt.writer is not None
-        if checked and turn.answer is not None and text is not None:
-            check = text_check(opened + text, turn.answer, turn.scorer)
-            check |= {"opened": opened} if opened else {}
-            session.notes += reasoning_notes(opened + text)
+            text = response_text(tokens[slice(*span)], tokenizer)
             own = turn.max_new_tokens or prompt.max_new_tokens
-            check |= {"max_new_tokens": own} if own and session.longest is None else {}
+            longest = own if session.longest is None else None
+            check = answer_check(turn, text, opened, longest) if written else None
+            session.notes += reasoning_notes(opened + text) if check else []
         out.append(
             {
                 "question": turn.question if isinstance(turn.question, str) else None,

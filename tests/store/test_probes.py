@@ -80,7 +80,7 @@ def test_a_request_is_what_the_tokenizer_knows():
     class Words:
         """A tokenizer of single characters, which has them all."""
 
-        unk_token_id = None
+        unk_token_id, chat_template = None, "below"
 
         def __call__(self, text, add_special_tokens):
             assert not add_special_tokens

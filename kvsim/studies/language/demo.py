@@ -99,8 +99,7 @@ def _demo(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     from kvsim.store import open_trace
 
     trace, facts = _record(folder, say)
-    rows, by, tiny = _compare(trace, folder, TINY_HEAD, say)
-    say(_read_tiny(rows, by))
+    tiny = _compare(trace, folder, TINY_HEAD, say)
     trace = open_trace(sample_trace("smollm2"))
     layers = ", ".join(map(str, trace.layer_ids))
     say(
@@ -110,8 +109,8 @@ def _demo(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
         "the text asks for it, after the policies have evicted. KL and what stands with it were "
         "judged by the whole model, in which all 30 layers evict."
     )
-    rows, by, smollm2 = _compare(trace, folder, SMOLLM2_HEAD, say, SMOLLM2, sample_judged())
-    say(_read_smollm2(rows, by))
+    smollm2 = _compare(trace, folder, SMOLLM2_HEAD, say, SMOLLM2, sample_judged())
+    say(_seen_needle(smollm2["cells"]))
     return {"trace": facts, **tiny, "smollm2": smollm2}
 
 
@@ -145,15 +144,14 @@ def _compare(
     say: Callable[[str], None],
     prefix: str = "",
     judged: Path | None = None,
-) -> tuple[Rows, str, dict[str, Any]]:
-    """Replay, draw, save and print; return table, metric that ranks, and what `--json` prints.
+) -> dict[str, Any]:
+    """Replay, draw, save and print, and return what `--json` prints of it.
 
     head: layer and KV head of the retention map. prefix: of the names of files. judged: what a
     judge found before; by default `tiny` judges.
     """
     import polars as pl
 
-    from kvsim.analysis.evidence import ranking
     from kvsim.analysis.overview import SUMMARY, summarise
     from kvsim.analysis.table import available, in_order
     from kvsim.cli.replaying import fidelity_line, means
@@ -172,7 +170,6 @@ def _compare(
     run.save(folder / f"{prefix}run")
     shown, summary = available(SUMMARY, [trace]), summarise(run.table)
     rows, best = cells(summary), verdict(run.table, shown)
-    by = next(name for name in ranking(run.table, shown) if name in rows[0])
     if say is echo_text:
         echo_text(
             f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.\n"
@@ -182,7 +179,7 @@ def _compare(
         echo_text("" if judged else f"\n{means(run.table, shown)}")
         echo_text(fidelity_line(run.table))
     shares = fidelity_shares(run.table)
-    return rows, by, {**run.describe(), **best, "cells": rows, "fidelity": shares}
+    return {**run.describe(), **best, "cells": rows, "fidelity": shares}
 
 
 def _draw(trace: Trace, run: Run, folder: Path, prefix: str, head: tuple[int, int]) -> None:
@@ -195,29 +192,11 @@ def _draw(trace: Trace, run: Run, folder: Path, prefix: str, head: tuple[int, in
         (folder / f"{prefix}{name}.png").write_bytes(picture(figure, "png"))
 
 
-def _read_tiny(rows: Rows, by: str) -> str:
-    small = _ranked(rows, by, min(BUDGETS))
-    streaming = next(row for row in small if row["policy"] == "streaming_llm")
-    return (
-        f"At budget {min(BUDGETS)}, streaming_llm, which reads no attention, wipes out "
-        f"{streaming['wipeout']:.0%} of the regions of the sequence, {small[0]['policy']} "
-        f"{small[0]['wipeout']:.0%}."
-    )
-
-
-def _ranked(rows: Rows, by: str, budget: int) -> Rows:
-    """Return the cells of a budget, but for `full`, the best by a metric first."""
-    from kvsim.analysis.registry import METRICS
-
-    cells = [row for row in rows if row["budget"] == budget and row["policy"] != "full"]
-    return sorted(cells, key=lambda row: float(row[by]), reverse=METRICS[by].better == "higher")
-
-
-def _read_smollm2(rows: Rows, by: str) -> str:
+def _seen_needle(rows: Rows) -> str:
     parts = []
     for budget in BUDGETS:
-        recall = {row["policy"]: row["needle_recall"] for row in _ranked(rows, by, budget)}
-        chance = recall.pop("random")
+        recall = {row["policy"]: row["needle_recall"] for row in rows if row["budget"] == budget}
+        chance, _ = recall.pop("random"), recall.pop("full", None)
         most = max(recall, key=recall.__getitem__)
         parts.append(f"{recall[most]:.0%} at budget {budget} ({most}; random {chance:.0%})")
     return (

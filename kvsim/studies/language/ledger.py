@@ -39,11 +39,12 @@ Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvsim.errors import KvsimError
+from kvsim.text.answers import Language
 from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIAL, VERBS
 
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
@@ -360,3 +361,15 @@ def check(prompt: str, response: str) -> Check:
         share=right / len(expected),
         expected=" ".join(expected),
     )
+
+
+def answer_check(prompt: str, response: str, _: object = None) -> dict[str, Any]:
+    """Return a `check` as traces store it; without a right response where the prompt has none."""
+    try:
+        found = check(prompt, response)
+    except LedgerError as error:
+        return {"kind": "none", "right": None, "reason": str(error)}
+    return {"kind": "ledger", "right": found.exact, **asdict(found)}
+
+
+LEDGER = Language(answer_check)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
-from kvsim.studies.language.ledger import LedgerError, check, solve
+from kvsim.studies.language.ledger import LedgerError, answer_check, check, solve
 from kvsim.studies.language.tasks import MAX_KINDS, TASKS, Sample, make
 from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB
 
@@ -224,6 +224,15 @@ def test_solve_says_what_is_wrong_with_a_prompt(old: str, new: str, message: str
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, KvsimError)
     assert "\n" not in str(caught.value)
+
+
+def test_a_check_says_what_a_trace_stores() -> None:
+    """Right and wrong responses, and prompts outside the language, which have no right one."""
+    right, wrong = (answer_check(PROMPT, response) for response in (RESPONSE, "done : #0 1 ."))
+
+    assert (right["kind"], right["right"], wrong["right"]) == ("ledger", True, False)
+    assert right["expected"] == wrong["expected"] == RESPONSE
+    assert answer_check("once upon a time", "done").keys() == {"kind", "right", "reason"}
 
 
 def test_token_ids_never_change() -> None:
