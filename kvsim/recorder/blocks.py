@@ -230,17 +230,12 @@ class BlockRecorder:
 
     def _check_shapes(self, call: KernelCall) -> None:
         shape = size_of(call)
-        if call.q.shape[0] % call.k.shape[0]:
-            raise unrecordable(
-                f"layer {call.layer} has {shape[0]} query heads and {shape[1]} KV heads; expected "
-                "a multiple"
-            )
         sizes = self.sizes or tuple(layer.shape for layer in self.layers.values())[:1]
         expected = sizes[self.layer_ids.index(call.layer) if self.sizes else 0] if sizes else shape
-        if shape != expected:
+        if shape != expected or shape[0] % shape[1]:
             raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"in a run of two tokens {expected}, expected the same"
+                f"expected {expected}, and as many query heads for each KV head"
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from kvsim.errors import (
 from kvsim.progress import progress_bar
 from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.contexts import share_contexts
-from kvsim.recorder.facts import check_labels
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.generation import device_of, stop_tokens
 from kvsim.recorder.models import load_model, unwrapped
@@ -83,13 +82,9 @@ def capture(
         The trace, opened from `out` or in memory.
 
     Raises:
-        CaptureError: a prompt that is empty, too long or has unknown words; a needle that is not in
-            it once; a label of an unknown name or kind; an option out of range; a layer that the
-            model does not have; a model whose attention recomputed from q, k, v is not what it
-            computed; with `o_proj=True`, a model that has no such projection, or does something
-            else with the output of its attention; with `residual`, a model whose decoder layers are
-            not found, or do not pass on what they return; with `resume`, a trace at `out` that is
-            of another capture; anything but a model and tokenizer of transformers.
+        CaptureError: a prompt, label, needle or option that cannot be recorded; a model whose
+            attention recomputed from q, k, v is not what it computed, or without what `o_proj=True`
+            or `residual` require; with `resume`, a trace at `out` that is of another capture.
         OutputError, MemoryLimitError: the plan does not fit on the disk, or into `memory`.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TextError: an unknown scorer.
@@ -120,18 +115,9 @@ def capture_one(
     """Record the trace of a prompt, as `capture`."""
     if out is None:
         check_in_memory(checked)
-    else:
-        target = local_path(out, CaptureError)
-        _check_target(target, checked)
-        check_writable(target.parent)
-    check_labels(whole.labels)
-    model, tokenizer = _resolve(model, tokenizer)
-    _check_length([whole], checked)
-    session = Session(model, tokenizer, whole, checked, out, describe_model(model))
-    existing = session.existing()
-    if existing is None:
-        _check_fits(model, [session], checked)
-    return existing or session.run()
+    path = None if out is None else local_path(out, CaptureError)
+    (trace,) = _record(model, tokenizer, {path: whole}, checked, single=True)
+    return trace
 
 
 @takes_options(Options)
@@ -160,57 +146,63 @@ def capture_many(
         The traces, in the order of the prompts.
 
     Raises:
-        CaptureError: as for `capture`; also two ids that would name one trace. `max_new_tokens` is
-            for the prompts without a response, and refused where all have one.
-        TraceError: as for `capture`.
-        TraceExistsError: something is where a trace would be written.
-        TypeError: an unknown keyword.
+        As `capture`. CaptureError also for two ids that would name one trace, and `max_new_tokens`
+        where all prompts have a response.
     """
-    checked = Options.of(options)
-    folder = local_path(out_dir, CaptureError)
-    prompts = with_distinct_ids(prompts)
-    paths = [folder / file_name(prompt.id) for prompt in prompts]
-    for path in paths:
-        _check_target(path, checked)
+    checked, folder = Options.of(options), local_path(out_dir, CaptureError)
     check_writable(folder)
-    for prompt in prompts:
-        check_labels(prompt.labels, f"prompt {prompt.id!r}: ")
-    _check_length(prompts, checked)
+    paths = dict[Path | None, Prompt]()
+    paths |= {folder / file_name(prompt.id): prompt for prompt in with_distinct_ids(prompts)}
+    return _record(model, tokenizer, paths, checked)
+
+
+def _record(
+    model: PreTrainedModel | str | Path,
+    tokenizer: Any,
+    prompts: Mapping[Path | None, Prompt],
+    options: Options,
+    *,
+    single: bool = False,
+) -> list[Trace]:
+    """Record prompts to paths; single: whether errors need not name one."""
+    named = (lambda _: nullcontext()) if single else naming
+    for target in filter(None, prompts):
+        if not (options.resume and target.exists()):  # compared below
+            check_target(target, overwrite=options.overwrite)
+            check_writable(target.parent)
+    _check_length([*prompts.values()], options)
     model, tokenizer = _resolve(model, tokenizer)
     sessions, described = [], describe_model(model)
-    for prompt, path in zip(prompts, paths, strict=True):
-        with naming(prompt):
-            sessions.append(Session(model, tokenizer, prompt, checked, path, described))
+    for path, prompt in prompts.items():
+        with named(prompt):
+            sessions.append(Session(model, tokenizer, prompt, options, path, described))
     traces = [session.existing() for session in sessions]
     order = share_contexts(sessions, traces)
     new = [sessions[place] for place in order if traces[place] is None]
     waiting = [sessions[place] for place in order]
     del sessions  # one that has run keeps blocks
-    _check_fits(model, new, checked)
-    together = min(checked.batch, len(new))
+    _check_fits(model, new, options)
+    together = min(options.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
     with ExitStack() as stack:
-        bar = checked.progress is True
+        bar = options.progress is True
         show = stack.enter_context(progress_bar("tokens")) if bar else None
         for done, place in enumerate(order):
-            session = waiting.pop(0)
-            session.show = show
-            session.label = f"{session.name} ({done + 1} of {len(order)})"
+            session, where = waiting.pop(0), f" ({done + 1} of {len(order)})"
+            session.show, session.label = show, session.name + where * (not single)
+            if traces[place] is not None:
+                continue
             try:
-                if traces[place] is None:
-                    if together > 1:
-                        _write(new, together, reason)
-                    del new[0]
-                    traces[place] = session.run()
+                if together > 1:
+                    _write(new, together, reason)
+                del new[0]
+                traces[place] = session.run()
             except KvsimError as error:
-                before = (
-                    "the prompts before it are complete and stay" if done else "none is complete"
-                )
-                count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
-                more = (
-                    "; in the same place resume=True (--resume) records the others" if done else ""
-                )
-                raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
+                if single:
+                    raise
+                more = "; resume=True (--resume) keeps those before it" if done else ""
+                name = f"prompt {session.prompt.id!r}{where}"
+                raise type(error)(f"{name}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
 
 
@@ -271,12 +263,6 @@ def _check_length(prompts: Sequence[Prompt], options: Options) -> None:
             f"max_new_tokens is {options.max_new_tokens} and {of_all} given, expected one of them: "
             "a given response is recorded as it is; leave --max-new-tokens out"
         )
-
-
-def _check_target(path: Path, options: Options) -> None:
-    """Raise TraceExistsError for an existing trace; with `resume` it is compared later."""
-    if not (options.resume and path.exists()):
-        check_target(path, overwrite=options.overwrite)
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from kvsim.recorder.generation import run_model
 from kvsim.recorder.models import auto_class
 from kvsim.recorder.modules import attention_modules
 
-#: Most layers, experts and the like of a configuration, each of which may be a module.
+#: Most layers or experts of a configuration, each of which may be a module.
 _MODULES = 4096
 
 #: Kinds of layers that hold no keys and values, for models that do not run without weights.
@@ -88,9 +88,6 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        for key, value in _integers(config):
-            if value > _MODULES and any(word in key for word in ("layer", "expert", "block")):
-                raise ValueError(f"{key} is {value:.4g}, expected at most {_MODULES}")  # noqa: TRY301
         counts, sizes = _counted(json.dumps(config))
     except Exception as error:  # whatever a configuration makes transformers raise
         raise CaptureError(error_line(error)) from error
@@ -111,6 +108,8 @@ def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int
     keys = json.loads(config, object_hook=lambda x: float(y) if (y := x.get("__float__")) else x)
     whole = AutoConfig.for_model(**keys)
     text = whole.get_text_config(decoder=True)
+    if (most := max(getattr(text, x, 0) or 0 for x in ("num_hidden_layers", *_EXPERTS))) > _MODULES:
+        raise ValueError(f"it has {most:.4g} layers or experts, expected at most {_MODULES}")
     alone = type(text) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  its only home
     chosen = text if alone else whole
     chosen._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
@@ -159,12 +158,3 @@ def _held(model: PreTrainedModel) -> dict[int, tuple[int, int, int]] | None:
         if isinstance(keys, Tensor) and keys.numel():
             held[number] = (keys.shape[1], keys.shape[-1], cast("Tensor", values).shape[-1])
     return held
-
-
-def _integers(config: object, key: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the integers of a configuration, and their keys."""
-    if isinstance(config, Mapping):
-        for name, value in config.items():
-            yield from _integers(value, str(name))
-    elif isinstance(config, int) and not isinstance(config, bool):
-        yield key, config

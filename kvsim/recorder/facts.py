@@ -14,8 +14,9 @@ from kvsim.schema import LABELS
 from kvsim.store.metadata import ROOT_LIMIT, decode_document
 from kvsim.text.answers import check_answer
 
-# Labels that are numbers, the same in all tables.
-_LABELS = {"length": "a whole number of 64 bits", "depth": "a number from 0 to 1"}
+#: What a label may be; one of any other name is text or a whole number.
+_LABELS = dict.fromkeys(LABELS, "text or a whole number of 64 bits")
+_LABELS |= {"length": "a whole number of 64 bits", "depth": "a number from 0 to 1"}
 
 
 def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float]:
@@ -26,29 +27,20 @@ def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float
     if not isinstance(labels, Mapping):
         raise CaptureError(f"{where}labels are {reprlib.repr(labels)}, expected names with values")
     for name, value in labels.items():
-        if name not in LABELS:
-            raise CaptureError(
-                f"{where}label {reprlib.repr(name)}, expected one of {', '.join(LABELS)}"
-            )
-        if not fits_label(name, value):
-            expected = _LABELS.get(name, "text or a whole number of 64 bits")
-            raise CaptureError(f"{where}{name} is {reprlib.repr(value)}, expected {expected}")
+        if not fits_label(name, value) or name not in LABELS:
+            expected = _LABELS.get(name, f"one of {', '.join(LABELS)}")
+            text = f"{name} is {reprlib.repr(value)}" if name in LABELS else f"label {name!r:.50}"
+            raise CaptureError(f"{where}{text}, expected {expected}")
     return dict(labels)
 
 
 def check_writer(writer: object, response: object, where: str = "") -> Any:
     """Return what wrote a response; CaptureError unless it is text or an object."""
-    if writer is None:
-        return None
-    if not isinstance(writer, str | Mapping) or not writer:
+    known = isinstance(writer, str | Mapping) and writer and response is not None
+    if writer is not None and not known:
         raise CaptureError(
             f"{where}writer is {reprlib.repr(writer)}, expected text or an object such as "
-            '{"engine": ..., "model": ..., "temperature": ...}'
-        )
-    if response is None:
-        raise CaptureError(
-            f"{where}writer is {reprlib.repr(writer)} and there is no response, expected the one "
-            "that it wrote; leave the writer out to generate one"
+            '{"engine": ..., "model": ...}, of a response that is given'
         )
     return writer
 
@@ -58,6 +50,7 @@ def check_facts(whole: Prompt, **more: Any) -> None:
 
     more: what else is recorded, by name. Raises TextError as `check_answer`.
     """
+    check_labels(whole.labels)
     check_writer(whole.writer, whole.response)
     stored = ("labels", "turn_labels", "answer", "metadata", "writer", "max_new_tokens")
     parts = whole, *whole.turns

@@ -10,21 +10,25 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.core.checks import compute_dtype
+from kvsim.core.attention import Formula
+from kvsim.core.checks import DTYPES, compute_dtype
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.counting import ModelSize
 from kvsim.recorder.head import LOGITS
 from kvsim.recorder.hooks import REPEATED, KernelCall
+from kvsim.recorder.latent import absorbed_size
 from kvsim.recorder.models import load_outline
-from kvsim.recorder.modules import kernel_name
+from kvsim.recorder.modules import attention_modules, kernel_name, kernel_sizes
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt, naming
 from kvsim.recorder.sensitivity import LOGITS as SENSITIVITY
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
-from kvsim.recorder.sizes import calls_of_two
+from kvsim.recorder.steps import Projections, Stream
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, by_array, resident_bytes
 from kvsim.store.layout import StoredArray, cut_shape, stored_arrays
@@ -35,53 +39,64 @@ _LOADED = 96 << 20
 
 def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
     """Return what captures take, of responses of the greatest length; device: where they run."""
-    on_device = device != "cpu"
-    call, size = next(iter(calls_of_two(model).values())), ModelSize(model)
+    on_device, size = device != "cpu", ModelSize(model)
     writing = [each for each in sessions if each.new_tokens]
     together = min(writing[0].options.batch, len(writing)) if writing else 1
-    stored, small = list[StoredArray](), 0.0
-    peak = 0.0
+    stored = list[StoredArray]()
+    small = peak = 0.0
     begun = set[int]()
     for each in sessions:
-        shared = each.shared
+        call, shared = outline(each), each.shared
         linked = len(each.context) if shared and (shared.path or id(shared) in begun) else 0
         begun.add(id(shared))
-        residual = call.hidden if each.options.residual else None
-        norm = None if each.residual is None else call.hidden[:, 0]
-        arrays_of = each.arrays(replace(call, residual=residual, residual_norm=norm))
-        of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
+        peak = max(peak, _memory(each, call, size, together, spares=not on_device))
+        of_trace = stored_arrays(**each.arrays(call), store_dtype=each.options.store_dtype)
+        rest = each.limit - linked // CHUNK * CHUNK
         if linked:
-            rest = each.limit - linked // CHUNK * CHUNK
             of_trace = [replace(x, shape=cut_shape(x.name, x.shape, rest)) for x in of_trace]
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
-        peak = max(peak, _memory(each, call, size, together, spares=not on_device))
-    first = sessions[0] if sessions else None
-    if projected := first is not None and first.projections is not None:
-        shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
-        source = {"o_proj": first.projections.dtype}
-        stored += stored_arrays({"o_proj": shape}, source, first.options.store_dtype)
+    if projected := bool(sessions) and sessions[0].has(Projections):
+        shape = (len(each.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
+        source = {"o_proj": DTYPES[model.dtype]}
+        stored += stored_arrays({"o_proj": shape}, source, each.options.store_dtype)
     # of a trace its metadata and `tokens`; of projections theirs
     chunks = sum(1 + array.nfiles for array in stored)
-    files = chunks + 3 * len(sessions) + projected
     arrays = by_array(stored)
     written = sum(usual for usual, _ in arrays.values()) + small
     resident, weights = resident_bytes() or PROCESS, 0 if on_device else size.weights
     return Forecast(
         written=written,
-        files=files,
+        files=chunks + 3 * len(sessions) + projected,
         memory=max(resident, PROCESS + weights) + (0 if on_device else peak),
         device_memory=size.weights + peak if on_device else 0,
         arrays=arrays,
     )
 
 
-def _copies(session: Session, size: ModelSize) -> int:
-    """Return the rows that run together to measure the sensitivity of layers."""
-    several = max(len(session.response), session.new_tokens) > 1
-    measured = session.options.sensitivity and session.projections is not None and several
-    return ROWS * (size.layers + 1) if measured else 0
+def outline(session: Session) -> KernelCall:
+    """Return a kernel call of a capture's first layer, of two rows without numbers."""
+    model, layer = session.model, session.layer_ids[0]
+    module = attention_modules(model)[layer]
+    plain = kernel_sizes(model)[layer]
+    qheads, heads, dim, value_dim = absorbed_size(module, plain)
+    hidden, dtype = model.config.get_text_config().hidden_size, model.dtype
+
+    def rows(heads: int, dim: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(heads, 2, dim, dtype=dtype, device="meta")
+
+    return KernelCall(
+        *(layer, module, rows(1, hidden)[0]),
+        q=rows(qheads, dim, dtype if value_dim == plain[3] else compute_dtype(dtype)),
+        k=rows(heads, dim),
+        v=rows(heads, value_dim),
+        out=rows(qheads, plain[3]),
+        formula=Formula(1.0),
+        residual=rows(1, hidden)[0] if session.options.residual else None,
+        residual_norm=rows(1, hidden)[0, :, 0] if session.has(Stream) else None,
+        again=lambda _: (Tensor(), Tensor()),
+    )
 
 
 def _memory(
@@ -98,7 +113,9 @@ def _memory(
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
     n, given, hidden = session.limit, len(session.response), call.hidden.shape[1]
-    rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, size)
+    rows, projected = min(len(session.encoded.ids) + given, session.chunk), session.has(Projections)
+    several = session.options.sensitivity and max(given, session.new_tokens) > 1
+    copies = ROWS * (size.layers + 1) if projected and several else 0  # run together at the end
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
     caches = (1 if together == 1 else 2 * together) + (session.shared is not None)
@@ -111,7 +128,7 @@ def _memory(
     kernel = of_rows * item + masked + 8 * heads * rows * n * eager
     copied = n * kv_heads * (entry * narrow + dim * bool(session.options.store_dtype)) * wide
     recorder = copied + of_rows * wide * (4 if narrow else 2)
-    projections = 2 * heads * value_dim * hidden * item if session.projections else 0
+    projections = 2 * heads * value_dim * hidden * item * projected
     held = (3 * rows * hidden + 2 * of_rows) * item  # the stream, queries, the output
     mlp = 3 * rows * (hidden + size.widest) * item
     again = n * kv_heads * entry * item + repeated + ROWS * heads * n * (2 + item)

@@ -142,12 +142,7 @@ class _Interceptor:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        layer, calls = self.layer_of[id(module)], self.calls
         self.running = self.hidden = None
-        if calls != 1:
-            raise unrecordable(
-                f"layer {layer} called the kernel of transformers' table {calls} times, not once"
-            )
 
     def intercepted(
         self,
@@ -158,9 +153,12 @@ class _Interceptor:
         latent: Absorbed | None = None,
     ) -> None:
         layer = self.layer_of[id(module)]
-        if layer != self.running or self.hidden is None:
-            raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
+        if layer != self.running or self.hidden is None or self.calls > 1:
+            raise unrecordable(
+                f"layer {layer} called the kernel of transformers' table {self.calls} times, "
+                "expected once in its attention module"
+            )
         query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
         call = KernelCall(
             layer=layer,

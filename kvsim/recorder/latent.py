@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating, run_chunks
@@ -41,6 +42,15 @@ def caches_heads(model: PreTrainedModel) -> bool:
     with torch.no_grad(), evaluating(model):
         deque(run_chunks(model, cache, [0], 0, 1, 1), 0)
     return any(getattr(layer, "keys", torch.empty(1, 1)).shape[1] > 1 for layer in cache.layers)
+
+
+def absorbed_size(module: nn.Module, size: Size) -> Size:
+    """Return the size of a kernel's call over latents, where an attention module has them."""
+    up = dict(module.named_children()).get(_UP)
+    if up is None:
+        return size
+    (expanded, rank), (qheads, heads, dim, value_dim) = cast("Tensor", up.weight).shape, size
+    return qheads, 1, dim + value_dim - expanded // heads + rank, rank
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, run_model
@@ -31,7 +32,7 @@ _TABLE_LOCK = threading.RLock()
 
 #: The list of decoder layers of a model, by name ("" without one), its attention modules, what
 #: `kernel_sizes` returns, and the kind of its head.
-_Measured = tuple[str, dict[int, str], set[tuple[int, ...]], type | None]
+_Measured = tuple[str, dict[int, str], dict[int, Size], type | None]
 
 _MEASURED: WeakKeyDictionary[PreTrainedModel, _Measured] = WeakKeyDictionary()
 
@@ -116,8 +117,8 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
     return kinds
 
 
-def kernel_sizes(model: PreTrainedModel) -> set[tuple[int, ...]]:
-    """Return the heads and dimensions of queries, keys and values that kernels get, each once."""
+def kernel_sizes(model: PreTrainedModel) -> dict[int, Size]:
+    """Return the query heads, KV heads and dimensions of keys and values that each kernel gets."""
     return _measured(model)[2]
 
 
@@ -129,27 +130,26 @@ def head_of(model: PreTrainedModel) -> Head:
 def _measured(model: PreTrainedModel) -> _Measured:
     with _TABLE_LOCK:
         if model not in _MEASURED:
-            called, holding, sizes, kind = _called(model)
-            _MEASURED[model] = *_placed(model, called, holding), sizes, kind
+            called, holding, kind = _called(model)
+            home, modules = _placed(model, [module for module, _ in called], holding)
+            of = {id(module): size for module, size in called}
+            sizes = {x: of[id(model.get_submodule(name))] for x, name in modules.items()}
+            _MEASURED[model] = home, modules, sizes, kind
         return _MEASURED[model]
 
 
-def _called(
-    model: PreTrainedModel,
-) -> tuple[list[nn.Module], set[int], set[tuple[int, ...]], type | None]:
+def _called(model: PreTrainedModel) -> tuple[list[tuple[nn.Module, Size]], set[int], type | None]:
     """Return modules that call the kernel in a run of two tokens, and layers that hold keys then.
 
-    A module is there once for each call, in order. And what `kernel_sizes` returns, and the kind of
-    the head.
+    A module is there once for each call, in order, with its sizes. And the kind of the head.
     """
-    called: list[nn.Module] = []
+    called: list[tuple[nn.Module, Size]] = []
     outputs: list[object] = []
-    sizes: set[tuple[int, ...]] = set()
 
     def wrap(original: Kernel) -> Kernel:
         def kernel(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-            called.append(module)
-            sizes.add(tuple(n for x in args[:3] for n in x.shape[1::2]))
+            (_, qheads, _, dim), (_, heads, _, value_dim) = args[0].shape, args[2].shape
+            called.append((module, (qheads, heads, dim, value_dim)))
             return original(module, *args, **options)
 
         return kernel
@@ -165,7 +165,7 @@ def _called(
         kind = Head.kind_of(model, outputs, getattr(out, "logits", None))
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     holding = {number for number, x in enumerate(keys) if x is not None and x.numel()}
-    return called, holding, sizes, kind
+    return called, holding, kind
 
 
 def _placed(

@@ -265,8 +265,8 @@ def check_in_memory(options: Options) -> None:
 def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the layers to record among the model's `numbers`, in order.
 
-    Negative numbers count from the end; None selects all. Raises CaptureError for no layer, one
-    twice, or one that the model does not have.
+    Negative numbers count from the end; None selects all. Raises CaptureError for no layer, or one
+    that the model does not have.
     """
     available = sorted(numbers)
     if requested is None:
@@ -279,8 +279,6 @@ def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tu
                 f"the model has no layer {layer!r}, expected numbers from {available[0]} to "
                 f"{available[-1]}, or -1 for the last"
             )
-        if number in selected:
-            raise CaptureError(f"layers has layer {number} twice, expected each once")
         selected.add(int(number))
     if not selected:
         raise CaptureError("layers is empty, expected at least one; leave it out for all")

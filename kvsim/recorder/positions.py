@@ -152,30 +152,12 @@ def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
     ropes: dict[Rope, None] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            frequencies, scaling = _of_table(buffer), 1.0
             if name.endswith(_INV_FREQ) and not name.endswith(_FIRST):
                 kind = name.removesuffix(_INV_FREQ)
                 scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
-                frequencies = buffer.to("cpu", torch.float64).tolist()
-            if frequencies:
-                ropes[Rope(frequencies, scaling)] = None
-    return tuple(ropes)
-
-
-def _of_table(buffer: Tensor) -> list[float]:
-    """Return the frequencies of a table [pos, 2 f] of sines, then cosines (GPT-J); else none."""
-    if buffer.dim() != 2 or len(buffer) < 2 or not buffer.is_floating_point():
-        return []
-    at = [0, *(2**i for i in range((len(buffer) - 1).bit_length()))]  # 1, 2, 4, ...
-    sine, cosine = buffer[at].to("cpu", torch.float64).tensor_split(2, dim=1)
-    if sine.shape != cosine.shape or bool(sine[0].any()) or not bool((cosine[0] == 1).all()):
-        return []
-    angles = torch.atan2(sine, cosine)
-    frequencies, turn = angles[1], 2 * math.pi
-    for pos, angle in zip(at[2:], angles[2:], strict=True):  # each halves the error
-        frequencies = (angle + turn * ((frequencies * pos - angle) / turn).round()) / pos
-    out: list[float] = frequencies.tolist()
-    return out
+                ropes[Rope(buffer.to("cpu", torch.float64).tolist(), scaling)] = None
+    dim = getattr(model.config.get_text_config(), "rotary_dim", None)  # GPT-J has a table instead
+    return tuple(ropes) if ropes or not isinstance(dim, int) else (Rope.default(dim),)
 
 
 def rope_candidates(ropes: Sequence[Rope]) -> list[Rope]:

@@ -41,14 +41,11 @@ def weights_digest(model: PreTrainedModel) -> str | None:
     They are not where they stay on the disk, or are tensors of another class (quantised by torchao
     or quanto, or sharded).
 
-    Every parameter, and every buffer of floating-point numbers that is saved with them, counts by
-    its shape and its values rounded to bfloat16: their bits as integers, added up over the rows and
-    over the columns of each matrix. So one changed value, two exchanged rows or a training step
-    give another digest. A file format, a device, a kernel, names and an order that a version of
-    transformers chooses, or a wider precision than that of the checkpoint give the same. Changes
-    below the precision of bfloat16 go unnoticed, and so do two matrices of one shape that change
-    places, and what a forger does who leaves all sums of rows and columns as they are. It reads the
-    weights once, which takes about as long as to compute one token.
+    Every parameter, and every saved buffer of floating-point numbers, counts by its shape and its
+    values rounded to bfloat16: their bits as integers, added up over the rows and over the columns
+    of each matrix. So one changed value, two exchanged rows or a training step give another digest;
+    a file format, device, kernel, name, order or wider precision gives the same. Changes below the
+    precision of bfloat16, and two matrices of one shape that change places, go unnoticed.
     """
     saved = model.state_dict()
     tensors: list[Tensor] = list(model.parameters())  # tied ones once

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvsim.core.checks import DTYPES, compute_dtype
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.threads import threads_for
@@ -24,33 +24,22 @@ from kvsim.recorder.answers import agreement, likelihoods
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.contexts import SharedContext
-from kvsim.recorder.generation import (
-    evaluating,
-    generate,
-    run_chunks,
-    score,
-    stop_tokens,
-)
+from kvsim.recorder.generation import evaluating, generate, run_chunks, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import read_ropes
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import versions
-from kvsim.recorder.repetition import read_probe
 from kvsim.recorder.resuming import differences, settings_of
 from kvsim.recorder.rows import Rows
-from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
-from kvsim.recorder.sizes import as_largest, largest, layer_sizes, size_of
+from kvsim.recorder.sizes import largest, layer_sizes, size_of
+from kvsim.recorder.steps import Projections, RepeatedContext, Step, Stream
 from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
-from kvsim.recorder.turns import (
-    describe_turns,
-)
+from kvsim.recorder.turns import describe_turns
 from kvsim.store import open_trace
-from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 
 
@@ -67,7 +56,7 @@ class Session(Rows):
     #: the bar of several prompts, and what it says of this one
     show: Callable[..., None] | None = None
     label = ""
-    _begun = False  # behind the rows that another has run
+    begun = False  # behind the rows that another has run
 
     def __init__(
         self,
@@ -82,17 +71,11 @@ class Session(Rows):
         self.described, self.out = described, None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.scores, self.likeliest = list[Any](), list[bool]()
-        self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.sizes = layer_sizes(model, self.layer_ids, options.probe, self.left_out)
         self.notes += model_notes(model, self.layer_ids)
         self._stack = ExitStack()
-        self._writer: TraceWriter | None = None
-        self.projections: ProjectionModules | None = None
-        self.residual: Residual | None = None
-        self._stored: Facts | None = None  # of the projections
-        self._without: set[str] = set()
-        self._recorder = BlockRecorder(
+        self.recorder = BlockRecorder(
             self._open_sink,
             lambda: read_ropes(model),
             layer_ids=self.layer_ids,
@@ -101,11 +84,26 @@ class Session(Rows):
             rounds_logits=kernel_name(model) == "eager",
             left_out=self.left_out,
         )
-        if options.o_proj or (options.o_proj is None and self.out is not None):
-            with self._leaving_out("o_proj"):
-                self.projections = ProjectionModules(model, self.layer_ids)
-        with self._leaving_out("residual_norm"):
-            self.residual = Residual(model)
+        wanted: dict[type[Step], bool] = {
+            Stream: True,
+            Projections: bool(options.o_proj) or (options.o_proj is None and self.out is not None),
+            RepeatedContext: self.probe is not None,
+        }
+        self._steps: list[Step] = [kind(self) for kind, included in wanted.items() if included]
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps that have not failed."""
+        return [step for step in self._steps if step.active]
+
+    def has(self, kind: type[Step]) -> bool:
+        """Return whether a kind of step is among them."""
+        return any(isinstance(step, kind) for step in self.steps)
+
+    @property
+    def sink(self) -> MemorySink | TraceWriter | None:
+        """The destination of arrays, once the first kernel call has shown their shapes."""
+        return self.recorder.sink
 
     def existing(self) -> Trace | None:
         """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
@@ -128,36 +126,26 @@ class Session(Rows):
                 show = self.show or self._stack.enter_context(progress_bar("tokens"))
                 progress = partial(show, label=self.label or self.name)
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
-            header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
+            header = self._header(tokens, ended)
+            for step in self.steps:
+                header = step.finish(header, tokens)
+            if self.sink is None:
+                raise RuntimeError("no sink")
             texts = token_strings(tokens, self.tokenizer)
-            recorded: dict[str, torch.Tensor] = {}
-            if self.probe is not None and not self._begun:
-                rows = read_probe(self.model, self.context, self.probe, self.layer_ids, self.chunk)
-                recorded = dict(zip(PROBE, rows, strict=True))
-            if self._writer is None:
-                return self._in_memory(header, tokens, texts, recorded)
-            for name, values in recorded.items():
-                for layer, of_layer in enumerate(values):
-                    self._writer.write_layer(name, layer, of_layer)
-            if self.probe is not None and self.shared is not None and self._begun:
-                self.shared.store(self._writer, PROBE, 0)
-            self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
+            trace = self.sink.publish(header, tokens=np.array(tokens), token_text=texts)
+        if isinstance(trace, Trace):
+            return trace
         if self.shared is not None:
-            self.shared.path = self._writer.path
-        return open_trace(self._writer.path)
+            self.shared.path = trace
+        return open_trace(trace)
 
     def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
         with ExitStack() as stack:
-            if self.projections is not None:
-                checked = self.model, self.encoded.ids, self._store_projections
-                guard = partial(self._leaving_out, "o_proj")
-                stack.enter_context(self.projections.checking(*checked, guard))
+            for step in reversed(self.steps):
+                stack.enter_context(step.hooks())
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
-            if self.residual is not None:
-                following = self.residual.following(partial(self._leaving_out, "residual_norm"))
-                stack.enter_context(following)
             ends: dict[str, Any] = {"progress": progress, "chunk": self.chunk}
-            ends["before_last"] = self._recorder.finish_at
+            ends["before_last"] = self.recorder.finish_at
             ends["begun"] = self._context(progress)
             if self.written is not None:
                 tokens = [*self.encoded.ids, *self.written.tokens]
@@ -185,65 +173,24 @@ class Session(Rows):
             return None
         cache = self.shared.take()
         if cache is not None:
-            self._begun = True
-            self._recorder.restore(self.shared.layers)
+            self.begun = True
+            self.recorder.restore(self.shared.layers)
             return cache, len(self.context)
         cache = full_cache(self.model)
         with torch.no_grad(), evaluating(self.model):
             for end, _ in run_chunks(self.model, cache, self.context, 0, 1, self.chunk):
                 progress(end, self.limit)
-        self.shared.keep(cache, self._recorder.saved())
+        self.shared.keep(cache, self.recorder.saved())
         return cache, len(self.context)
 
     def _receive(self, call: KernelCall) -> None:
-        if self.residual is not None:
-            with self._leaving_out("residual_norm"):
-                rows = self.residual.rows(call)
-                dtype = compute_dtype(rows.dtype)
-                norm = torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).float()
-                kept = rows if self.options.residual else None
-                call = replace(call, residual=kept, residual_norm=norm)
-        if self.projections is not None:
-            with self._leaving_out("o_proj"):
-                call = replace(call, gate=self.projections.gate(call))
-        self._recorder.receive(call)
-        if self.projections is not None:
-            with self._leaving_out("o_proj"):
-                self.projections.receive(call)
-            LayerEntries.note(self._entries, call, len(self.encoded.ids), self._recorder.last)
-
-    def _store_projections(self) -> None:
-        """Store the projections next to the trace, once all of them are checked."""
-        if self._writer is None or self.projections is None:
-            return
-        of_layers = self.projections.blocks
-        blocks = [as_largest("o_proj", of_layers[x], self.sizes) for x in self.layer_ids]
-        shape = len(blocks), *blocks[0].shape
-        self._stored = self._writer.write_projections(
-            shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
-        )
-
-    @contextmanager
-    def _leaving_out(self, name: str) -> Iterator[None]:
-        """Go on without an array that the model has no part for, with a note, unless required."""
-        try:
-            yield
-        except CaptureError as error:
-            option, required = "--residual", self.options.residual
-            if name == "o_proj":
-                option, required = "--o-proj", self.options.o_proj is True
-            if required:
-                raise CaptureError(f"{error}; record the model without {option}") from error
-            if name == "o_proj":
-                self.projections = None
-            else:
-                self.residual = None
-            if name not in self._without:
-                self._without.add(name)
-                self.notes.append(f"recorded without {name}: {str(error).partition(';')[0]}")
-                if self._recorder.sink is not None:
-                    for array in (name, "gate") if name == "o_proj" else (name,):
-                        self._recorder.sink.drop(array)
+        for step in self.steps:
+            with step.guard():
+                call = step.receive(call)
+        self.recorder.receive(call)
+        for step in self.steps:
+            with step.guard():
+                step.received(call)
 
     def arrays(self, call: KernelCall) -> dict[str, Any]:
         """Return shapes, of most positions, and types of the arrays that a call is a part of."""
@@ -260,98 +207,56 @@ class Session(Rows):
         if self.out is None:
             return MemorySink()
         arrays, path = self.arrays(call), None if self.shared is None else self.shared.path
-        writer = TraceWriter(
-            self.out,
-            **arrays,
-            like=path,
-            layer_ids=self.layer_ids,
-            store_dtype=self.options.store_dtype,
-            overwrite=self.options.overwrite,
+        writer = self._stack.enter_context(
+            TraceWriter(
+                self.out,
+                **arrays,
+                like=path,
+                layer_ids=self.layer_ids,
+                store_dtype=self.options.store_dtype,
+                overwrite=self.options.overwrite,
+            )
         )
-        self._writer = self._stack.enter_context(writer)
         if call.start and self.shared is not None:
             names = [name for name in arrays["shapes"] if name not in PROBE]
-            self.shared.store(self._writer, names, call.start)
-        return self._writer
+            self.shared.store(writer, names, call.start)
+        return writer
 
-    def _header(self) -> Header:
-        """Return the header as far as it is known before the model runs."""
-        text: dict[str, Any] = {"prompt": self.encoded.text, "messages": self.encoded.messages}
-        text |= {"template": self.encoded.template} if self.encoded.template else {}
-        meta: dict[str, Any] = {
-            "model": self.described,
-            **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
-            "versions": versions(),
-            "text": text,
-            "generation": self.settings,
-            "settings": settings_of(self),
-            "labels": dict(self.prompt.labels),
-            **({KEY: asdict(self._stored)} if self._stored else {}),
-            **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
-            "notes": self.notes,
-        }
-        return Header(
-            *(len(self.encoded.ids), (), (), self.layer_ids),
+    def _header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
+        """Return the header, with how close the recording is."""
+        encoded, prompt_len = self.encoded, len(self.encoded.ids)
+        self.notes += self.recorder.remarks()
+        header = Header(
+            *(prompt_len, (), (), self.layer_ids),
             name=self.name,
-            meta=meta,
-            context_len=self.encoded.context_len,
+            context_len=encoded.context_len,
             left_out=self.left_out,
             questions=tuple(self.questions),
         )
-
-    def _final_header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
-        """Return the header with the response, and with how close the recording is."""
-        self.notes += self._recorder.remarks()
-        header, response = self._header(), None
-        prompt_len = header.prompt_len
+        text: dict[str, Any] = {"prompt": encoded.text, "messages": encoded.messages}
+        text |= {"template": encoded.template} if encoded.template else {}
+        response = None
         if self.tokenizer is not None:
             response = response_text(tokens[prompt_len:], self.tokenizer)
         cut = self.new_tokens < self.options.longest
         agrees = self.likeliest and not self.turns  # questions were not written by the model
         meta = {
-            **header.meta,
-            "text": {**header.meta["text"], "response": response},
+            "model": self.described,
+            **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
+            "versions": versions(),
+            "text": {**text, "response": response},
             "generation": {
-                **header.meta["generation"],
+                **self.settings,
                 "new_tokens": len(tokens) - prompt_len,
                 "stopped": ended[-1] or ("context" if cut else "length"),
             },
+            "settings": settings_of(self),
+            "labels": dict(self.prompt.labels),
+            **({"spans": {"needle": encoded.needle}} if encoded.needle else {}),
+            "notes": self.notes,
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
             **likelihoods(self.scores),
             **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
-            **({"probe": self.probe.document()} if self.probe else {}),
         }
-        return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
-
-    def _with_sensitivity(self, header: Header, tokens: list[int]) -> Header:
-        """Return the header with the sensitivity of layers, where all have output projections."""
-        blocks = self.projections.blocks if self.projections and self.options.sensitivity else {}
-        try:
-            values = layer_sensitivity(self.model, tokens, header.prompt_len, self._entries, blocks)
-        except CaptureError as error:
-            reason, values = str(error).partition(";")[0], None
-            self.notes.append(f"recorded without layer_sensitivity: {reason}")
-        self._entries.clear()
-        more = {} if values is None else {"layer_sensitivity": values}
-        return replace(header, meta={**header.meta, **more})
-
-    def _in_memory(
-        self,
-        header: Header,
-        tokens: list[int],
-        texts: list[str] | None,
-        recorded: Mapping[str, torch.Tensor],
-    ) -> Trace:
-        sink = self._recorder.sink
-        if not isinstance(sink, MemorySink):
-            raise TypeError(f"the sink is {type(sink).__name__}, expected one in memory")
-        arrays: dict[str, Any] = {name: sink.array(name) for name in sink.blocks}
-        arrays |= {name: values.to("cpu") for name, values in recorded.items()}
-        if self.projections is not None:
-            blocks = self.projections.blocks
-            parts = [as_largest("o_proj", blocks[x], self.sizes).to("cpu") for x in sorted(blocks)]
-            arrays["o_proj"] = torch.stack(parts)
-        facts = {**vars(header), "rope": header.ropes}
-        del facts["ropes"], facts["source_dtypes"]  # as the arrays are
-        return Trace.from_arrays(**arrays, **facts, tokens=tokens, token_text=texts)
+        return self.recorder.described(replace(header, meta=meta)).within(len(tokens))

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.sources import Size, is_sized, padded
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import device_of, evaluating, run_model
-from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.modules import kernel_sizes
+from kvsim.recorder.hooks import KernelCall
+from kvsim.recorder.latent import absorbed_size
+from kvsim.recorder.modules import attention_modules, kernel_sizes
 
 
 def size_of(call: KernelCall) -> Size:
     """Return the numbers of query heads, KV heads, dimensions, and dimensions of values."""
     return call.q.shape[0], call.k.shape[0], call.k.shape[2], call.v.shape[2]
-
-
-def calls_of_two(
-    model: PreTrainedModel, layers: Collection[int] | None = None
-) -> dict[int, KernelCall]:
-    """Return the kernel calls of layers in a run of two tokens.
-
-    Of all layers by default, as far as the run gets: what fails behind the first call is told where
-    it is recorded.
-    """
-    calls: dict[int, KernelCall] = {}
-
-    def receive(call: KernelCall) -> None:
-        calls[call.layer] = call
-
-    ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
-    try:
-        with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
-            run_model(model, ids, use_cache=True, **cache_option(model, cache))
-    except CaptureError:
-        if layers is not None or not calls:
-            raise
-    return calls
 
 
 def layer_sizes(
@@ -51,15 +26,10 @@ def layer_sizes(
 
     whole: rows that repeat the context and rows left out, as far as they are wanted; what is stored
     of them has one shape for all layers, so that CaptureError is raised where these differ.
-
-    Measured by a run of two tokens, of models whose kernels get different ones or whose entries are
-    no keys and values (latent attention).
     """
-    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-    if len(kernel_sizes(model)) == 1 and not latent:
-        return ()
-    sizes = {layer: size_of(call) for layer, call in calls_of_two(model, layers).items()}
-    if len({*sizes.values()}) == 1:
+    modules, sizes = attention_modules(model), kernel_sizes(model)
+    found = [absorbed_size(modules[layer], sizes[layer]) for layer in sorted(layers)]
+    if len({*found}) == 1:
         return ()
     if any(whole):
         raise CaptureError(
@@ -67,7 +37,7 @@ def layer_sizes(
             "layers of one size, and layers of the model differ in heads or dimensions; choose "
             "layers (--layers), or do without them"
         )
-    return tuple(sizes[layer] for layer in sorted(sizes))
+    return tuple(found)
 
 
 def largest(sizes: Sequence[Size]) -> Size:

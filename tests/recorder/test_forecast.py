@@ -12,7 +12,7 @@ from kvsim.errors import CaptureError, MemoryLimitError, OutputError
 from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder import forecast as forecasts
 from kvsim.recorder.models import load_outline
-from kvsim.recorder.sizes import calls_of_two
+from kvsim.recorder.session import Session
 from kvsim.store import forecast as store_forecast
 from kvsim.studies.language import tasks
 
@@ -85,11 +85,15 @@ def test_a_plan_reads_no_numbers_of_a_model(tmp_path, family):
     outline, _ = load_outline(tmp_path / "model", dtype=None, on_cpu=True)
 
     assert all(each.is_meta for each in outline.parameters())
-    shapes = [
-        [tuple(getattr(call, name).shape) for name in ("q", "k", "v", "hidden")]
-        for call in (calls_of_two(each)[0] for each in (outline, model))
+    sessions = [
+        Session(each, None, Prompt("", [1, 2]), Options(max_new_tokens=0), tmp_path / "a", {})
+        for each in (outline, model)
     ]
-    assert shapes[0] == shapes[1]
+    kept = capture(model, None, [1, 2], max_new_tokens=0)
+    plans = [session.arrays(forecasts.outline(session)) for session in sessions]
+    assert plans[0] == plans[1]
+    for name in ("q", "k", "v"):
+        assert plans[0]["shapes"][name] == tuple(kept.read(name).shape)
 
 
 def test_a_capture_without_room_is_refused_before_it_runs(tmp_path, monkeypatch):
