@@ -294,8 +294,8 @@ class BlockRecorder:
         remarks = []
         if unknown:
             remarks.append(
-                f"{numbered(unknown)}: queries and keys are rotated in an unknown way, so policies "
-                "that read them before RoPE are refused"
+                f"queries and keys of {numbered(unknown)} are rotated in an unknown way, so "
+                "policies that read them before RoPE are refused"
             )
         if scaled:
             least, most = min(x for x, _ in scaled.values()), max(x for _, x in scaled.values())

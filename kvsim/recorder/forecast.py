@@ -78,16 +78,15 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
 def outline(session: Session) -> KernelCall:
     """Return a kernel call of a capture's first layer, of two rows without numbers."""
     model, layer = session.model, session.layer_ids[0]
-    module = attention_modules(model)[layer]
     plain = kernel_sizes(model)[layer]
-    qheads, heads, dim, value_dim = absorbed_size(module, plain)
+    qheads, heads, dim, value_dim = absorbed_size(attention_modules(model)[layer], plain)
     hidden, dtype = model.config.get_text_config().hidden_size, model.dtype
 
     def rows(heads: int, dim: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(heads, 2, dim, dtype=dtype, device="meta")
 
     return KernelCall(
-        *(layer, module, rows(1, hidden)[0]),
+        *(layer, rows(1, hidden)[0]),
         q=rows(qheads, dim, dtype if value_dim == plain[3] else compute_dtype(dtype)),
         k=rows(heads, dim),
         v=rows(heads, value_dim),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvsim.core.attention import Formula, recent_attention
+from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError
 from kvsim.recorder.latent import Absorbed, Latents
 from kvsim.recorder.modules import (
@@ -56,7 +56,6 @@ class KernelCall:
 
     Attributes:
         layer: number of the attention module, from 0.
-        module: the attention module.
         hidden: input of the module [w, hidden].
         q: queries [qhead, w, dim].
         k: keys [head, n, dim].
@@ -75,7 +74,6 @@ class KernelCall:
     """
 
     layer: int
-    module: nn.Module
     hidden: Tensor
     q: Tensor
     k: Tensor
@@ -92,14 +90,6 @@ class KernelCall:
     def start(self) -> int:
         """Position of the first new row, of a cache that holds all rows before it."""
         return self.k.shape[1] - self.q.shape[1]
-
-    @property
-    def attn_out(self) -> Tensor:
-        """Output over the values [qhead, w, value_dim]; of latent attention, computed from them."""
-        if self.up is None:
-            return self.out
-        q, k, v = self.q[None], self.k[None].to(self.q), self.v[None].to(self.q)
-        return recent_attention(q, k, v, self.formula, self.start)[0][0]
 
     @property
     def cached(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +152,6 @@ class _Interceptor:
         query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
         call = KernelCall(
             layer=layer,
-            module=module,
             hidden=self.hidden,
             q=query[0],
             k=key[0],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from glob import escape, glob
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,7 @@ from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, described, find_gguf
 from kvsim.recorder.modules import kernel_name
-from kvsim.schema import first_of, numbered
+from kvsim.schema import first_of
 
 #: The models that have a name, in words: those that ship, and one in a package.
 _SHIPPED = (*tiny.MODELS, SMOLLM2)
@@ -127,7 +126,7 @@ def load_model(
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
-                f"{_NAMED}{'' if local else _close(str(name))}"
+                f"{_NAMED}"
             ) from error
         model, report = both
         # transformers fills these with random numbers, and only warns
@@ -178,7 +177,7 @@ def load_outline(
         except UNUSABLE as error:
             raise CaptureError(
                 f"model {str(name)!r} has no usable configuration ({error_line(error)}); expected "
-                f"a decoder model, or {_NAMED}{_close(str(name))}"
+                f"a decoder model, or {_NAMED}"
             ) from error
         return cast("PreTrainedModel", model.eval()), _load_tokenizer(place, shared)
 
@@ -205,7 +204,7 @@ def load_tokenizer(name: str | Path, *, note: Callable[[str], None] | None = Non
     if tokenizer is None:
         raise CaptureError(
             f"model {str(name)!r} has no tokenizer, expected one in its folder or on the hub, or "
-            f"{_NAMED}{_close(str(name))}"
+            f"{_NAMED}"
         )
     return tokenizer
 
@@ -245,20 +244,13 @@ def _place(name: str | Path) -> tuple[str, bool]:
     if text and os.path.isdir(folder):  # noqa: PTH112
         return folder, True
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~"))
-    misspelt = "/" not in text and suggest(text, _SHIPPED)  # no id of the hub is this close
+    misspelt = "" if "/" in text else suggest(text, _SHIPPED)  # no id of the hub is this close
     if looks_local or text.count("/") > 1 or "\\" in text or not text or misspelt:
         raise CaptureError(
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
-            f"Qwen/Qwen3-0.6B, or {_NAMED}{_close(folder)}"
+            f"Qwen/Qwen3-0.6B, or {_NAMED}{misspelt}"
         )
     return text, False
-
-
-def _close(place: str) -> str:
-    """Return a hint to a shipped model or a folder with a name similar to `place`."""
-    parent, name = os.path.split(place)
-    configs = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
-    return suggest(name, [*(Path(config).parent.name for config in configs), *_SHIPPED])
 
 
 def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
@@ -354,34 +346,16 @@ def _origin(model: PreTrainedModel) -> str:
     return str(model.config._name_or_path or "")  # noqa: SLF001  its only home
 
 
-def model_notes(model: PreTrainedModel, layers: Sequence[int]) -> list[str]:
-    """Return what a trace of some layers of a model does not say by itself, in words.
-
-    Raises CaptureError for a layer that reads the entries of one that is not recorded.
-    """
-    config, cap, notes = model.config.get_text_config(decoder=True), softcap(model), []
-    if config is not model.config:
+def model_notes(model: PreTrainedModel) -> list[str]:
+    """Return what a trace of a model does not say by itself, in words."""
+    cap, notes = softcap(model), []
+    if model.config.get_text_config(decoder=True) is not model.config:
         notes.append("a multimodal model, of which text alone was recorded")
     if cap is not None and kernel_name(model) == "sdpa":
         notes.append(
             f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
             "with the eager kernel it computes what it was trained to"
         )
-    if shared := getattr(config, "num_kv_shared_layers", None):
-        # the last layers, which read those of the last layer of their kind before them
-        kinds, first = list(config.layer_types), len(config.layer_types) - shared
-        owners = {kind: layer for layer, kind in enumerate(kinds[:first])}
-        read = {x: owners[kinds[x]] for x in range(first, len(kinds))}
-        if lost := [x for x, owner in read.items() if x in layers and owner not in layers]:
-            raise CaptureError(
-                f"layer {lost[0]} reads the entries of layer {read[lost[0]]}, expected that one "
-                "among the recorded layers"
-            )
-        if missing := [x for x, owner in read.items() if owner in layers and x not in layers]:
-            notes.append(
-                f"{numbered(missing)}: queries are not recorded that read recorded entries, so "
-                "that policies choose without them"
-            )
     return notes
 
 

@@ -28,6 +28,11 @@ _ROWS = r"response(?:\+(\d{1,9}))?"
 
 _PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
 
+_FORMS = (
+    ("rows", _ROWS, "'response', or 'response+N' for N rows before the response too"),
+    ("probe", _PROBE, "'repeat', or 'repeat:N' for chunks of N tokens"),
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -196,17 +201,12 @@ class Options:
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
-        if self.rows is not None and not re.fullmatch(_ROWS, self.rows):
-            raise CaptureError(
-                f"rows is {self.rows!r}, expected 'response', or 'response+N' for N rows before "
-                "the response too"
-            )
+        for name, pattern, expected in _FORMS:
+            text = getattr(self, name)
+            if text is not None and not re.fullmatch(pattern, text):
+                raise CaptureError(f"{name} is {text!r}, expected {expected}")
         if self.rows is not None and self.residual:
             raise CaptureError("rows and residual are both given, expected one of them")
-        if self.probe is not None and not re.fullmatch(_PROBE, self.probe):
-            raise CaptureError(
-                f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
-            )
 
     @property
     def rows_before(self) -> int | None:

@@ -73,7 +73,7 @@ class Session(Rows):
         self.scores, self.likeliest = list[Any](), list[bool]()
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.sizes = layer_sizes(model, self.layer_ids, options.probe, self.left_out)
-        self.notes += model_notes(model, self.layer_ids)
+        self.notes += model_notes(model)
         self._stack = ExitStack()
         self.recorder = BlockRecorder(
             self._open_sink,

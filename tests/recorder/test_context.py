@@ -93,7 +93,7 @@ def test_token_ids(tmp_path):
     copy = kvsim.open_trace(trace.save(tmp_path / "copy.zarr"))
     assert (copy.context_len, copy.digest) == (2, trace.digest)
     assert capture(small(300), None, [1, 2, 3], context=-1, resume=True, **options).path == out
-    with pytest.raises(CaptureError, match="the length of its context is 2, expected 3"):
+    with pytest.raises(CaptureError, match="its context is 2, expected 3"):
         capture(small(300), None, [1, 2, 3], context=3, resume=True, **options)
 
 

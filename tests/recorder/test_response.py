@@ -29,7 +29,7 @@ def test_response_is_one_teacher_forced_forward(tmp_path):
     trace = capture(small(), None, prompt, response=response, **options)
 
     handle.remove()
-    assert len(calls) == 3  # two of two tokens show the shapes and whether there are gates
+    assert len(calls) == 2  # one of two tokens shows whether there are gates
     whole = capture(small(), None, prompt + response, max_new_tokens=0)
     assert (trace.prompt_len, trace.n_pos) == (300, 520)
     assert trace.tokens.tolist() == prompt + response

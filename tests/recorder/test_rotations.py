@@ -208,7 +208,7 @@ def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp
     assert [rope.layout for rope in trace.ropes] == ["unknown"] * 2
     (note,) = trace.meta["notes"]
     assert note == (
-        "layers 0-1: queries and keys are rotated in an unknown way, so policies that read them "
+        "queries and keys of layers 0-1 are rotated in an unknown way, so policies that read them "
         "before RoPE are refused"
     )
     assert store.verify(tmp_path / "a.zarr", deep=True).ok

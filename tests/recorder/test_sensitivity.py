@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_perturbed_is_recorded_without_it(tmp_path, monke
     def refuse(*_):
         raise CaptureError("row 40 has NaN in its logits; load it in another precision")
 
-    monkeypatch.setattr("kvsim.recorder.session.layer_sensitivity", refuse)
+    monkeypatch.setattr("kvsim.recorder.steps.layer_sensitivity", refuse)
 
     trace = capture(model, None, ids(40), max_new_tokens=9, out=tmp_path / "a.zarr")
 
