@@ -70,8 +70,7 @@ def _in_full(policy: Description) -> str:
         docs = [sys.modules[module].__doc__ for module in modules]
         if policy.kind in BEHIND:
             docs.append(entry.piece.__doc__)
-        listed = (*entry.presets, *["scaled"] * entry.has_preset("scaled"))
-        presets = ", ".join(f"{base}@{other}" for other in listed)
+        presets = ", ".join(f"{base}@{other}" for other in entry.variants)
     else:  # a user's own
         docs, presets = [documentation(defining(build(policy.name)))], ""
     inside = "EVICTION" if policy.kind in BEHIND else "SCORER"

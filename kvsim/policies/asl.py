@@ -105,14 +105,6 @@ class AtLayer(Propagation):
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """Ranks of the most recent layers, and the variance at the first layer that was tested."""
-
-    recent: tuple[Tensor, ...] = ()
-    base: float | None = None
-
-
-@dataclass(frozen=True)
 class Selecting(Propagation):
     """The test of ASL and the tokens it selects."""
 
@@ -143,26 +135,29 @@ class Selecting(Propagation):
         """Return the parameters of the rule."""
         return dict(zip(("first_layer", "look_back"), self.rule(n_layers), strict=True))
 
-    def after(self, view: View, memory: _Memory | None) -> Step:
-        """Compare the ranks of this layer with those of the layers before it."""
+    def after(self, view: View, memory: Any) -> Step:
+        """Compare the ranks of this layer with those of the layers before it.
+
+        memory: ranks of the most recent layers, and the variance at the first one tested.
+        """
         n, budget = view.row + 1, view.setting.budget
         if n <= max(budget, self.window):
             return Step(done=True)
-        memory = memory or _Memory()
+        recent, base = memory or ((), None)
         layer = int(view.layers[0])
         first, back = self.rule(view.n_layers)
         k = budget - self.window
         ranked = ranks(pooled_scores(view, self.window, self.pool, self.pool_kernel)[0])
-        recent = (*memory.recent, ranked)[-back:]
+        recent = (*recent, ranked)[-back:]
         if layer < first:
-            return Step(memory=_Memory(recent))
+            return Step(memory=(recent, None))
         variance = rank_variance(torch.stack(recent), k)
-        base = variance if memory.base is None else memory.base
+        base = variance if base is None else base
         relative = variance / base if base > 0 else 0.0
         notes = {"variance": variance, "relative_variance": relative}
         if relative < self.tau or (self.restarts and layer == view.n_layers - 1):
             return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
-        return Step(memory=_Memory(recent, base), notes=notes)
+        return Step(memory=(recent, base), notes=notes)
 
     def expected_layer(self, n_layers: int) -> tuple[float, str]:
         """The mean of appendix B.1, or a layer as deep."""

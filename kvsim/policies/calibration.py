@@ -92,28 +92,14 @@ class Calibration(str):
         """Raise PolicyError where queries of another trace do not fit the one that is replayed."""
         if self.trace is None:
             return
-        models = model_of(self.trace), model_of(replayed)
-        mine, other = map(_sizes, (self.trace, replayed))
-        if mine != other or differ(*models):
-            mine["model"], other["model"] = map(described, models)
-            apart = (
-                f"{name} {x} and {other[name]}" for name, x in mine.items() if x != other[name]
-            )
+        both = self.trace, replayed
+        sizes = [(x.layer_ids, x.n_qheads, [rope.rotary_dim for rope in x.ropes]) for x in both]
+        if sizes[0] != sizes[1] or differ(*map(model_of, both)):
+            mine, other = (f"{described(model_of(x))} of {x.n_qheads} query heads" for x in both)
             raise PolicyError(
-                f"{policy}: calibration {self} and {replayed.name} differ in {', '.join(apart)}; "
+                f"{policy}: calibration {self} is of {mine} and {replayed.name} of {other}; "
                 "expected a trace of the same model"
             )
-
-
-def _sizes(trace: Trace) -> dict[str, int | str]:
-    """Sizes in which traces of one model agree."""
-    return {
-        "layers": trace.n_layers,
-        "numbers of layers": ", ".join(map(str, trace.layer_ids)),
-        "query heads": trace.n_qheads,
-        "dimensions": trace.dim,
-        "rotated dimensions": ", ".join(dict.fromkeys(str(r.rotary_dim) for r in trace.ropes)),
-    }
 
 
 @dataclass(frozen=True)

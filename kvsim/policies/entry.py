@@ -109,23 +109,22 @@ class Entry:
         return self.kind == "scorer" or (self.kind == "propagation" and self.piece.alone)
 
     def preset(self, name: str) -> Entry:
-        """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths."""
-        rest, scaled = self.split(name)
-        entry = replace(self, cites=self.paper, **self.presets[rest]) if rest else self
-        return replace(entry, scaled=True) if scaled else entry
+        """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths.
 
-    @staticmethod
-    def split(preset: str) -> tuple[str, bool]:
-        """A preset without `scaled`, and whether it was there."""
-        if preset == "scaled" or preset.endswith("@scaled"):
-            return preset.removesuffix("scaled").removesuffix("@"), True
-        return preset, False
+        Raises KeyError for an unknown one.
+        """
+        entry = self
+        for part in name.split("@") if name else ():
+            if part == "scaled" and entry.meant_for:
+                entry = replace(entry, scaled=True)
+            else:
+                entry = replace(self, cites=self.paper, **self.presets[part])
+        return entry
 
-    def has_preset(self, name: str) -> bool:
-        """Whether there is such a preset; `scaled` of what has lengths."""
-        rest, scaled = self.split(name)
-        there = rest in self.presets or (scaled and name == "scaled")
-        return there and (not scaled or bool(self.preset(rest).meant_for))
+    @property
+    def variants(self) -> list[str]:
+        """Its presets by name, `scaled` among them if it has lengths."""
+        return [*self.presets, *["scaled"] * bool(self.meant_for)]
 
     @property
     def parameters(self) -> dict[str, Parameter]:

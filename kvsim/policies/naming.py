@@ -298,21 +298,17 @@ def _parts(name: str) -> list[Part]:
             hint = f"; a policy of your own is {module}:{last}" if module else ""
             shown = f"{base!r}{suggest(base, [*CATALOGUE, *ACCESS])}" if base else f"'' in {name!r}"
             raise PolicyError(f"unknown policy {shown}{hint}; `kvsim policies` lists all")
-        entry = _entry(base)
-        if at and not entry.has_preset(preset):
-            available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]
-            presets = ", ".join(f"{base}@{p}" for p in available) or "none"
+        entry = CATALOGUE[base] if base in CATALOGUE else ACCESS[base]
+        try:
+            entry = entry.preset(preset or at)
+        except KeyError as error:
+            presets = ", ".join(f"{base}@{p}" for p in entry.variants) or "none"
             raise PolicyError(
-                f"{base} has no preset {preset!r}{suggest(preset, available)}; "
+                f"{base} has no preset {preset!r}{suggest(preset, entry.variants)}; "
                 f"presets of {base}: {presets}"
-            )
-        entry = entry.preset(preset)
+            ) from error
         parts.append(Part(part, entry, entry.parameters))
     return parts
-
-
-def _entry(name: str) -> Entry:
-    return CATALOGUE[name] if name in CATALOGUE else ACCESS[name]
 
 
 def stored_piece(given: Any) -> Any:
