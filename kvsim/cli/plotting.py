@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _FORMATS = (".pdf", ".png", ".svg")
 _BY = ("stage", "task", "domain", "level")
+_FLAGS = {"settings": "--set"}
 
 
 def listing() -> str:
@@ -47,22 +48,8 @@ def listing() -> str:
 class Replayed:
     """Replays that a figure is drawn from."""
 
-    policy: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            "Policies, as `kvsim policies` lists them, for figures that show any; of a run "
-            "those to show, by default all.",
-        ),
-    ] = None
-    budget: Annotated[
-        list[str] | None,
-        shared.several(
-            "N|P%[,...]",
-            "Entries per KV head that stay after an event, or a share of the trace's length; "
-            "of a run those to show, by default all.",
-        ),
-    ] = None
+    policy: shared.PoliciesOfRuns = None
+    budget: shared.BudgetsOfRuns = None
     interval: Annotated[list[str] | None, shared.option("interval")] = None
     prefill: Annotated[bool | None, shared.option("prefill")] = None
     settings: shared.Settings = None
@@ -111,23 +98,16 @@ def plot(
 
     docs/figures.md shows the figures and says what each needs.
     """
-    figure = _figure(name)
-    _check_out(out)
-    flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
-    flags["metric"] = metric
-    _check_flags(name, figure, flags)
-    keywords = flags | {"metrics": metric}
     from kvsim.analysis.folder import is_run
 
+    figure = _figure(name)
+    if out.suffix.lower() not in _FORMATS:
+        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
+    check_output(out, advice="give another --out")
+    flags: dict[str, Any] = {"layer": layer, "head": head, "by": by, "metric": metric}
     runs = [source for source in sources if is_run(source)]
-    given: dict[str, Any] = {
-        "policy": replayed.policy,
-        "budget": replayed.budget,
-        "interval": replayed.interval,
-        "prefill": replayed.prefill,
-        "set": replayed.settings,
-    }
-    _check_given(name, figure, sources, runs, given)
+    for problem in _problems(name, figure, sources, runs, replayed, flags):
+        raise OptionError(problem)
     texts = [source for source in sources if source not in runs]
     traces = shared.open_traces(texts) if texts else []
     if figure.single and len(traces) != 1:
@@ -135,121 +115,112 @@ def plot(
     if runs:
         data = replace(read(runs, replayed.policy, replayed.budget), traces=traces)
     else:
-        policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
-        if figure.single == "record" and len(policies) > 1:
-            raise OptionError(
-                f"{name} shows one policy, but --set has several values; give one of each parameter"
-            )
-        from kvsim.analysis.fronts import COSTS
-        from kvsim.analysis.results import check_models
-        from kvsim.analysis.table import available
-
-        check_models(traces)
-        for trace in traces:
-            _check_place(trace, layer, head, replays=bool(policies))
-        if layer is None and figure.single and policies and traces[0].windowed:
-            layer = _unwindowed(traces[0])  # the figure's own default may have a window
-        interval = None if replayed.interval is None else [*map(value_of, replayed.interval)]
-        schedule: dict[str, Any] = {"interval": interval, "prefill": replayed.prefill}
-        if figure.replay is None:
-            data = Data(traces)
-        elif figure.replay == "once":
-            data = _evicted_once(traces, policies)
-        elif figure.replay == "plans":
-            data = _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
-        else:
-            measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
-            data = _swept(traces, policies, replayed.budget or [], schedule, measured)
+        data = _replayed(name, figure, traces, replayed, flags)
 
     from kvsim import plots
     from kvsim.analysis.summaries import uneven
 
-    keywords |= {"layer": layer, "layers": None if layer is None else [layer]}
-    given_options = {key: keywords[key] for key in figure.options if keywords[key] is not None}
+    shown = flags["layer"]
+    keywords = {**flags, "metrics": metric, "layers": None if shown is None else [shown]}
+    given = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data.input(key, figure) for key in figure.inputs]
-    drawing = getattr(plots, name)(*inputs, **given_options)
+    drawing = getattr(plots, name)(*inputs, **given)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
-    layers = data.layers if runs or layer is None else {}
+    layers = data.layers if runs or shown is None else {}
     for remark in merged((*data.remarks, uneven(layers))):
         echo_error(f"Note: {remark}.")
 
 
-def _check_out(out: Path) -> None:
-    if out.suffix.lower() not in _FORMATS:
-        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
-    check_output(out, advice="give another --out")
-
-
 def _figure(name: str) -> Figure:
-    if name in FIGURES:
-        figure = FIGURES[name]
-        if figure.command != "plot":
-            raise OptionError(f"{name} is drawn by `kvsim {figure.command}`")
-        return figure
     names = plotted()
-    closest = suggest(name, names)
-    raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(names)}")
+    if name not in FIGURES:
+        closest = suggest(name, names)
+        raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(names)}")
+    if name not in names:
+        raise OptionError(f"{name} is drawn by `kvsim {FIGURES[name].command}`")
+    return FIGURES[name]
 
 
-def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
+def _problems(
+    name: str,
+    figure: Figure,
+    sources: Sequence[str],
+    runs: Sequence[str],
+    replayed: Replayed,
+    flags: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield why a figure cannot be drawn with these options."""
     from kvsim.analysis.registry import metric
 
     for flag, value in flags.items():
         if value is not None and flag not in figure.flags:
-            raise OptionError(f"--{flag} was given, but {name} has none; leave it out")
+            yield f"--{flag} was given, but {name} has none; leave it out"
     if flags["by"] not in (None, *_BY):
-        raise OptionError(f"--by is {flags['by']!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}")
+        yield f"--by is {flags['by']!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}"
     for each in flags["metric"] or ():
         if metric(each).kind == "trace":
-            raise OptionError(
-                f"--metric {each} is about traces and the same for every policy; expected one that "
-                "differs between policies, see `kvsim metrics`"
-            )
-
-
-def _check_given(
-    name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
-) -> None:
+            yield f"--metric {each} is about traces and the same for every policy; give another"
     if runs and not figure.runs:
-        raise OptionError(f"{name} is drawn from traces, but {runs[0]} is a run; give the traces")
-    if runs and len(runs) < len(sources) and not figure.single:
-        trace = next(source for source in sources if source not in runs)
-        raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
-    of_traces = {None: set[str](), "once": {"policy", "set"}}
-    used = {"policy", "budget"} if runs else of_traces.get(figure.replay, {*given})
-    surplus = [f"--{key}" for key in given if key not in used and given[key] not in (None, [])]
-    if surplus:
+        yield f"{name} is drawn from traces, but {runs[0]} is a run; give the traces"
+    others = [source for source in sources if source not in runs]
+    if runs and others and not figure.single:
+        yield f"{runs[0]} is a run and {others[0]} is none; give either runs or traces"
+    given = {key: x for key, x in vars(replayed).items() if x != getattr(Replayed, key)}
+    of_traces = {None: set[str](), "once": {"policy", "settings"}}
+    used = {"policy", "budget"} if runs else of_traces.get(figure.replay, {*vars(replayed)})
+    if surplus := [_FLAGS.get(key, f"--{key}") for key in given if key not in used]:
         what = f"{runs[0]} is replayed already" if runs else f"{name} does not replay with it"
-        raise OptionError(f"{what}; leave {', '.join(surplus)} out")
-    required = [key for key in ("policy", "budget") if key in used and not runs and not given[key]]
-    if required:
+        yield f"{what}; leave {', '.join(surplus)} out"
+    required = [key for key in ("policy", "budget") if key in used and key not in given]
+    if required and not runs:
         folder = f", or the folder of a run ({sources[0]} has no run.json)" * figure.runs
         expected = " and ".join(f"--{key} {key.upper()}" for key in required)
-        raise OptionError(f"{name} of traces shows policies; give {expected}{folder}")
-    policies, budgets = len(given["policy"] or ()), len(given["budget"] or ())
-    if figure.single == "record" and (policies, budgets) != (1, 1):
-        raise OptionError(
-            f"{name} shows one policy at one budget, but {policies} policies and {budgets} "
-            "budgets were given"
-        )
+        yield f"{name} of traces shows policies; give {expected}{folder}"
+    counts = len(replayed.policy or ()), len(replayed.budget or ())
+    if figure.single == "record" and counts != (1, 1):
+        yield f"{name} shows one policy at one budget, but {counts[0]} and {counts[1]} were given"
 
 
-def _unwindowed(trace: Trace) -> int | None:
-    """Return the first layer without a sliding window; replaying fails where there is none."""
-    return next((layer for layer in range(trace.n_layers) if layer not in trace.windowed), None)
+def _replayed(
+    name: str,
+    figure: Figure,
+    traces: Sequence[Trace],
+    replayed: Replayed,
+    flags: dict[str, Any],
+) -> Data:
+    """Replay what a figure shows; the layer of `flags` is chosen where a default has a window."""
+    from kvsim.analysis.fronts import COSTS
+    from kvsim.analysis.results import check_models
+    from kvsim.analysis.table import available
 
-
-def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: bool) -> None:
-    places = (("layer", layer, trace.n_layers), ("head", head, trace.evicting.n_heads))
-    for option, place, count in places:
-        if place is not None and place >= count:
-            raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
-    unwindowed = _unwindowed(trace)
-    if replays and layer in trace.windowed and unwindowed is not None:
-        raise OptionError(
-            f"--layer {layer} of {trace.name} has {trace.formulas[layer].local}, so no policy is "
-            f"replayed there; expected one that sees the whole text, as {unwindowed}"
-        )
+    policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
+    if figure.single == "record" and len(policies) > 1:
+        raise OptionError(f"{name} shows one policy, but --set has several values; give one")
+    check_models(traces)
+    for trace in traces:
+        for option, count in (("layer", trace.n_layers), ("head", trace.evicting.n_heads)):
+            place = flags[option]
+            if place is not None and place >= count:
+                raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
+        whole = [layer for layer in range(trace.n_layers) if layer not in trace.windowed]
+        if policies and whole and flags["layer"] in trace.windowed:
+            raise OptionError(
+                f"--layer {flags['layer']} of {trace.name} has a sliding window, so no policy is "
+                f"replayed there; expected one that sees the whole text, as {whole[0]}"
+            )
+        if flags["layer"] is None and figure.single and policies and trace.windowed and whole:
+            flags["layer"] = whole[0]  # the figure's own default may have a window
+    interval = None if replayed.interval is None else [*map(value_of, replayed.interval)]
+    schedule: dict[str, Any] = {"interval": interval, "prefill": replayed.prefill}
+    if figure.replay is None:
+        return Data(traces)
+    if figure.replay == "once":
+        return _evicted_once(traces, policies)
+    if figure.replay == "plans":
+        return _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
+    metric = flags["metric"]
+    measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
+    return _swept(traces, policies, replayed.budget or [], schedule, measured)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -231,10 +231,12 @@ Runs = Annotated[
     ),
 ]
 PoliciesOfRuns = Annotated[
-    list[str] | None, several("NAME[,NAME...]", "The policies; default: all of the runs.")
+    list[str] | None,
+    several("NAME[,NAME...]", "Policies; of runs all by default."),
 ]
 BudgetsOfRuns = Annotated[
-    list[str] | None, several("N|P%[,...]", "The budgets; default: all of the runs.")
+    list[str] | None,
+    several("N|P%[,...]", "Budgets; of runs all by default."),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -298,53 +300,50 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     this one, `window=8` of each that has the key; the narrower one wins. Raises PolicyError if no
     policy has the key.
     """
-    from kvsim.policies import has_parameter, parameters, policy
-    from kvsim.policies.naming import canonical
+    from kvsim.policies import parameters, policy
+    from kvsim.policies.naming import canonical, parts_of
 
     names = [canonical(name) for name in names]
-    custom = {name for name in names if ":" in name}
-    keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
-    out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
-    parsed = [(text, *_owners(text.partition("=")[0].strip(), names)) for text in settings]
-    # that of one policy wins over that of a part, and that over that of all
-    for text, owners, title in sorted(parsed, key=lambda each: ("+" in each[2], each[2] > "")):
+    keys_of = {name: policy(name).params if ":" in name else parameters(name) for name in names}
+    titles = {title.lower() for name in names for title, _ in parts_of(name)}
+    ranked = []
+    for text in settings:
         left, equals, right = text.partition("=")
-        bare = left.strip()[len(title) + 1 if title else 0 :]
-        pairs = [parse_set(f"{bare}{equals}{value}") for value in right.split(",")]
-        key = pairs[0][0]
-        takers = {}
-        for name, of_part in owners.items():
-            outermost = key in keys_of[name] or (name not in custom and has_parameter(name, key))
-            if key in of_part or (outermost and name.startswith(title)):
-                takers[name] = of_part.get(key, key)
-        if not takers:
-            keys = dict.fromkeys(key for name in owners for key in keys_of[name])
+        pairs = [parse_set(f"{left}{equals}{value}") for value in right.split(",")]
+        key, values = pairs[0][0], [value for _, value in pairs]
+        found = [(*taken, name) for name in names for taken in _taken(name, key, keys_of, titles)]
+        if not found:
+            keys = dict.fromkeys(key for of_policy in keys_of.values() for key in of_policy)
             typed, *listed = (each.replace("scorer__", "scorer.") for each in (key, *keys))
             raise PolicyError(
-                f"--set {typed}: none of {', '.join(owners)} has this parameter"
+                f"--set {typed}: none of {', '.join(names)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
-        for name, taken in takers.items():
-            out[name][taken] = [value for _, value in pairs]
+        ranked += [(rank, name, taken, values) for rank, taken, name in found]
+    out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
+    for _, name, taken, values in sorted(ranked, key=lambda each: each[0]):
+        out[name][taken] = values
     return out
 
 
-def _owners(key: str, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], str]:
-    """Return the policies that a key of `--set` is of, all if it names none, and the named title.
-
-    With a policy come the keys of the parameters of its part of that name.
-    """
+def _taken(
+    name: str, key: str, keys_of: Mapping[str, Collection[str]], titles: Collection[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield how narrow a key of `--set` is for a policy, and the parameter that it takes for it."""
+    from kvsim.policies import has_parameter
     from kvsim.policies.naming import parts_of
 
-    key = key.lower()
-    whole = next((name for name in names if "+" in name and key.startswith(f"{name.lower()}.")), "")
-    if whole:
-        return {whole: {}}, whole
-    parts = [(name, *part) for name in names for part in parts_of(name)]
-    for short in (False, True):  # `snapkv` before the presets of it
-        titles = [part.partition("@")[0] if short else part for _, part, _ in parts]
-        title = next((title for title in titles if key.startswith(f"{title.lower()}.")), "")
-        if title:
-            named = zip(titles, parts, strict=True)
-            return {name: keys for each, (name, _, keys) in named if each == title}, title
-    return {name: {} for name in names}, ""
+    def has(bare: str) -> bool:
+        return bare in keys_of[name] or (":" not in name and has_parameter(name, bare))
+
+    if has(key):
+        yield 0, key
+    elif key.lower().startswith(f"{name.lower()}.") and has(bare := key[len(name) + 1 :]):
+        yield 2, bare
+    else:
+        for title, of_part in parts_of(name):
+            base = title.partition("@")[0]
+            for each in {title} if base.lower() in titles else {title, base}:
+                bare = key[len(each) + 1 :]
+                if key.lower().startswith(f"{each.lower()}.") and bare in of_part:
+                    yield 1, of_part[bare]
