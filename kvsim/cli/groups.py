@@ -37,35 +37,14 @@ class Offered(NamedTuple):
     options: tuple[Declared, ...]
     unset: dict[str, str]
 
-    def parameters(self) -> list[inspect.Parameter]:
-        """The parameters that typer reads."""
-        return [
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None if (form := shared.form_of(each)).text or unset else each.default,
-                annotation=Annotated[
-                    form.kind | None if unset else form.kind, shared.option_of(each, unset)
-                ],
-            )
-            for each in self.options
-            for unset in (self.unset.get(each.name, each.help.unset),)
-        ]
-
-    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Take the values of the options out of those of a command, converted."""
-        return {
-            each.name: shared.form_of(each).convert(given.pop(each.name)) for each in self.options
-        }
-
 
 def offered(*names: str, of: type = Experiment, **unset: str) -> Offered:
-    """Return options of a declaration by name, in this order; without names, all of them.
+    """Return options of a declaration by name, in this order.
 
     unset: what the command does without an option of this name, in words.
     """
     every = {each.name: each for each in declared(of)}
-    return Offered(tuple(every[name] for name in names or every), unset)
+    return Offered(tuple(every[name] for name in names), unset)
 
 
 #: When policies that are compared evict.
@@ -74,38 +53,41 @@ SCHEDULE = ("interval", "prefill", *PREFILL)
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the fields of its groups one by one, as options."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, dict[str, Any]]] = {}  # what builds each, and its defaults
     options: list[inspect.Parameter] = []
+
+    def add(name: str, kind: Any, default: Any) -> None:
+        only = inspect.Parameter.KEYWORD_ONLY
+        options.append(inspect.Parameter(name, only, default=default, annotation=kind))
+
+    hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
         offer = next((note for note in get_args(kind) if isinstance(note, Offered)), None)
         if offer is not None:
-            groups[name] = offer
-            options += offer.parameters()
+            groups[name] = dict, {}
+            for each in offer.options:
+                unset, taken = offer.unset.get(each.name, each.help.unset), shared.kind_of(each)
+                text = taken != each.kind
+                groups[name][1][each.name] = each.default if text else None
+                taken = Annotated[taken | None if unset else taken, shared.option_of(each, unset)]
+                add(each.name, taken, None if unset or text else each.default)
         elif is_dataclass(kind):
-            groups[name] = kind
             of_fields = get_type_hints(kind, include_extras=True)
-            for each in fields(kind):
-                default = inspect.Parameter.empty if each.default is MISSING else each.default
-                options.append(
-                    inspect.Parameter(
-                        each.name,
-                        inspect.Parameter.KEYWORD_ONLY,
-                        default=default,
-                        annotation=of_fields[each.name],
-                    )
-                )
+            groups[name] = kind, dict.fromkeys(of_fields)
+            for field in fields(kind):
+                needed = field.default is MISSING
+                default = inspect.Parameter.empty if needed else field.default
+                add(field.name, of_fields[field.name], default)
         else:
-            options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            add(name, kind, parameter.default)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        for name, group in groups.items():
-            if isinstance(group, Offered):
-                given[name] = group.taken(given)
-            else:
-                given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
+        for name, (build, defaults) in groups.items():
+            taken = {each: given.pop(each) for each in defaults}
+            unset = {each: x for each, x in defaults.items() if taken[each] is None}
+            given[name] = build(**taken | unset)
         command(**given)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

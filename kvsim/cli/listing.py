@@ -37,7 +37,8 @@ def policies(
         echo_json([{**asdict(each), "paper": each.paper or None} for each in listed])
         return
     if name:
-        typer.echo("\n\n".join(map(_in_full, listed)))
+        for each in listed:
+            _echo_in_full(each)
         return
     evictions = [each for each in listed if each.kind not in BEHIND]
     echo_table(
@@ -56,40 +57,42 @@ def policies(
     typer.echo("\n`kvsim policies NAME` shows its parameters and its exact rule.")
 
 
-def _in_full(policy: Description) -> str:
+def _echo_in_full(policy: Description) -> None:
+    """Print a policy with its parameters, and its rule by the docstrings of its files."""
     from kvsim.core.pieces import Even
     from kvsim.policies import policy as build
     from kvsim.policies.description import defining, documentation
     from kvsim.policies.naming import BEHIND, entry_of
 
     base, _, preset = policy.name.partition("@")
-    if ":" not in base:
+    presets, behind = "", policy.kind in BEHIND
+    if ":" in base:  # a user's own
+        docs = [documentation(defining(build(policy.name)))]
+    else:
         entry = entry_of(policy.name)
         pieces = (entry.piece, entry.layer_budgets)
         modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
         docs = [sys.modules[module].__doc__ for module in modules]
-        if policy.kind in BEHIND:
-            docs.append(entry.piece.__doc__)
+        docs += [entry.piece.__doc__] * behind
         presets = ", ".join(f"{base}@{other}" for other in entry.variants)
-    else:  # a user's own
-        docs, presets = [documentation(defining(build(policy.name)))], ""
-    inside = "EVICTION" if policy.kind in BEHIND else "SCORER"
     facts = {
-        "kind": policy.kind if policy.kind in BEHIND else "",
-        "evicts after": "" if policy.kind in BEHIND else fires(policy),
+        "name": shown(policy),
+        "kind": policy.kind,
+        "keeps": policy.keeps,
+        "evicts after": "" if behind else fires(policy),
         "needs": needs(policy),
         "presets": "" if preset else presets,
-        inside: f"{policy.default}, if none is named" if policy.default else "",
+        "without a part": policy.default,
         "paper": policy.paper,
     }
-    lines = [f"{shown(policy)}: {policy.keeps}"]
-    lines += [f"{key + ':':<14}{value}" for key, value in facts.items() if value]
-    lines += ["parameters:" if policy.params else "parameters:   none"]
-    wide = max((len(f"{key}={value}") for key, value in policy.params.items()), default=0)
-    for key, value in policy.params.items():
-        lines.append(f"  {f'{key}={value}':<{wide}}  {policy.accepts[key]}")
-    texts = ("\n".join(lines), *(inspect.cleandoc(doc or "") for doc in docs))
-    return "\n\n".join(filter(None, texts))
+    echo_fields({key: value for key, value in facts.items() if value})
+    if policy.params:
+        typer.echo()
+        rows = [[key, str(x), policy.accepts[key]] for key, x in policy.params.items()]
+        echo_table(["parameter", "value", "accepts"], rows)
+    for doc in filter(None, docs):
+        typer.echo(f"\n{inspect.cleandoc(doc)}")
+    typer.echo()
 
 
 def shown(policy: Description) -> str:

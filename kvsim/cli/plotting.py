@@ -14,7 +14,6 @@ from kvsim.cli import shared
 from kvsim.cli.groups import grouped
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import bar, echo_error
-from kvsim.core.arguments import value_of
 from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure, plotted
@@ -210,8 +209,7 @@ def _replayed(
             )
         if flags["layer"] is None and figure.single and policies and trace.windowed and whole:
             flags["layer"] = whole[0]  # the figure's own default may have a window
-    interval = None if replayed.interval is None else [*map(value_of, replayed.interval)]
-    schedule: dict[str, Any] = {"interval": interval, "prefill": replayed.prefill}
+    schedule: dict[str, Any] = {"interval": replayed.interval, "prefill": replayed.prefill}
     if figure.replay is None:
         return Data(traces)
     if figure.replay == "once":

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -120,37 +120,28 @@ def parse_template(text: str | None) -> dict[str, Any] | None:
         raise OptionError(text) from None
 
 
-class Form(NamedTuple):
-    """How the command line takes a value: its type, whether that is text, and the conversion."""
-
-    kind: Any
-    text: bool = True
-    convert: Callable[[Any], Any] = lambda given: given
-    callback: Callable[..., Any] | None = None
-
-
-#: Types of options that the command line takes as text.
-_FORMS: dict[Any, Form] = {
-    str | Sequence[str]: Form(list[str] | None, convert=lambda texts: texts or ()),
-    Sequence[int] | None: Form(str | None, convert=parse_layers),
-    int | Sequence[int] | None: Form(str | None, convert=parse_layers),
-    int | str | None: Form(str | None, convert=parse_memory),
-    Mapping[str, Any] | None: Form(str | None, convert=parse_template),
-    bool | str: Form(str | None, convert=lambda text: text or False),
-}
-
-
-def _values(texts: list[str] | None) -> list[Any] | None:
-    """Return numbers as such."""
+def numbers(param: typer.CallbackParam, values: list[str] | None) -> list[Value] | None:
+    """Return values as `split`, numbers as such."""
+    texts = split(param, values)
     return texts and [value_of(text) for text in texts]
 
 
-def form_of(option: Declared) -> Form:
-    """Return how the command line takes an option."""
-    if "[," in (option.help.metavar or ""):
-        return Form(list[str] | None, convert=_values, callback=split)
-    callback = parse_device if option.name == "device" else None
-    return _FORMS.get(option.kind, Form(option.kind, text=False, callback=callback))
+#: What reads options of types that the command line takes as text.
+_READERS: dict[Any, Callable[..., Any] | None] = {
+    str | Sequence[str]: None,
+    bool | str: None,
+    Sequence[int] | None: parse_layers,
+    int | Sequence[int] | None: parse_layers,
+    int | str | None: parse_memory,
+    Mapping[str, Any] | None: parse_template,
+}
+
+
+def kind_of(option: Declared) -> Any:
+    """Return the type by which typer takes an option; text is None where it is not given."""
+    if "[," in (option.help.metavar or "") or option.kind == str | Sequence[str]:
+        return list[str] | None
+    return str | None if option.kind in _READERS else option.kind
 
 
 def option_of(option: Declared, unset: str = "", **changes: Any) -> Any:
@@ -162,9 +153,15 @@ def option_of(option: Declared, unset: str = "", **changes: Any) -> Any:
         "help": option.help.text + f"  [default: {unset}]" * bool(unset),
         "metavar": option.help.metavar,
         "min": option.least,
-        "callback": form_of(option).callback,
+        "callback": _callback(option),
     }
     return typer.Option(flag, **given | changes)
+
+
+def _callback(option: Declared) -> Callable[..., Any] | None:
+    if "[," in (option.help.metavar or ""):
+        return numbers if option.name == "interval" else split
+    return parse_device if option.name == "device" else _READERS.get(option.kind)
 
 
 _OPTIONS = {each.name: each for each in declared(Experiment)}

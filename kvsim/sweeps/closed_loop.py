@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_type_hints
 
 import polars as pl
 import torch
 from torch import Tensor
 
 from kvsim.analysis.live.table import choose_live, measure_live
-from kvsim.analysis.results import check_distinct
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
@@ -25,7 +24,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import MemoryLimitError, PolicyError
-from kvsim.experiment import LiveOptions
+from kvsim.experiment import LiveOptions, OfCells
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
@@ -42,9 +41,10 @@ from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Outcome, Progress, cells_of, compute
 from kvsim.sweeps.driver import Plan, describe
 from kvsim.sweeps.folder import Parts
+from kvsim.sweeps.grid import grid_of
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.tasks import Task, tasks_of
-from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
+from kvsim.sweeps.terms import described, params_of
 
 
 @with_bar("cells")
@@ -106,19 +106,17 @@ def plan_live(
     model: without weights it can be planned alone.
     """
     given = given_options(LiveOptions, options, "live", PolicyError)
-    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    metrics = None if given["metrics"] is None else listed(given["metrics"])
-    layers = None if given["layers"] is None else listed(given["layers"])
-    policies = [each.fitted() for each in policies] if given["fit"] else policies
-    check_names(policies)
-    check_distinct(traces)
-    interval, *more = listed(given["interval"])
+    of_grid = {name: given[name] for name in get_type_hints(OfCells)}
+    of_grid |= {"traces": as_traces(traces), "policies": as_policies(policies)}
+    grid = grid_of(of_grid | {"budgets": listed(budgets)})
+    (terms, shared), *more = grid.schedules()
     if more:
         raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")
-    terms, shared = shared_terms(policies, interval, given)
+    traces, policies = grid.opened(), grid.policies
+    layers = grid.options["layers"]
     new_tokens = given["max_new_tokens"]
-    chosen = choose_live(metrics)
-    cells = cells_of(traces, policies, budgets, [terms])
+    chosen = choose_live(grid.options["metrics"])
+    cells = cells_of(traces, policies, grid.budgets, [terms])
     for cell in cells:
         check_live(cell.policy)
         check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
@@ -137,14 +135,12 @@ def plan_live(
         "loop": "closed",
         "weights": running.described.get("weights"),
         "policies": params_of(policies),
-        "budgets": [str(budget) for budget in budgets],
+        "budgets": list(grid.budgets),
         "schedules": [described(terms)],
-        "layers": layers,
-        "metrics": None if metrics is None else list(metrics),
-        **{name: given[name] for name in ("max_new_tokens", "events")},
+        **{name: grid.options[name] for name in ("layers", "metrics", "events", "memory")},
+        "max_new_tokens": new_tokens,
         **draws,
         **(choice.settings if new_tokens else {}),
-        "memory": None,
         "device": str(running.device),
     }
     paging = None
