@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import plotting, shared, show
-from kvsim.cli.replaying import fidelity_line
+from kvsim.cli.runs import fidelity_line
 from kvsim.cli.shared import OptionError
 from kvsim.cli.tabulating import PARTS, Form, echo_forms, echo_means
 from kvsim.schema import merged, plural

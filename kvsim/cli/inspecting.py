@@ -47,10 +47,10 @@ def info(
     parts = {}
     for given in traces:
         if is_run(given):
-            document, summary = describe_run(given)
+            document, table, shown = describe_run(given)
             parts[given] = [document]
             if not as_json:
-                echo_run(document, summary, whole=show_text)
+                echo_run(document, table, shown, whole=show_text)
             continue
         parts[given] = [_facts(path, deep=deep) for path in _paths(given)]
     documents = [facts for part in parts.values() for facts in part]

@@ -12,29 +12,18 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, Printed, grouped, offered
-from kvsim.cli.runs import echo_responses
+from kvsim.cli.runs import document_of, echo_document
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
-    import polars as pl
-
-    from kvsim.core.record import Record
     from kvsim.core.trace import Trace
     from kvsim.sweeps import Run
     from kvsim.sweeps.driver import Plan
     from kvsim.sweeps.folder import Parts
 
-#: Most traces and lines of a table that are printed; the others are in the results.
-_TRACES, _LINES = 8, 200
-
-_OPEN_LOOP = (
-    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
-    "from layer to layer and the model may generate other tokens."
-)
-
-#: Columns of the table whose names do not say what they are.
-_EXPLAINED = ("wipeout", "layer_error", "weighted_error", "regret", "possible_share", "peak_share")
+#: Most traces that are named.
+_TRACES = 8
 
 
 @dataclass(frozen=True)
@@ -144,26 +133,32 @@ def show_run(
     whole: print all of what the model of a live run wrote. required: metrics that a note names if
     they are not among them.
     """
-    from kvsim.analysis.overview import PREDICTIONS
-
     done, total = run.parameters["done"], run.parameters["cells"]
     if not done and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not done:
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
-    measured = set(run.table["metric"])
-    shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics]) if name in measured]
+    document, shown = document_of(run.describe(), run.table, run.records, metrics)
     if as_json:
-        show.echo_json(_document(run, shown, out))
+        show.echo_json({**document, "out": None if out is None else str(out)})
     else:
-        _print(opened, run, shown, out)
-        echo_responses(run.responses.to_dicts(), whole=whole)
-        if shown and (missing := [name for name in required if name not in measured]):
+        for trace in opened[:_TRACES]:
+            show.echo_text(
+                f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
+                f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
+            )
+        more = len(opened) - _TRACES
+        show.echo_text(f"... and {plural(more, 'trace')}\n" if more > 0 else "")
+        echo_document(document, run.table, shown, whole=whole)
+        if shown and (missing := [name for name in required if name not in shown]):
             show.echo_text(
                 f"Note: {', '.join(missing)} cannot be computed on these traces; `kvsim metrics "
                 f"{missing[0]}` says what it reads."
             )
+        if out is not None:
+            records = ", records.zarr" * bool(run.records)
+            show.echo_text(f"Written to {out}: run.json{records}, results.parquet.")
     show.echo_failures(run.failures)
     kept = "shown above" if out is None else f"kept in {out}"
     if run.interrupted:
@@ -172,110 +167,3 @@ def show_run(
     if run.failures:
         failed = len({failure.cell for failure in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)
-
-
-def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
-    from kvsim.analysis.overview import summarise
-
-    return {
-        **run.describe(),
-        **show.verdict(run.table, shown),
-        "cells": show.cells(summarise(run.table, shown)),
-        "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
-        "fidelity": show.fidelity_shares(run.table),
-        "selections": [
-            {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
-            for record in run.records
-            if (selection := show.selection_dict(record)) is not None
-        ],
-        **({"responses": run.responses.to_dicts()} if run.parameters.get("loop") else {}),
-        "out": None if out is None else str(out),
-    }
-
-
-def _trace_metrics(table: pl.DataFrame, shown: Sequence[str]) -> pl.DataFrame:
-    """Metrics that belong to a trace and to no policy: mean over layers of each variant."""
-    import polars as pl
-
-    of_trace = table.filter(pl.col("policy").is_null() & pl.col("metric").is_in(shown))
-    return of_trace.group_by("trace", "metric", "variant", maintain_order=True).agg(
-        pl.col("value").mean(), pl.col("chance").mean()
-    )
-
-
-def _print(traces: Sequence[Trace], run: Run, shown: Sequence[str], out: Path | None) -> None:
-    from kvsim.analysis.overview import summarise
-
-    for trace in traces[:_TRACES]:
-        show.echo_text(
-            f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-            f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
-        )
-    if len(traces) > _TRACES:
-        show.echo_text(f"... and {plural(len(traces) - _TRACES, 'trace')}")
-    show.echo_text()
-    show.echo_verdict(show.verdict(run.table, shown))
-    summary = summarise(run.table, shown)
-    if summary.height:
-        show.echo_results(summary.head(_LINES))
-        hidden = summary.height - _LINES
-        show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
-    of_trace = _trace_metrics(run.table, shown)
-    if of_trace.height:
-        rows = ([*row[:3], *(show.number(x, ".3f") for x in row[3:])] for row in of_trace.rows())
-        show.echo_table(of_trace.columns, rows, right=3)
-        show.echo_text()
-    if shown:
-        show.echo_text(means(run.table, shown))
-        show.echo_text(fidelity_line(run.table))
-    else:
-        show.echo_text("No values: none of the metrics can be computed on these traces.")
-    lines = (_selection_line(record, many=len(traces) > 1) for record in run.records)
-    for line in filter(None, dict.fromkeys(lines)):
-        show.echo_text(line)
-    show.echo_notes(run.remarks)
-    if out is not None:
-        records = ", records.zarr" * bool(run.records)
-        show.echo_text(f"Written to {out}: run.json{records}, results.parquet.")
-
-
-def _selection_line(record: Record, *, many: bool) -> str:
-    """After which layers a record's policy dropped rows, in words; many: there are other traces."""
-    selection = record.selection
-    if selection is None:
-        return ""
-    budget = f", budget {record.budget}" if record.bounds else ""
-    outcome = "no rows are dropped"
-    if selection.layer is not None:
-        after = ", ".join(map(str, selection.dropped or (selection.layer,)))
-        outcome = f"rows are dropped after layer {after}, {selection.counts[-1]} of "
-        outcome += f"{record.prompt_len} tokens go on" + " from the start" * selection.restarted
-    return f"{show.one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
-
-
-def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
-    """Return what the numbers of a table of these metrics are means over."""
-    import polars as pl
-
-    from kvsim.analysis.overview import PREDICTIONS
-    from kvsim.analysis.registry import METRICS
-    from kvsim.analysis.results import of_model
-
-    values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
-    traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
-    counts = show.counts(dict(traces.iter_rows()), "trace")
-    over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
-    over = "layers, heads and the traces of each model" if of_model(table) else over
-    parts = [f"Means over {over}, of rows over those after the prompt"]
-    if not set(PREDICTIONS).isdisjoint(shown):
-        parts.append("of tokens over those of the recorded response")
-    measured = {*traces["metric"]}
-    parts += [f"{name}: {METRICS[name].summary}" for name in _EXPLAINED if name in measured]
-    return f"{'; '.join(parts)}."
-
-
-def fidelity_line(table: pl.DataFrame) -> str:
-    """Return how far the values of a run can be trusted."""
-    shares = show.fidelity_shares(table)
-    parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-    return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()

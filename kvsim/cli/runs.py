@@ -1,46 +1,154 @@
-"""Saved runs, and the texts of models in them."""
+"""What a run has found, in memory or saved: one JSON document, and the same as text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
-from kvsim.schema import merged, object_at, plural, visible
+from kvsim.schema import object_at, plural, visible
 
 if TYPE_CHECKING:
     import polars as pl
 
+    from kvsim.core.record import Record
+
+#: Most lines of a table that are printed.
+_LINES = 200
 #: Cells whose responses are shown unless all are requested, and characters of each.
 _CELLS, _CHARACTERS = 6, 600
+_OPEN_LOOP = (
+    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
+    "from layer to layer and the model may generate other tokens."
+)
+
+#: Columns of the table whose names do not say what they are.
+_EXPLAINED = ("wipeout", "layer_error", "weighted_error", "regret", "possible_share", "peak_share")
 
 
-def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Return the document of a saved run, and the summary of its values."""
-    from kvsim.analysis.folder import RECORDS, read_run
+def document_of(
+    parameters: Mapping[str, Any],
+    table: pl.DataFrame,
+    records: Sequence[Record],
+    metrics: Sequence[str],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the document of a run, and those of the metrics that its Table has."""
+    import polars as pl
+
     from kvsim.analysis.live.table import responses
-    from kvsim.analysis.overview import LIVE_SUMMARY, PREDICTIONS, SUMMARY, summarise
+    from kvsim.analysis.overview import PREDICTIONS, summarise
+
+    measured = set(table["metric"])
+    shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics]) if name in measured]
+    of_trace = table.filter(pl.col("policy").is_null() & pl.col("metric").is_in(shown))
+    of_trace = of_trace.group_by("trace", "metric", "variant", maintain_order=True).agg(
+        pl.col("value").mean(), pl.col("chance").mean()
+    )
+    document = {
+        **parameters,
+        **show.verdict(table, shown),
+        "cells": show.cells(summarise(table, shown)),
+        "trace_metrics": of_trace.to_dicts(),
+        "fidelity": show.fidelity_shares(table),
+        "selections": [
+            {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
+            for record in records
+            if (selection := show.selection_dict(record)) is not None
+        ],
+        "responses": responses(records).to_dicts(),
+    }
+    return document, shown
+
+
+def echo_document(
+    document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str], *, whole: bool
+) -> None:
+    """Print the results of a run; whole: all of what the model of a live run wrote."""
+    from kvsim.analysis.overview import summarise
+
+    show.echo_verdict(document)
+    summary = summarise(table, shown)
+    if summary.height:
+        show.echo_results(summary.head(_LINES))
+        hidden = summary.height - _LINES
+        show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
+    if document["trace_metrics"]:
+        numbers = ("value", "chance")
+        show.echo_rows(
+            [
+                {k: show.number(x, ".3f") if k in numbers else str(x) for k, x in row.items()}
+                for row in document["trace_metrics"]
+            ],
+            right=3,
+        )
+        show.echo_text()
+    if shown:
+        show.echo_text(means(table, shown))
+        show.echo_text(fidelity_line(table))
+    else:
+        show.echo_text("No values: none of the metrics can be computed on these traces.")
+    for each in document["selections"]:
+        where = f"{show.one_line(each['trace'])}: {each['policy']}, budget {each['budget']}"
+        after = ", ".join(map(str, each["dropped"]))
+        outcome = f"rows are dropped after layer {after}, {each['counts'][-1]} tokens go on"
+        again = " from the start" * each["restarted"]
+        show.echo_text(f"{where}: {outcome + again if after else 'no rows are dropped'}.")
+    show.echo_notes(document.get("remarks", ()))
+    echo_responses(document["responses"], whole=whole)
+
+
+def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
+    """Return what the numbers of a table of these metrics are means over."""
+    import polars as pl
+
+    from kvsim.analysis.overview import PREDICTIONS
+    from kvsim.analysis.registry import METRICS
+    from kvsim.analysis.results import of_model
+
+    values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
+    traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
+    counts = show.counts(dict(traces.iter_rows()), "trace")
+    over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
+    over = "layers, heads and the traces of each model" if of_model(table) else over
+    parts = [f"Means over {over}, of rows over those after the prompt"]
+    if not set(PREDICTIONS).isdisjoint(shown):
+        parts.append("of tokens over those of the recorded response")
+    measured = {*traces["metric"]}
+    parts += [f"{name}: {METRICS[name].summary}" for name in _EXPLAINED if name in measured]
+    return f"{'; '.join(parts)}."
+
+
+def fidelity_line(table: pl.DataFrame) -> str:
+    """Return how far the values of a run can be trusted."""
+    shares = show.fidelity_shares(table)
+    parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+    return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
+
+
+def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame, list[str]]:
+    """Return the document of a saved run, its Table and the metrics that are shown of it."""
+    from kvsim.analysis.folder import RECORDS, read_run
+    from kvsim.analysis.overview import LIVE_SUMMARY, SUMMARY
     from kvsim.store.records import read_records
 
     saved = read_run(path)
-    closed = saved.parameters.get("loop") == "closed"
-    measured = saved.table["metric"].unique(maintain_order=True).to_list()
-    usual = LIVE_SUMMARY if closed else (*PREDICTIONS, *SUMMARY)
-    requested = measured if saved.parameters.get("metrics") else usual
-    shown = [name for name in requested if name in measured]
-    summary = summarise(saved.table, shown)
-    document = {"run": str(path), **saved.parameters, **show.verdict(saved.table, shown)}
-    document |= {"remarks": saved.remarks, "cells": show.cells(summary)}
-    # a sweep keeps records on request alone
-    kept = Path(path) / RECORDS
+    usual = LIVE_SUMMARY if saved.parameters.get("loop") == "closed" else SUMMARY
+    given = saved.parameters.get("metrics")
+    metrics = saved.table["metric"].unique(maintain_order=True).to_list() if given else usual
+    kept = Path(path) / RECORDS  # a sweep keeps records on request alone
     records = read_records(kept) if kept.exists() else []
-    return document | {"responses": responses(records).to_dicts()}, summary
+    parameters = {"run": str(path), **saved.parameters, "remarks": saved.remarks}
+    document, shown = document_of(parameters, saved.table, records, metrics)
+    return document, saved.table, shown
 
 
-def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) -> None:
-    """Print the parameters and table of a saved run, and the texts of a live run."""
-    loop = {"closed": "live, on the running model"}.get(str(document.get("loop")), "replay")
+def echo_run(
+    document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str], *, whole: bool
+) -> None:
+    """Print where a saved run is from, and its results."""
+    loop = "live, on the running model" if document.get("loop") == "closed" else "replay"
     traces = [show.one_line(name) for name in document.get("traces", {})]
     versions = object_at(document, "versions")
     first = ", ".join(traces[:3]) + ", ..." * (len(traces) > 3)
@@ -50,17 +158,10 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
             "traces": f"{len(traces)}: {first}",
             "computed": str(document.get("created", "at an unknown time")),
             "by": " ".join(f"{k} {v}" for k, v in versions.items()) or "unknown versions",
-            **{
-                f"note {i}": note
-                for i, note in enumerate(merged(document.get("remarks", ())), start=1)
-            },
         }
     )
     show.echo_text()
-    if summary.height:
-        show.echo_verdict(document)
-        show.echo_results(summary)
-    echo_responses(document["responses"], whole=whole)
+    echo_document(document, table, shown, whole=whole)
 
 
 def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:

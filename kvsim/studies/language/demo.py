@@ -154,7 +154,7 @@ def _compare(
 
     from kvsim.analysis.overview import SUMMARY, summarise
     from kvsim.analysis.table import available, in_order
-    from kvsim.cli.replaying import fidelity_line, means
+    from kvsim.cli.runs import fidelity_line, means
     from kvsim.policies import policy
     from kvsim.sweeps.driver import replay_all
 
