@@ -66,6 +66,7 @@ def _echo_in_full(policy: Description) -> None:
 
     base, _, preset = policy.name.partition("@")
     presets, behind = "", policy.kind in BEHIND
+    docs: list[str | None]
     if ":" in base:  # a user's own
         docs = [documentation(defining(build(policy.name)))]
     else:

@@ -297,10 +297,9 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
     from kvsim.engine import replay
-    from kvsim.sweeps.terms import interval_of
 
     budget = resolve_budget(size, trace.n_pos)
-    interval: Any = next((interval_of(x) for x in schedule["interval"] or () if x != "own"), None)
+    interval: Any = next((x for x in schedule["interval"] or () if x != "own"), None)
     prefill = True if interval and schedule["prefill"] is None else schedule["prefill"]
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
     return Data([trace], [record], None, [record.remark], {record.trace: record.layers})

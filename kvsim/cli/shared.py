@@ -16,7 +16,7 @@ from kvsim.core.arguments import Value, value_of
 from kvsim.core.options import Declared, declared
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.experiment import Experiment
-from kvsim.schema import is_url, size_in_bytes
+from kvsim.schema import is_url
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy
@@ -85,14 +85,6 @@ class OptionError(KvsimError, ValueError):
     """An option with a bad value."""
 
 
-def parse_memory(text: str | None) -> int | None:
-    """Parse a size, if one is given: 500MB, 2GB, 1GiB, or a number of bytes."""
-    size = None if text is None else size_in_bytes(text)
-    if size is None and text is not None:
-        raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
-    return size
-
-
 def parse_ranges(text: str, option: str, expected: str) -> list[int]:
     """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
     numbers: list[int] = []
@@ -123,7 +115,7 @@ def parse_template(text: str | None) -> dict[str, Any] | None:
 def numbers(param: typer.CallbackParam, values: list[str] | None) -> list[Value] | None:
     """Return values as `split`, numbers as such."""
     texts = split(param, values)
-    return texts and [value_of(text) for text in texts]
+    return None if texts is None else [value_of(text) for text in texts]
 
 
 #: What reads options of types that the command line takes as text.
@@ -132,7 +124,7 @@ _READERS: dict[Any, Callable[..., Any] | None] = {
     bool | str: None,
     Sequence[int] | None: parse_layers,
     int | Sequence[int] | None: parse_layers,
-    int | str | None: parse_memory,
+    int | str | None: None,
     Mapping[str, Any] | None: parse_template,
 }
 

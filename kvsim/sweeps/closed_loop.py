@@ -108,7 +108,8 @@ def plan_live(
     given = given_options(LiveOptions, options, "live", PolicyError)
     of_grid = {name: given[name] for name in get_type_hints(OfCells)}
     of_grid |= {"traces": as_traces(traces), "policies": as_policies(policies)}
-    grid = grid_of(of_grid | {"budgets": listed(budgets)})
+    sizes: list[Any] = listed(budgets)
+    grid = grid_of(of_grid | {"budgets": sizes})
     (terms, shared), *more = grid.schedules()
     if more:
         raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")

@@ -22,7 +22,7 @@ from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import ConfigError, KvsimError, PolicyError
+from kvsim.errors import ConfigError, KvsimError
 from kvsim.experiment import Options, ReplayOptions, Spread, SweepOptions
 from kvsim.progress import with_bar
 from kvsim.schema import PREFILL
@@ -135,16 +135,10 @@ def plan_replays(
 ) -> Plan:
     """Return the plan of `replay_all`, which computes it; raises as that does."""
     given = given_options(ReplayOptions, options, "replay_all")
-    several: dict[str, list[Any]] = {
-        "traces": listed(traces),
-        "policies": listed(policies),
-        "budgets": listed(budgets),
-    }
-    if not all(several.values()):
-        counts = ", ".join(f"{len(x)} {name}" for name, x in several.items())
-        raise PolicyError(f"{counts}; expected at least one of each")
-    shared = {name: given[name] for name in get_type_hints(Options)}
-    grid = grid_of(shared | several | {"records": True})
+    of_grid: dict[str, Any] = {name: given[name] for name in get_type_hints(Options)}
+    of_grid |= {"traces": listed(traces), "policies": listed(policies), "records": True}
+    sizes: list[Any] = listed(budgets)
+    grid = grid_of(of_grid | {"budgets": sizes})
     metrics = None
     if given["metrics"] is None:
         metrics = [*choose(None, judged=bool(given["judge"]))]

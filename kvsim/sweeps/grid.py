@@ -20,7 +20,7 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
+from kvsim.errors import ConfigError, local_path, suggest
 from kvsim.experiment import Keys, Options
 from kvsim.files import read_input
 from kvsim.policies import variants
@@ -29,7 +29,7 @@ from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
 from kvsim.sweeps.cells import Cell, cells_of
-from kvsim.sweeps.terms import Terms, check_names, interval_of, shared_terms
+from kvsim.sweeps.terms import Terms, check_names, shared_terms
 
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
@@ -96,30 +96,23 @@ def grid_of(document: object, folder: Path = Path(), *, where: str = "the grid")
     folder: from which relative paths of traces are seen. Raises ConfigError, which begins with
     `where`, for an unknown key or another kind of value.
     """
-    try:
-        return _grid(document, folder)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _grid(document: object, folder: Path) -> Grid:
     if not isinstance(document, Mapping):
         kind = type(document).__name__
-        raise ConfigError(f"it holds a {kind}; expected keys such as traces and policies")
-    names = [*get_type_hints(Keys)]
-    for key in document:
+        raise ConfigError(f"{where}: it holds a {kind}; expected keys such as traces and policies")
+    names, read = [*get_type_hints(Keys)], dict[str, Any]()
+    for key, value in document.items():
         if key not in names:
             close = suggest(str(key), names)
-            raise ConfigError(f"unknown key {key!r}{close}; known: {', '.join(names)}")
-    for key in ("traces", "policies", "budgets"):
-        if not document.get(key):
-            raise ConfigError(f"{key} is missing; expected one or a list")
-    read = {
-        key: _READERS[key](value) if key in _READERS else value
-        for key, value in document.items()
-        if value is not None and key != "traces"
-    }
-    checked = given_options(Keys, read, "grid")
+            raise ConfigError(f"{where}: unknown key {key!r}{close}; known: {', '.join(names)}")
+        if value is None:
+            continue
+        reader, expected = _READERS.get(key, (lambda given: given, ""))
+        read[key] = taken = reader(value)
+        if taken is None or (isinstance(taken, tuple) and (not taken or None in taken)):
+            raise ConfigError(f"{where}: {key} is {value!r}; expected {expected}")
+    if missing := [key for key in ("traces", "policies", "budgets") if key not in read]:
+        raise ConfigError(f"{where}: {missing[0]} is missing; expected one or a list")
+    checked = given_options(Keys, read, where)
     protect = protection_of(checked["protect"])
     built = [each.fitted() if checked["fit"] else each for each in checked["policies"]]
     check_names(built)
@@ -127,7 +120,7 @@ def _grid(document: object, folder: Path) -> Grid:
     for each in built:
         policies += [each] * (each not in policies)
     return Grid(
-        traces=tuple(_traces(_listed(document["traces"]), folder)),
+        traces=tuple(_paths(checked["traces"], folder)),
         policies=tuple(replace(each, protect=each.protect | protect) for each in policies),
         budgets=checked["budgets"],
         records=checked["records"],
@@ -178,70 +171,40 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _size(value: object) -> int:
-    number = size_in_bytes(str(value))
-    if number is None or isinstance(value, bool):
-        raise ConfigError(f"memory is {value!r}; expected a size such as 500MB, 2GB or 1GiB")
-    return number
-
-
-def _whole(key: str, value: object, least: float, expected: str) -> int:
-    number = integer(value)
-    if number is None or number < least:
-        raise ConfigError(f"{key} has {value!r}; expected {expected}")
-    return number
-
-
-def _budget(value: object) -> str:
-    if integer(value) is None and not isinstance(value, str | float):
-        raise ConfigError(f"budgets has {value!r}; expected {EXPECTED}")
-    return str(value)
-
-
-def _traces(given: Iterable[object], folder: Path) -> Iterator[str | Trace]:
+def _paths(given: Iterable[Any], folder: Path) -> Iterator[str | Trace]:
     """Yield the paths of traces; those of folders and wildcards in alphabetical order."""
     for source in given:
         if isinstance(source, Trace) or is_url(source):
-            yield source  # type: ignore[misc]  # a URL is text
+            yield source
             continue
-        if not isinstance(source, str | Path):
-            raise ConfigError(f"traces has {source!r}; expected paths or URLs")
         path = folder / source
         name = source if str(source) in SAMPLES and not path.exists() else path
-        try:
-            yield from (str(Path(path).absolute()) for path in paths_of(name))
-        except TraceNotFoundError as error:
-            raise ConfigError(f"traces has {str(source)!r}: {error}") from error
+        yield from (str(Path(path).absolute()) for path in paths_of(name))
 
 
-def _policies(given: object) -> Iterator[Policy]:
+def _policies(given: object) -> Iterator[Policy | None]:
     """Yield the policies of names, of `NAME: {parameter: value}`, of objects, or of a list.
 
-    A list of values stands for as many policies.
+    A list of values stands for as many policies. None is no policy.
     """
+    plain = (int, float, bool, str, type(None))
     for each in _listed(given):
         if isinstance(each, Policy | Scorer):
             yield Policy.of(each)
             continue
         pairs = each.items() if isinstance(each, Mapping) else [(each, None)]
         for name, settings in pairs:
-            if not isinstance(name, str) or not isinstance(settings or {}, Mapping):
-                raise ConfigError(
-                    f"policies has {each!r}; expected names, or NAME: {{parameter: value}}"
-                )
-            yield from variants(name, _settings(name, settings or {}))
-
-
-def _settings(name: str, given: Mapping[Any, Any]) -> dict[str, list[Any]]:
-    """Settings of a policy, `scorer.window` as Python spells it."""
-    out: dict[str, list[Any]] = {}
-    for key, value in given.items():
-        plain = (int, float, bool, str, type(None))
-        values = _listed(value)
-        if not isinstance(key, str) or not values or not all(isinstance(x, plain) for x in values):
-            raise ConfigError(f"{name} has {key!r}: {value!r}; expected values, or a list of them")
-        out[key.replace("scorer.", "scorer__")] = values
-    return out
+            lists = {}
+            if isinstance(settings, Mapping):  # `scorer.window` as Python spells it
+                lists = {
+                    str(key).replace("scorer.", "scorer__"): _listed(value)
+                    for key, value in settings.items()
+                }
+            fits = all(x and all(isinstance(y, plain) for y in x) for x in lists.values())
+            if isinstance(name, str) and isinstance(settings or {}, Mapping) and fits:
+                yield from variants(name, lists)
+            else:
+                yield None
 
 
 def protection_of(given: object) -> Protection:
@@ -251,21 +214,35 @@ def protection_of(given: object) -> Protection:
     names = [f.name for f in fields(Protection)]
     if not isinstance(given, dict) or not set(given) <= set(names):
         raise ConfigError(f"protect is {given!r}; expected {', '.join(names)}")
-    try:
-        return Protection(**given)
-    except KvsimError as error:
-        raise ConfigError(str(error)) from error
+    return Protection(**given)
 
 
-#: What reads the value of a key.
-_READERS: Mapping[str, Callable[[Any], object]] = {
-    "policies": lambda given: tuple(_policies(given)),
-    "budgets": lambda given: tuple(map(_budget, _listed(given))),
-    "interval": lambda given: tuple(map(interval_of, _listed(given))),
-    "layers": lambda given: tuple(
-        sorted(_whole("layers", each, float("-inf"), "whole numbers") for each in _listed(given))
+def _fitting(fits: Callable[[Any], bool]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads one value or several, None in place of those that do not fit."""
+    return lambda given: tuple(each if fits(each) else None for each in _listed(given))
+
+
+def _budgets(given: object) -> tuple[str | None, ...]:
+    numbers = _fitting(lambda each: integer(each) is not None or isinstance(each, str | float))
+    return tuple(None if each is None else str(each) for each in numbers(given))
+
+
+def _layers(given: object) -> tuple[int | None, ...]:
+    numbers = _fitting(lambda each: integer(each) is not None)(given)
+    return numbers if None in numbers else tuple(sorted(numbers))
+
+
+#: What reads the value of a key, with None for what does not fit, and what it expects.
+_READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "traces": (_fitting(lambda each: isinstance(each, Trace | str | Path)), "paths or URLs"),
+    "policies": (lambda given: tuple(_policies(given)), "names, or NAME: {parameter: value}"),
+    "budgets": (_budgets, EXPECTED),
+    "interval": (
+        _fitting(lambda each: each == "own" or (integer(each) or 0) >= 1),
+        "rows, at least 1, or own",
     ),
-    "metrics": lambda given: tuple(map(str, _listed(given))),
-    "memory": _size,
-    "device": lambda given: resolve_device(given, here=False),  # until it runs
+    "layers": (_layers, "whole numbers"),
+    "metrics": (lambda given: tuple(map(str, _listed(given))), "names"),
+    "memory": (lambda given: size_in_bytes(str(given)), "a size such as 500MB, 2GB or 1GiB"),
+    "device": (lambda given: resolve_device(given, here=False), ""),  # until it runs
 }

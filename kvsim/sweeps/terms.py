@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
-from kvsim.errors import ConfigError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.schema import PREFILL, Compress, schedule
 
 #: Rows between events of policies that are compared, unless an interval is given.
@@ -24,16 +23,8 @@ def described(terms: Terms) -> dict[str, Any]:
     return dict(zip(("interval", "prefill", *PREFILL), terms, strict=True))
 
 
-def interval_of(given: Any) -> int | str | None:
-    """Return rows between events, `own`, or None; raises ConfigError for anything else."""
-    rows = integer(given)
-    if given not in (None, "own") and (rows is None or rows < 1):
-        raise ConfigError(f"interval is {given!r}; expected rows, at least 1, or own")
-    return given if rows is None else rows
-
-
 def shared_terms(
-    policies: Sequence[Policy], interval: object, options: Mapping[str, Any]
+    policies: Sequence[Policy], interval: int | str | None, options: Mapping[str, Any]
 ) -> tuple[Terms, str]:
     """One schedule for policies that are compared, and a remark if none was given.
 
@@ -43,7 +34,6 @@ def shared_terms(
     it brings the prefill event along for all policies, unless `prefill` decides.
     """
     prefill, compress, chunk = (options[name] for name in ("prefill", *PREFILL))
-    interval = interval_of(interval)
     if interval == "own" or (interval is None and all(x == policies[0] for x in policies)):
         return (None, prefill, compress, chunk), ""
     rows = INTERVAL if interval is None else int(interval)

@@ -14,8 +14,9 @@ import pytest
 from command_line import one_line
 
 from kvsim.cli import GONE, main
-from kvsim.cli.shared import parse_memory, parse_set
+from kvsim.cli.shared import parse_set
 from kvsim.errors import KvsimError
+from kvsim.schema import size_in_bytes
 from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps.grid import _Loader, _values
 from traces import random_trace
@@ -96,7 +97,7 @@ def test_values_of_settings(text, expected):
 )
 def test_sizes(text, expected):
     """Decimal and binary units, in any case."""
-    assert parse_memory(text) == expected
+    assert size_in_bytes(text) == expected
 
 
 def kvsim_process(program, *arguments, **options):

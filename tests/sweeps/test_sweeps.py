@@ -190,7 +190,7 @@ def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
     [
         ({"policies": ["tova", "snapkv"]}, BudgetError, "smallest budget that works is 32"),
         ({"memory": 1000}, MemoryLimitError, "give at least --memory"),
-        ({"budgets": []}, PolicyError, "0 budgets"),
+        ({"budgets": []}, ConfigError, "budgets is \\[\\]"),
     ],
 )
 def test_what_cannot_be_replayed_is_found_before_any_work(options, error, message):
