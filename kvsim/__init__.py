@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvsim.runner.judging import judge
     from kvsim.samples import sample_trace
     from kvsim.store import open_trace, save_trace
-    from kvsim.store.labelled import to_xarray
     from kvsim.studies.referee.ruling import conform
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
@@ -67,7 +66,6 @@ __all__ = [
     "sample_trace",
     "save_trace",
     "sweep",
-    "to_xarray",
 ]
 
 _HOME = {
@@ -90,7 +88,6 @@ _HOME = {
     "sample_trace": "samples",
     "save_trace": "store",
     "sweep": "sweeps.driver",
-    "to_xarray": "store.labelled",
 }
 
 # the core knows no room above it, and `Trace.save` ends there

@@ -84,7 +84,6 @@ EXTRAS = {
     "gguf": ("gguf",),
     "dashboard": ("plotly", "streamlit"),
     "remote": ("fsspec",),
-    "xarray": ("xarray",),
     "hub": ("datasets",),
     "kvpress": ("kvpress",),
     "lm-eval": ("accelerate", "lm_eval"),

@@ -1,5 +1,9 @@
 """Traces that tests of the store save, and how they are compared."""
 
+import uuid
+from contextlib import contextmanager
+
+import fsspec
 import numpy as np
 import torch
 
@@ -52,3 +56,14 @@ def same(found, expected):
     return all(torch.equal(getattr(found, one), getattr(expected, one)) for one in names) and all(
         getattr(found, one) == getattr(expected, one) for one in facts
     )
+
+
+@contextmanager
+def elsewhere(folder):
+    """The URL of a copy of a folder, in fsspec's memory."""
+    system, root = fsspec.filesystem("memory"), f"/{uuid.uuid4()}"
+    system.put(str(folder), root, recursive=True)
+    try:
+        yield f"memory:/{root}"
+    finally:
+        system.rm(root, recursive=True)

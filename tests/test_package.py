@@ -108,7 +108,7 @@ def test_imports_are_declared():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
-    names = ("capture", "gguf", "hub", "kvpress", "lm-eval", "remote", "xarray")
+    names = ("capture", "gguf", "hub", "kvpress", "lm-eval", "remote")
     optional = [line for name in names for line in extras[name]]
     declared = core | requirements(optional)
     imported = set()

@@ -223,9 +223,9 @@ class Trace(Facts):
         check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
         return trace
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
-        return cast("Path | str", delegates["save_trace"](self, path, overwrite=overwrite))
+        return cast("Path", delegates["save_trace"](self, path, overwrite=overwrite))
 
     def alike(self, layers: Iterable[int]) -> Trace:
         """Return the trace for layers of one size: places stay, and other layers cannot be read.

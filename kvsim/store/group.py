@@ -25,14 +25,13 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteReque
 from zarr.codecs import BloscCodec
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.core.sync import sync
-from zarr.storage import LocalStore, WrapperStore, ZipStore
+from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import KvsimError, TraceError, TraceNotFoundError, error_line
 from kvsim.files import LOCK
 from kvsim.schema import is_url, object_at
 from kvsim.store.metadata import ROOT_LIMIT, decode_document
-from kvsim.store.remote import open_url
 
 # few threads, because each keeps memory of what it has decoded
 zarr.config.set({"threading.max_workers": min(4, os.cpu_count() or 1)})
@@ -168,7 +167,7 @@ def open_store(path: str | Path) -> CheckedStore:
     Raises TraceNotFoundError where there is nothing, and TraceError for what is no folder or zip.
     """
     if isinstance(path, str) and is_url(path):
-        return CheckedStore(open_url(path), path)
+        return CheckedStore(_open_url(path), path)
     path = Path(path)
     if path.is_dir():
         if (path / ROOT).exists() and not (path / ROOT).is_file():
@@ -186,6 +185,19 @@ def open_store(path: str | Path) -> CheckedStore:
     if any(each.compress_type != zipfile.ZIP_STORED for each in members):
         raise TraceError(f"{path} is compressed, expected a zip of stored files (`zip -0 -r`)")
     return CheckedStore(sync(ZipStore.open(path, mode="r")), str(path))
+
+
+def _open_url(url: str) -> Store:
+    """Return the store behind a URL; TraceError if fsspec does not open it, or it is one file."""
+    if url.endswith(".zip"):
+        raise TraceError(f"{url} is one file, which can only be read here; download it first")
+    try:
+        return FsspecStore.from_url(url.rstrip("/"), read_only=True)
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        raise TraceError(
+            f"{url} is not a URL that fsspec opens ({error_line(error)}); install kvsim[remote] "
+            "and the driver of the store"
+        ) from error
 
 
 def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.Array[Any]]:
@@ -242,9 +254,9 @@ def reading(where: str) -> Iterator[None]:
     """Raise TraceError, with one line, for what stores and decoders raise."""
     try:
         yield
-    except KvsimError:
+    except (KvsimError, MemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # drivers of stores have errors of their own
         raise damaged(f"{where} is not readable ({error_line(error)})") from error
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvsim.core.checks import DTYPES, as_stored, check_finite, stored_dtype
 from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import OutputError, TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.errors import OutputError, TraceError, TraceNotFoundError
 from kvsim.files import published
 from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
 from kvsim.store.group import (
@@ -27,7 +27,6 @@ from kvsim.store.group import (
     reading,
     seal_group,
 )
-from kvsim.store.remote import upload
 
 ARRAY = "o_proj"
 
@@ -207,11 +206,3 @@ def copy_projections(projections: StoredProjections | None, folder: Path) -> Non
             facts.source_dtype,
             facts.dtype,
         )
-
-
-def upload_projections(folder: Path, url: str) -> None:
-    """Upload the projections in a folder to the folder behind `url`, unless they are there."""
-    for path in sorted(folder.iterdir()):
-        if PROJECTIONS.fullmatch(path.name):
-            with suppress(TraceExistsError):
-                upload(path, f"{url.rstrip('/')}/{path.name}")

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from filecmp import cmp
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, local_path
 from kvsim.files import LOCK, hidden, lock, remove_abandoned, sync_tree, unbroken
-from kvsim.schema import AXES, CHUNK, axes_of, is_url
+from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of, decode_document
@@ -33,10 +32,8 @@ from kvsim.store.projections import (
     copy_projections,
     move_projections,
     store_projections,
-    upload_projections,
 )
 from kvsim.store.publication import check_target, rename
-from kvsim.store.remote import check_free, upload
 
 
 class TraceWriter:
@@ -307,7 +304,7 @@ def _check_text(texts: Sequence[str], where: str) -> None:
             ) from error
 
 
-def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path | str:
+def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write a trace to `path` in the format of `docs/trace-format.md` and return the path.
 
     Stores the arrays that the trace has, including attention output and log-sum-exp; dense
@@ -316,8 +313,8 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
 
     Args:
         trace: in memory or stored.
-        path: a new folder, or a URL of a store, such as ``s3://bucket/x.zarr``.
-        overwrite: replace a trace at `path`; not for a URL.
+        path: a new folder.
+        overwrite: replace a trace at `path`.
 
     Raises:
         TraceError: the trace has some rows of a sequence alone (`Trace.only`); the format has no
@@ -329,12 +326,6 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
             f"{trace.name} has {trace.n_pos} rows of a longer sequence; expected all of them, save "
             "the trace that it was taken from"
         )
-    if is_url(path):
-        check_free(str(path), overwrite=overwrite)
-        with TemporaryDirectory(prefix="kvsim-") as staging:
-            saved = Path(save_trace(trace, Path(staging, "trace")))
-            upload_projections(saved.parent, str(path).rstrip("/").rpartition("/")[0])
-            return upload(saved, str(path))
     target = local_path(path, TraceError)
     source, header = trace.source, trace.header
     projections = getattr(source, "projections", None)  # next to a stored trace

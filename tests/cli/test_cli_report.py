@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvsim.sweeps import replay_all
-from web import served
+from saved_traces import elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,12 @@ def folder(tmp_path_factory, trace):
 
 @pytest.fixture
 def address(folder):
-    """The URL on loopback of the folder of run and trace."""
-    with served(folder.parent) as url:
+    """The URL of a copy of the folder of run and trace."""
+    with elsewhere(folder.parent) as url:
         yield url
 
 
-def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path, no_layout):
+def test_a_run_and_a_trace_at_a_url_are_reported(run, folder, address, tmp_path, no_layout):
     """A folder is a run, and a URL a trace."""
     out = tmp_path / "report.html"
 

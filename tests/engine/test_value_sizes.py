@@ -117,9 +117,6 @@ def test_stored_traces_are_the_same(size, tmp_path):
     assert stored.digest == trace.digest
     assert torch.equal(stored.v, trace.v)
     assert store.verify(tmp_path / "a.zarr", deep=True).ok
-    dataset = kvsim.to_xarray(stored)
-    assert dataset["v"].dims[-1] == "value_dim"
-    assert dataset["k"].dims[-1] == "dim"
     assert (stored.dim, stored.value_dim, stored.entry_size) == (8, size, 8 + size)
 
 

@@ -231,20 +231,15 @@ def test_a_compact_trace_is_stored(tmp_path):
 
 
 def test_others_read_a_compact_trace(tmp_path):
-    """zarr and xarray see the rows with an axis of their own, and their positions."""
+    """zarr sees the rows with an axis of their own."""
     path = tmp_path / "a.zarr"
     compact().save(path)
 
     group = zarr.open_group(str(path), mode="r")
-    data = [kvsim.to_xarray(trace) for trace in (compact(), open_trace(path))]
 
     assert group["q"].shape == (2, 4, TOKENS - 256, 8)
     assert group["q"].metadata.dimension_names == ("layer", "qhead", "row", "dim")
-    for dataset in data:
-        assert dataset["q"].sel(row=800).shape == (2, 4, 8)
-        assert np.array_equal(dataset["q"].sel(row=800), whole().q[:, :, 800])
-        assert dataset["k"].dims == ("layer", "head", "pos", "dim")
-        assert dataset.attrs["left_out"] == [256, 512]
+    assert group.attrs["left_out"] == [256, 512]
 
 
 @pytest.mark.parametrize("left_out", [(256, 500), (0, 512), (512, 256), (256, 1024)])

@@ -80,7 +80,7 @@ def test_parts_are_read(sharded, tmp_path, monkeypatch):
 
 
 def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):
-    """zarr reads the 16 bits of each number, kvsim and xarray the numbers."""
+    """zarr reads the 16 bits of each number, kvsim the numbers."""
     trace = of_bfloat16()
     opened = open_trace(trace.save(tmp_path / "a.zarr"))
     group = zarr.open_group(opened.path, mode="r")
@@ -92,7 +92,6 @@ def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):
         assert torch.equal(opened.read(name), numbers)
     assert group["lse"].dtype == np.float32
     assert opened.digest == trace.digest
-    assert kvsim.to_xarray(opened)["k"].dtype == np.float32
     assert verify(opened.path, deep=True).ok
     with (
         TraceWriter(
@@ -142,7 +141,6 @@ def test_zarr_and_xarray_open_it_with_named_dimensions(saved):
     assert group.attrs["layer_ids"] == [2, 5]
     assert group.attrs["token_text"][1] == "tök1"
     assert np.array_equal(data["v"][1].values, make().v[1].numpy())
-    assert kvsim.to_xarray(open_trace(saved))["q"].sizes == data["q"].sizes
     assert {*group.attrs["files"], "zarr.json"} == {*files(saved)}
     assert describe(saved)["bytes"] == sum(size for size, _ in group.attrs["files"].values())
 

@@ -22,8 +22,8 @@ from kvsim.sweeps import driver, pool, tasks
 from kvsim.sweeps.driver import Plan, replay_all
 from kvsim.sweeps.grid import grid_of
 from kvsim.sweeps.pool import in_processes, in_this_process, processes
+from saved_traces import elsewhere
 from tests.sweeps.conftest import make_trace, same
-from web import served
 
 
 def test_a_sweep_is_one_replay_after_another(grid, small_tasks):
@@ -161,10 +161,10 @@ def test_a_trace_that_changes_fails_and_the_others_are_done(grid, tmp_path, monk
     assert all(words in failure.error for failure in run.failures)
 
 
-def test_traces_over_http_are_the_traces(grid, tmp_path):
-    """A configuration with URLs gives the Table of the same files here; a gone server fails."""
+def test_traces_at_urls_are_the_traces(grid, tmp_path):
+    """A configuration with URLs gives the Table of the same files here; what is gone fails."""
     grid |= {"policies": ["tova"]}
-    with served(Path(grid["traces"][0]).parent) as url:
+    with elsewhere(Path(grid["traces"][0]).parent) as url:
         urls = [f"{url}/{name}.zarr" for name in "ab"]
         run = kvsim.sweep(**grid | {"traces": urls})
         plan = Plan.of(grid_of(grid | {"traces": urls}))
