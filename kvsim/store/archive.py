@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import tokenize
 import zipfile
 import zlib
@@ -18,24 +17,14 @@ from kvsim.errors import error_line
 #: Most bytes of arrays: a number for each byte of the file, and one for files of any size.
 _PER_BYTE, _FREE = 64, 16 << 20
 
-#: Errors of a damaged zip.
-_UNREADABLE = zipfile.BadZipFile, zlib.error, EOFError
-
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-
 
 def encode_arrays(arrays: Mapping[str, Any]) -> bytes:
     """Return arrays as a `.npz` file that `decode_arrays` reads."""
-    data = io.BytesIO()
-    np.savez_compressed(data, **arrays)
-    try:
-        _check_size(zipfile.ZipFile(data), data.getvalue())
-    except ValueError:  # compressed beyond the bounds: long runs of equal values
+    for save in (np.savez_compressed, np.savez):  # long runs of equal values are not compressed
         data = io.BytesIO()
-        np.savez(data, **arrays)
+        save(data, **arrays)
+        if _fits(zipfile.ZipFile(data), data.getvalue()):
+            break
     return data.getvalue()
 
 
@@ -43,33 +32,22 @@ def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
     """Return the arrays of a `.npz` file by name; ValueError for damage, or far too many bytes."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            _check_size(archive, data)
-            return {x.filename.removesuffix(".npy"): _array(archive, x) for x in archive.infolist()}
-    except (*_UNREADABLE, NotImplementedError, RuntimeError) as error:
+            if not _fits(archive, data):
+                raise ValueError(f"its arrays are far larger than its {len(data)} bytes")
+            names = archive.namelist()
+            return {x.removesuffix(".npy"): decode_array(archive.read(x), x) for x in names}
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
 
-def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
-    size = sum(member.file_size for member in archive.infolist())
-    if size > (limit := _FREE + _PER_BYTE * len(data)):
-        raise ValueError(f"it has {size} bytes of arrays in {len(data)} bytes, at most {limit} fit")
+def _fits(archive: zipfile.ZipFile, data: bytes) -> bool:
+    return sum(each.file_size for each in archive.infolist()) <= _FREE + _PER_BYTE * len(data)
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{member.filename} is compressed by another method than deflate")
-    with archive.open(member) as file:
-        return decode_array(bytearray(file.read(member.file_size + 1)), member.filename)
-
-
-def decode_array(content: bytes | bytearray, name: str) -> NDArray[Any]:
-    """Return the array of a `.npy` file over its bytes; ValueError, with `name`, for others."""
-    stream = io.BytesIO(content)
+def decode_array(content: bytes, name: str) -> NDArray[Any]:
+    """Return the array of a `.npy` file; ValueError, with `name`, for others."""
     try:
-        shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
-        begin = stream.tell()
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - begin:
-            raise ValueError(f"it is {dtype} {list(shape)} in {len(content)} bytes")  # noqa: TRY301  as NumPy's
-        return np.ndarray(shape, dtype, content, begin, order="F" if fortran else "C")
-    except (ValueError, TypeError, KeyError, SyntaxError, tokenize.TokenError) as error:
+        array: NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, MemoryError, OverflowError, tokenize.TokenError) as error:
         raise ValueError(f"{name} is no array of numbers ({error_line(error)})") from error
+    return array

@@ -223,7 +223,7 @@ def test_files_of_the_authors_are_plans(folder):
         (ratios[0], "expected shares from 0 to 1"),
         (ratios + 0.1, "expected shares from 0 to 1"),
         (ratios.astype(str), "expected shares from 0 to 1"),
-        (np.full((99, 1, 1), None), r"lukv: .*no array of numbers \(it is object"),
+        (np.full((99, 1, 1), None), r"lukv: .*no array of numbers"),
     ):
         np.save(path, array, allow_pickle=True)
         with pytest.raises(PolicyError, match=message):

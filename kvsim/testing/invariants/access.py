@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.output.error import output_error
-from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
-from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.reading import read
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Trial, require
-from kvsim.testing.loops.event import logits_of, softmax
 
 # Budget with which a reader that counts from it reads every page.
 _MOST = 1 << 20
@@ -102,31 +99,6 @@ def reading_everything(trial: Trial) -> None:
             require(apart <= slack, f"reading every page: {name} is {apart:.3g} apart")
 
 
-def account_is_attention(trial: Trial) -> None:
-    """The mass of a row is that of the entries whose pages the account marks, in a naive loop."""
-    record, case = trial.record, trial.case
-    if record.reads is None or record.reads.first == case.n:
-        return
-    (result,) = output_error(case.trace(), [record])
-    group, reads = case.shape[2], record.reads
-    row = reads.first + trial.salt % (case.n - reads.first)
-    gone = record.gone_after
-    for at, layer in enumerate(record.layers):
-        q, k = (np.asarray(x[layer], np.float64) for x in (case.q, case.k))
-        logits = logits_of(q[:, row : row + 1], k[:, : row + 1], case.scale)[:, 0]
-        for i, z in enumerate(logits):
-            of_head = reads.bits[at, i * reads.bits.shape[1] // len(q), row - reads.first]
-            pages = np.unpackbits(of_head)
-            resident = np.flatnonzero(gone[at, i // group, : row + 1] >= row)
-            marked = resident[pages[np.arange(len(resident)) // reads.page] > 0]
-            mass = softmax(z)[marked].sum()
-            require(
-                abs(mass - result.mass[at, i, row]) < 1e-3,
-                f"row {row} of layer {layer}, query head {i}: the entries of the account have the "
-                f"mass {mass:.4f}, attention says {result.mass[at, i, row]:.4f}",
-            )
-
-
 def codec_is_a_function(trial: Trial) -> None:
     """A group of entries becomes the same again, in any company, and what is given stays."""
     codec = trial.policy.codec
@@ -153,31 +125,15 @@ def codec_is_a_function(trial: Trial) -> None:
 
 
 def storing_is_causal(trial: Trial) -> None:
-    """Later rows, and other heads, change nothing of an entry that is stored by now."""
-    codec, record, case = trial.policy.codec, trial.record, trial.case
-    if codec is None:
+    """Later rows, and other heads, change nothing of what merges by now.
+
+    Entries into which nothing merges stay as they are.
+    """
+    merger, case, layers = trial.policy.codec, trial.case, list(trial.record.layers)
+    if not isinstance(merger, Merger):
         return
     now = trial.salt % case.n
     later = trial.noise((np.arange(case.n) > now)[None, None])
-    gone = torch.from_numpy(record.gone_after)
-    if isinstance(codec, Merger):
-        _merging_is_causal(trial, codec, now, later)
-        return
-    for which, name in enumerate("kv"):
-        first = case.prompt_len - 1
-        after = stored_after(gone, codec.clocks[which], first)
-        for head in range(gone.shape[1]):
-            alone = stored_after(gone[:, head : head + 1], codec.clocks[which], first)
-            require(torch.equal(alone[:, 0], after[:, head]), f"head {head} depends on others")
-        require(bool((after.ge(first) & (after.lt(gone) | after.eq(NEVER))).all()), "stored dead")
-        stored = [_rounded(trial, name, arrays, after) for arrays in ({}, later)]
-        by_now = after <= now
-        require(torch.equal(stored[0][by_now], stored[1][by_now]), f"rows after {now} changed")
-
-
-def _merging_is_causal(trial: Trial, merger: Merger, now: int, later: dict[str, Any]) -> None:
-    """As `storing_is_causal`; entries into which nothing merges stay as they are."""
-    case, layers = trial.case, list(trial.record.layers)
     gone = torch.from_numpy(trial.record.gone_after)
     gone = gone.masked_fill(gone > now, NEVER)
 
@@ -203,19 +159,3 @@ def _merging_is_causal(trial: Trial, merger: Merger, now: int, later: dict[str, 
         for mine, other in zip(every, folded(slice(head, head + 1), {}), strict=True):
             near = torch.allclose(mine[:, head], other[:, 0], 1e-4, 1e-4)
             require(near, f"head {head} depends on others")
-
-
-def _rounded(trial: Trial, name: str, arrays: dict[str, Any], after: Tensor) -> Tensor:
-    """Keys k or values v [layer, head, pos, dim] after the round trip of those stored.
-
-    arrays: those of the trace that are others.
-    """
-    codec, record = trial.policy.codec, trial.record
-    assert codec is not None  # noqa: S101  checked by the caller
-    trace, last = replace(trial.case, **arrays).trace(), trial.case.prompt_len - 1
-    numbers = trace.read(name)[list(record.layers)].clone()
-    gone = torch.from_numpy(record.gone_after)
-    for at, layer in enumerate(record.layers):
-        channels = kept_channels(codec, trace, layer, gone[at], last)
-        round_marked(codec, "kv".index(name), numbers[at], after[at] != NEVER, channels)
-    return numbers

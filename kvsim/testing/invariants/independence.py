@@ -6,7 +6,6 @@ order of the heads.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
-from kvsim.engine import check_cell, layers_per_block
+from kvsim.engine import check_cell
 from kvsim.engine.replay import ReplayOptions, run
-from kvsim.errors import BudgetError, MemoryLimitError, PolicyError, TraceError
+from kvsim.errors import BudgetError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
 from kvsim.testing.strategies import make_case
@@ -59,19 +58,21 @@ def _arrays(trace: Trace) -> dict[str, Tensor]:
 def causality(trial: Trial) -> None:
     """Rows later than an event, changed or absent, change nothing at or before it."""
     case = trial.case
-    if trial.policy.scorer.clairvoyant:
-        return
     now = case.prompt_len - 1 + trial.salt % (case.n - case.prompt_len + 1)
     if trial.record.events and trial.salt % 4:  # mostly a row whose event evicts
         now = trial.record.events[trial.salt % len(trial.record.events)]
-    later = trial.noise((np.arange(case.n) > now)[None, None])
-    changed = replace(trial, case=replace(case, **later))
-    trial.same(changed.replay().evicted_at, f"rows after {now} changed", until=now + 1)
-    past = {name: getattr(case, name)[:, :, : now + 1] for name in "qkv"}
-    short = replace(trial, case=replace(case, **past)).replay().evicted_at
-    padded = np.full_like(trial.record.evicted_at, NEVER)
-    padded[:, :, : now + 1] = short
-    trial.same(padded, f"rows after {now} cut off", until=now + 1)
+    _same_before(now + 1, trial, f"rows after {now}", trial.later(now + 1), trial.first(now + 1))
+
+
+def _same_before(end: int, trial: Trial, what: str, *others: Trial) -> None:
+    """Raise Broken where others, with other rows from `end` on or none, evict otherwise before."""
+    if trial.policy.scorer.clairvoyant or not all(map(_has_rule, others)):
+        return
+    for other in others:
+        evicted_at, n = np.full_like(trial.record.evicted_at, NEVER), other.case.n
+        evicted_at[:, :, :n] = other.replay().evicted_at
+        change = "changed" if n == trial.case.n else "cut off"
+        trial.same(evicted_at, f"{what} {change}", until=end)
 
 
 def same_events(trial: Trial) -> None:
@@ -99,30 +100,16 @@ def unknown_question(trial: Trial) -> None:
 
     After a context, replaying row by row gives what replaying event by event gives.
     """
-    case, prompt_len = trial.case, trial.case.prompt_len
-    context_len = 1 + trial.salt % prompt_len
+    prompt_len = trial.case.prompt_len
+    end = 1 + trial.salt % prompt_len
     rng = np.random.default_rng(trial.salt)
     compress: Literal["context", "both"] = "both" if rng.random() < 0.5 else "context"
-    whole = replace(trial, context_len=prompt_len, compress=compress)
-    same = (whole.replay().evicted_at == trial.record.evicted_at).all()
-    require(same, f"compress {compress!r}: other than the prompt where the context is all of it")
-    cut = replace(trial, context_len=context_len, compress=compress)
-    if not _has_rule(cut):
-        return
-    if True in cut.ways:
-        cut.same(cut.replay(by_row=False).evicted_at, f"compress {compress!r}: event by event")
-    other = trial.noise((np.arange(case.n) >= context_len)[None, None])
-    longer = int(rng.integers(context_len, case.n + 1))
-    changed = replace(cut, case=replace(case, prompt_len=longer, **other))
-    past = {name: getattr(case, name)[:, :, :context_len] for name in "qkv"}
-    short = replace(trial, case=replace(case, prompt_len=context_len, **past))
-    if trial.policy.scorer.clairvoyant or not (_has_rule(changed) and _has_rule(short)):
-        return
-    evicted_at = changed.replay().evicted_at
-    cut.same(evicted_at, f"compress {compress!r}: another question", until=context_len)
-    alone = np.full_like(evicted_at, NEVER)
-    alone[:, :, :context_len] = short.replay().evicted_at
-    cut.same(alone, f"compress {compress!r}: the context as a prompt", until=context_len)
+    longer = int(rng.integers(end, trial.case.n + 1))
+    what = f"compress {compress!r}"
+    cut = replace(trial, context_len=end, compress=compress)
+    if _as_the_prompt(trial, what, replace(cut, context_len=prompt_len), cut):
+        others = cut.later(end, prompt_len=longer), trial.first(end, prompt_len=end)
+        _same_before(end, cut, f"{what}: the question", *others)
 
 
 def chunked_prompt(trial: Trial) -> None:
@@ -130,30 +117,17 @@ def chunked_prompt(trial: Trial) -> None:
 
     Half of the trials are compared with the naive replay, the others with other rows.
     """
-    case, prompt_len = trial.case, trial.case.prompt_len
+    prompt_len = trial.case.prompt_len
     chunk = 1 + trial.salt % prompt_len
-    whole = replace(trial, chunk=prompt_len + trial.salt % 2)
-    same = (whole.replay().evicted_at == trial.record.evicted_at).all()
-    require(same, "a chunk as long as the prompt: other than without chunks")
-    cut = replace(trial, chunk=chunk)
-    if not _has_rule(cut):
+    cut, whole = replace(trial, chunk=chunk), replace(trial, chunk=prompt_len + trial.salt % 2)
+    if not _as_the_prompt(trial, f"chunks of {chunk}", whole, cut):
         return
     if trial.salt // 32 % 2:
         naive_replay(cut)
-        if True in cut.ways:
-            cut.same(cut.replay(by_row=False).evicted_at, f"chunks of {chunk}: event by event")
         return
     end = chunk * (1 + trial.salt // prompt_len % (prompt_len // chunk))  # of one of the chunks
-    past = {name: getattr(case, name)[:, :, :end] for name in "qkv"}
-    short = replace(cut, case=replace(case, prompt_len=end, **past))
-    if trial.policy.scorer.clairvoyant or not _has_rule(short):
-        return
-    later = trial.noise((np.arange(case.n) >= end)[None, None])
-    changed = replace(cut, case=replace(case, **later))
-    cut.same(changed.replay().evicted_at, f"chunks of {chunk}: rows from {end} on", until=end)
-    alone = np.full_like(cut.record.evicted_at, NEVER)
-    alone[:, :, :end] = short.replay().evicted_at
-    cut.same(alone, f"chunks of {chunk}: the first {end} rows as a prompt", until=end)
+    others = cut.later(end), cut.first(end, prompt_len=end)
+    _same_before(end, cut, f"chunks of {chunk}: rows from {end} on", *others)
 
 
 def later_questions(trial: Trial) -> None:
@@ -162,23 +136,31 @@ def later_questions(trial: Trial) -> None:
     Another last question, or none, changes nothing before it; with one turn they are none.
     """
     case, asked = trial.case, replace(trial, compress="questions")
-    same = (asked.replay().evicted_at == trial.record.evicted_at).all()
-    require(same, "compress 'questions': other than the prompt where there is one turn")
-    if case.n - case.prompt_len < 5:
-        return
     rng, places = np.random.default_rng(trial.salt), range(case.prompt_len + 1, case.n)
+    if len(places) < 4:
+        return
     a, b, c, d = sorted(rng.choice(places, 4, replace=False).tolist())
     cut = replace(asked, questions=((a, b), (c, d)))
-    if not _has_rule(cut):
+    if not _as_the_prompt(trial, "compress 'questions'", asked, cut):
         return
-    if True in cut.ways:
-        cut.same(cut.replay(by_row=False).evicted_at, "after questions: event by event")
     if trial.salt % 4 == 1:  # as slow as all the rest
         naive_replay(cut)
-    later = trial.noise((np.arange(case.n) >= c)[None, None])
-    changed = replace(cut, case=replace(case, **later), questions=((a, b),))
-    if not trial.policy.scorer.clairvoyant and _has_rule(changed):
-        cut.same(changed.replay().evicted_at, "another last question", until=c)
+    other = replace(cut.later(c), questions=((a, b),))
+    _same_before(c, cut, "the last question", other)
+
+
+def _as_the_prompt(trial: Trial, what: str, whole: Trial, cut: Trial) -> bool:
+    """Require that a part that is the whole prompt, and rows instead of events, change nothing.
+
+    Returns whether the policy has a rule for the part of `cut`.
+    """
+    same = (whole.replay().evicted_at == trial.record.evicted_at).all()
+    require(same, f"{what}: other than the prompt where it is all of it")
+    if not _has_rule(cut):
+        return False
+    if True in cut.ways:
+        cut.same(cut.replay(by_row=False).evicted_at, f"{what}: event by event")
+    return True
 
 
 def _has_rule(trial: Trial) -> bool:
@@ -234,37 +216,12 @@ def _pieces(policy: Policy) -> str:
 
 
 def layer_blocks(trial: Trial) -> None:
-    """Layers one by one, or in the smallest memory that works, as in one block."""
+    """Layers one by one as in one block."""
     layers = trial.case.shape[0]
     if layers == 1 or trial.policy.across_layers:
         return
     alone = [trial.replay(layers=[layer]).evicted_at[0] for layer in range(layers)]
     trial.same(np.stack(alone), "layers replayed one by one")
-    trial.same(trial.replay(memory=_smallest_memory(trial)).evicted_at, "smallest memory")
-
-
-def _smallest_memory(trial: Trial) -> int:
-    trace = trial.case.trace()
-    trace = trace.per_query_head() if trial.policy.per_query_head else trace
-
-    def enough(memory: int) -> bool:  # whatever is evicted
-        try:
-            return layers_per_block(trace, trial.policy, memory) > 0
-        except MemoryLimitError:
-            return False
-
-    return bisect_left(range(1 << 40), x=True, key=enough)
-
-
-def thread_count(trial: Trial) -> None:
-    """The number of threads changes nothing."""
-    before = torch.get_num_threads()
-    try:
-        for threads in {1, 2} - {before}:
-            torch.set_num_threads(threads)
-            trial.same(trial.replay().evicted_at, f"with {threads} threads")
-    finally:
-        torch.set_num_threads(before)
 
 
 def rows_equal_events(trial: Trial) -> None:

@@ -225,6 +225,16 @@ class Trial:
             out[name] = np.where(repeated[..., None], other, array)
         return out
 
+    def later(self, end: int, **changes: Any) -> Trial:
+        """The trial with other rows from `end` on, and changes of its case."""
+        noise = self.noise((np.arange(self.case.n) >= end)[None, None])
+        return replace(self, case=replace(self.case, **noise, **changes))
+
+    def first(self, end: int, **changes: Any) -> Trial:
+        """The trial with the rows before `end` alone, and changes of its case."""
+        rows = {name: getattr(self.case, name)[:, :, :end] for name in "qkv"}
+        return replace(self, case=replace(self.case, **rows, **changes))
+
     def same(self, other: npt.ArrayLike, change: str, *, until: int = NEVER) -> None:
         """Raise Broken where `other` [layer, head, pos] evicts otherwise, up to row `until`."""
         before, after = self.record.evicted_at, np.asarray(other)
