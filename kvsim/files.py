@@ -130,7 +130,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OutputError: something is at `path`, or the system refuses.
     """
     target = Path(os.path.realpath(path))  # renaming to a link would replace the link
-    folder, aside, moved = hidden(target, "tmp"), hidden(target, "old"), False
+    folder = hidden(target, "tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -144,26 +144,14 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 if not (overwrite and draft.is_dir() and target.is_dir()):
                     _check_free(path, overwrite=overwrite, advice="give another path")
                 with unbroken():
-                    if overwrite or draft.is_file():
-                        move(draft, target, aside)
-                    else:  # fails where a folder that is not empty has appeared meanwhile
-                        draft.rename(target)
-                    moved = True
+                    put_in_place(draft, target, overwrite=overwrite)
         finally:
             with unbroken():
                 shutil.rmtree(folder, ignore_errors=True)
-        sync(target.parent)
-        if aside.exists():
-            shutil.rmtree(aside, ignore_errors=True)
     except KvsimError:
         raise
     except OSError as error:
-        if not moved:
-            raise refused(path, error) from error
-        raise OutputError(
-            f"{path} is written, but could not be flushed to disk ({error.strerror or error}); "
-            "check the disk"
-        ) from error
+        raise refused(path, error) from error
 
 
 def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
@@ -175,28 +163,40 @@ def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
             raise OutputError(f"{path} exists and is not a file; {advice}, nothing was changed")
 
 
-def move(draft: Path, target: Path, aside: Path) -> None:
-    """Rename `draft` to `target`; a folder there is set aside, a file is replaced.
+def put_in_place(draft: Path, target: Path, *, overwrite: bool) -> None:
+    """Rename `draft` to `target`, and flush that; what it replaces is set aside until then.
 
-    Raises OSError where the system refuses, and OutputError if a folder then cannot be put back.
+    Raises OSError where the system refuses and nothing has changed, else OutputError.
     """
+    aside = hidden(target, "old")
     if target.is_file() and draft.is_file():
         shutil.copymode(target, draft)
-    if not target.is_dir():
+    if draft.is_file() or (overwrite and not target.is_dir()):
         draft.replace(target)
-        return
-    target.rename(aside)
-    try:
+    elif not overwrite:  # fails where a folder that is not empty has appeared meanwhile
         draft.rename(target)
-    except BaseException:
+    else:
+        target.rename(aside)
         try:
-            aside.rename(target)
-        except OSError as error:
-            raise OutputError(
-                f"{target} cannot be put back ({error.strerror or error}), the folder that was "
-                f"there is {aside}; rename it when {target} is free"
-            ) from error
-        raise
+            draft.rename(target)
+        except BaseException:
+            with _left(target, aside, "cannot be put back"):
+                aside.rename(target)
+            raise
+    with _left(target, aside, "is written, but could not be flushed to disk"):
+        sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _left(target: Path, aside: Path, problem: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        old = f", what was there is {aside}" if aside.exists() else ""
+        raise OutputError(
+            f"{target} {problem} ({error.strerror or error}){old}; check the disk"
+        ) from error
 
 
 def refused(path: Path, error: OSError) -> OutputError:

@@ -86,10 +86,11 @@ def capture(
     _check_prompts(model, prompt, prompts, limit)
     options = Options(**given, progress=True)
 
+    from kvsim.files import check_writable
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder.capturing import capture_one
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_target, check_writable, describe
+    from kvsim.store import check_target, describe
 
     path = local_path(out, OptionError)
     requested = [Prompt(path.stem, prompt or "")]

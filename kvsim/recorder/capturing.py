@@ -18,6 +18,7 @@ from kvsim.errors import (
     MemoryLimitError,
     local_path,
 )
+from kvsim.files import check_writable
 from kvsim.progress import progress_bar
 from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.contexts import share_contexts
@@ -36,7 +37,7 @@ from kvsim.recorder.prompts import (
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
-from kvsim.store.publication import check_target, check_writable
+from kvsim.store.publication import check_target
 
 
 @takes_options(Options)

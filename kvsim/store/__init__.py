@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsim.store.compacting import compacted
-    from kvsim.store.publication import check_target, check_writable
+    from kvsim.store.publication import check_target
     from kvsim.store.reader import open_trace
     from kvsim.store.verification import Verification, describe, verify
     from kvsim.store.writer import TraceWriter, save_trace
@@ -19,7 +19,6 @@ __all__ = [
     "TraceWriter",
     "Verification",
     "check_target",
-    "check_writable",
     "compacted",
     "describe",
     "open_trace",
@@ -29,7 +28,7 @@ __all__ = [
 
 _ROOMS = {
     "compacting": ["compacted"],
-    "publication": ["check_target", "check_writable"],
+    "publication": ["check_target"],
     "reader": ["open_trace"],
     "verification": ["Verification", "describe", "verify"],
     "writer": ["TraceWriter", "save_trace"],

@@ -21,8 +21,16 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import LeftOut, held_parts, whole_shapes
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceExistsError, local_path
-from kvsim.files import LOCK, hidden, lock, remove_abandoned, sync_tree, unbroken
+from kvsim.errors import OutputError, TraceError, TraceExistsError, local_path
+from kvsim.files import (
+    LOCK,
+    hidden,
+    lock,
+    put_in_place,
+    remove_abandoned,
+    sync_tree,
+    unbroken,
+)
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
@@ -33,7 +41,7 @@ from kvsim.store.projections import (
     move_projections,
     store_projections,
 )
-from kvsim.store.publication import check_target, rename
+from kvsim.store.publication import check_target
 
 
 class TraceWriter:
@@ -216,7 +224,7 @@ class TraceWriter:
                 self._digest.update_all("tokens", 0, ids, axis=0)
             checksums = self._digest.checksums()
             if token_text is not None:
-                _check_text(token_text, where)
+                "".join(token_text).encode()  # ValueError for half of a character
                 checksums["token_text"] = [text_checksum(token_text)]
             floats = {x: n for x, n in shapes.items() if x in CHECKSUMMED and x != "tokens"}
             whole = whole_shapes(floats, header.left_out, where)
@@ -243,7 +251,8 @@ class TraceWriter:
             finally:  # without its lock it is not abandoned, whatever comes
                 self._lock.close()
                 (self.folder / LOCK).unlink()
-            rename(self.folder, self.path, overwrite=self.overwrite)
+            check_target(self.path, overwrite=self.overwrite)
+            put_in_place(self.folder, self.path, overwrite=self.overwrite)
         return self.path
 
     def _require_chunks(self) -> None:
@@ -281,26 +290,16 @@ class TraceWriter:
         try:
             with unbroken():
                 yield
-        except TraceExistsError as error:
-            if not self._kept:
-                raise
-            raise TraceExistsError(f"{error}; {self._kept}remove it") from error
+        except OutputError as error:  # once something has moved
+            raise TraceError(str(error)) from error
         except OSError as error:
+            if self._kept and os.path.lexists(self.path) and not self.overwrite:
+                raise TraceExistsError(
+                    f"{self.path} exists, expected a free path; {self._kept}remove it"
+                ) from error
             raise TraceError(
                 f"{self.path} cannot be written ({error.strerror or error}); "
                 f"{self._kept}free some space or give another output path"
-            ) from error
-
-
-def _check_text(texts: Sequence[str], where: str) -> None:
-    """Raise TraceError for text that UTF-8 cannot hold."""
-    for place, text in enumerate(texts):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TraceError(
-                f"{where}: the text of token {place} is {text!a}, half of a character; expected "
-                "text that UTF-8 can hold, nothing was published"
             ) from error
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from interrupted_captures import PROMPT, names, record, stopping
 
-from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store import (
-    check_writable,
-    open_trace,
-    publication,
-)
+from kvsim import files
+from kvsim.errors import OutputError, TraceError, TraceExistsError
+from kvsim.files import check_writable
+from kvsim.store import open_trace
 
 
 def snapshot(folder):
@@ -33,7 +31,7 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
     """Old and new trace are both whole after the fault, and one of them is at the path."""
     path = tmp_path / "a.zarr"
     old = record(path, max_new_tokens=0)
-    rename, sync = Path.rename, publication.sync
+    rename, sync = Path.rename, files.sync
 
     def fail_rename(self, target):
         aside, new = self == path, target == path and ".tmp-" in self.name
@@ -47,7 +45,7 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
         sync(folder)
 
     monkeypatch.setattr(Path, "rename", fail_rename)
-    monkeypatch.setattr(publication, "sync", fail_sync)
+    monkeypatch.setattr(files, "sync", fail_sync)
     with pytest.raises(TraceError, match="Input/output error") as told:
         record(path, overwrite=True)
     monkeypatch.undo()
@@ -81,9 +79,9 @@ def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
     folder.chmod(0o555)
     monkeypatch.chdir(folder)
     with unprivileged():
-        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
+        with pytest.raises(OutputError, match=r"cannot be written to \(Permission denied\)"):
             check_writable(Path())
-        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
+        with pytest.raises(OutputError, match=r"cannot be written to \(Permission denied\)"):
             record(Path("a.zarr"), progress=stopping(PROMPT, AssertionError))
 
 
