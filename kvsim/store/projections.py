@@ -16,8 +16,7 @@ import numpy as np
 from kvsim.core.checks import DTYPES, as_stored, check_finite, stored_dtype
 from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import OutputError, TraceError, TraceNotFoundError
-from kvsim.files import published
+from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
 from kvsim.store.group import (
     create_array,
@@ -133,21 +132,17 @@ def find_projections(
 
 def store_projections(
     folder: Path,
+    draft: Path,
     shape: Sequence[int],
     read: Callable[[int], Tensor],
     source_dtype: str,
     dtype: str | None = None,
-    *,
-    draft: Path | None = None,
 ) -> Facts:
-    """Write output projections into `folder`, unless they are there, and return their facts.
+    """Write output projections of `folder` into a draft, unless they are there; return their facts.
 
     shape: [layer, qhead, dim, hidden]. read: returns one layer. source_dtype: in the model. dtype:
-    as stored; exact by default. draft: a folder to write to instead, from which `move_projections`
-    moves them.
-
-    Raises TraceError for numbers that are not finite or too large for `dtype`, and OutputError
-    (with `draft` OSError) where the disk refuses.
+    as stored; exact by default. `move_projections` moves them. Raises TraceError for numbers that
+    are not finite or too large for `dtype`, and OSError where the disk refuses.
     """
     name = dtype or DTYPES[stored_dtype(source_dtype)]
 
@@ -159,27 +154,13 @@ def store_projections(
     for number in range(shape[0]):
         digest.update(ARRAY, number, layer(number))
     facts = Facts.of(shape, name, source_dtype, digest.checksums()[ARRAY])
-
-    def write(path: Path) -> None:
+    if not (folder / facts.folder).exists():
+        path, chunks = draft / facts.folder, (1, *shape[1:])
         group = create_group(path)
-        chunks = (1, *shape[1:])
         array = create_array(group, ARRAY, tuple(shape), name, chunks, axes_of(ARRAY))
         for number in range(shape[0]):
             array[number] = layer(number)
         seal_group(path, {KEY: asdict(facts)})
-
-    target = folder / facts.folder
-    if target.exists():
-        return facts
-    if draft is not None:
-        write(draft / facts.folder)
-        return facts
-    try:
-        with published(target) as path:
-            write(path)
-    except OutputError:
-        if not target.exists():  # else another process was faster
-            raise
     return facts
 
 
@@ -193,16 +174,3 @@ def move_projections(draft: Path, folder: Path) -> None:
             if not target.exists():
                 raise
             shutil.rmtree(path)  # another process was faster
-
-
-def copy_projections(projections: StoredProjections | None, folder: Path) -> None:
-    """Store projections next to a copy of their trace, in `folder`, unless they are there."""
-    if projections is not None:
-        facts = projections.facts
-        store_projections(
-            folder,
-            facts.shape,
-            lambda layer: projections.read(slice(layer, layer + 1))[0],
-            facts.source_dtype,
-            facts.dtype,
-        )

@@ -172,26 +172,6 @@ class _Check:
         if "lse" in largest:
             self._judge("lse", layer, float(largest["lse"]), of_layer)
 
-    def _embeddings(self, tokens: torch.Tensor) -> None:
-        """Check that equal tokens have equal embeddings in the residual stream of layer 0.
-
-        Models without RoPE in any layer add the position to their embeddings and are skipped.
-        """
-        if not any(rope.inv_freq for rope in self.stored.header.ropes):
-            return
-        rows = self.stored.read("residual", slice(0, 1), _ALL)[0]  # [pos, hidden]
-        distinct, index = tokens.unique(return_inverse=True)
-        example = torch.empty_like(distinct, dtype=torch.int64)
-        example[index] = torch.arange(len(tokens))  # a position of each distinct token
-        different = (rows != rows[example[index]]).any(-1).nonzero()
-        if len(different):
-            first = int(different[0])
-            self.problems.append(
-                f"{self.stored.where}: residual of layer 0 differs between positions {first} and "
-                f"{int(example[index[first]])}, which are the same token, expected its embedding "
-                "at both; record the trace again"
-            )
-
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
         digest, axes = ContentDigest(), AXES[name]
         if "pos" in axes:
@@ -228,11 +208,7 @@ class _Check:
                     "copy the trace again or record it again"
                 )
             if "tokens" in stored.shapes:
-                tokens = stored.read("tokens", _ALL, _ALL)
-                self._checksum("tokens", 0, tokens)
-                embedded = "residual" in stored.shapes and stored.header.layer_ids[0] == 0
-                if embedded and not self.problems:
-                    self._embeddings(tokens)
+                self._checksum("tokens", 0, stored.read("tokens", _ALL, _ALL))
             shapes = {name: array.shape for name, array in stored.arrays.items()}
             dtypes = {x: "float32" if y == "bfloat16" else y for x, y in stored.numbers.items()}
             sums = {name: x for name, x in recorded.items() if name in shapes}

@@ -37,7 +37,6 @@ from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, st
 from kvsim.store.metadata import attributes_of, decode_document
 from kvsim.store.projections import (
     Facts,
-    copy_projections,
     move_projections,
     store_projections,
 )
@@ -183,15 +182,19 @@ class TraceWriter:
                         self.append(name, layer, block)
 
     def write_projections(
-        self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
+        self,
+        shape: Sequence[int],
+        read: Callable[[int], Tensor],
+        source_dtype: str,
+        dtype: str | None = None,
     ) -> Facts:
         """Store output projections next to the trace, when it is published; see `Facts`.
 
         shape: [layer, qhead, dim, hidden]. read: returns one layer. Raises as `append`.
         """
-        given = shape, read, source_dtype, self.store_dtype
+        given = shape, read, source_dtype, dtype or self.store_dtype
         with self._writing():
-            return store_projections(self.path.parent, *given, draft=self.folder)
+            return store_projections(self.path.parent, self.folder, *given)
 
     def publish(
         self,
@@ -331,7 +334,6 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
     names = [name for name in CHECKSUMMED[1:] if trace.has(name)]
     if projections is not None:
         names.remove("o_proj")
-        copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
     stored = source.read("q", slice(0, 1), slice(0, 1)).dtype
     narrow = stored == torch.float16 and dtypes["q"] != "float16"
@@ -345,5 +347,13 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         left_out=header.left_out,
     ) as writer:
         writer.copy(source, names, trace.n_pos)
+        if projections is not None:
+            facts = projections.facts
+            writer.write_projections(
+                facts.shape,
+                lambda layer: projections.read(slice(layer, layer + 1))[0],
+                facts.source_dtype,
+                facts.dtype,
+            )
         tokens = None if trace.tokens is None else trace.tokens.numpy()
         return writer.publish(header, tokens=tokens, token_text=trace.token_text)

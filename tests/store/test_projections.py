@@ -15,6 +15,7 @@ from kvsim.recorder import Prompt, capture, capture_many
 from kvsim.store import describe, open_trace, verify
 from kvsim.store.index import find_traces
 from kvsim.store.projections import Facts, move_projections, store_projections
+from saved_traces import elsewhere
 from small_model import small, words_tokenizer
 
 PROMPTS = [Prompt(name, f"w1 w{i} w3 w4") for i, name in enumerate(("a", "b", "c"))]
@@ -75,7 +76,7 @@ def test_another_capture_that_is_faster_is_no_error(tmp_path):
     drafts = [tmp_path / name for name in ("one", "two")]
     given = (2, 4, 8, 32), weights().__getitem__, "float32"
     for draft in drafts:
-        store_projections(tmp_path, *given, draft=draft)
+        store_projections(tmp_path, draft, *given)
     for draft in drafts:
         move_projections(draft, tmp_path)
 
@@ -182,12 +183,12 @@ def test_a_link_to_a_trace_leads_to_its_projections(trace, tmp_path):
 
 
 def test_traces_behind_a_url_have_them_next_to_them(trace):
-    """Saved into a store and read from it; a second trace finds them there."""
-    for name in ("a", "b"):
-        trace.save(f"memory://projections-test/{name}.zarr")
-        found = open_trace(f"memory://projections-test/{name}.zarr")
+    """Read from a store; without them the rest opens."""
+    with elsewhere(trace.path.parent) as folder, elsewhere(trace.path) as alone:
+        found = open_trace(f"{folder}/a.zarr")
         assert torch.equal(found.o_proj, weights())
         assert verify(found.path).ok
+        assert not open_trace(alone).has("o_proj")
 
 
 def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
