@@ -167,3 +167,15 @@ def older(trace, **arrays):
         return kvsim.Trace(trace.source, header, dtype=trace.dtype)
     given = {name: trace.read(name) for name in ("q", "k", "v", "attn_out", "tokens")} | arrays
     return kvsim.Trace(InMemory(given), header, dtype=trace.dtype)
+
+
+def judged_logits(judge, records):
+    """Logits [B, R, V] that predict the R tokens of the response under each record."""
+    out = {}
+    for numbers, predictions, _ in judge._batches(records):
+        full = judge._full.predictions
+        same = full[: len(full) - len(predictions)].logits().expand(len(numbers), -1, -1)
+        together = torch.cat([same, predictions.logits()], dim=1)
+        response = together[:, judge.trace.prompt_len - 1 - judge._full.predicts :]
+        out.update(zip(numbers, response, strict=True))
+    return torch.stack([out[number] for number in range(len(records))])

@@ -63,7 +63,7 @@ _COMMANDS: dict[str, Command] = {
 COMMANDS: Registry[Command] = Registry("command", "kvsim.commands", (FunctionType,), _COMMANDS)
 #: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
-    "trace compact": "use kvsim.store.compacted(kvsim.open_trace(TRACE), 0).save(OUT) in Python",
+    "trace compact": "record with kvsim capture --rows response",
     "trace discard": "remove the hidden folder; kvsim capture --resume records what is missing",
     "trace pack": "use `zip -0 -r ../x.zarr.zip .` in the folder of a trace",
     "trace recover": "use kvsim capture --resume",

@@ -130,20 +130,6 @@ class Judge:
                 out[number] = Outcome(forced.parted(end - self._full.first))
         return [out[number] for number in range(len(records))]
 
-    def logits(self, records: Sequence[Record]) -> Tensor:
-        """Logits [B, R, V] that predict the R tokens of the response under each record.
-
-        Raises as `outcomes`.
-        """
-        out: dict[int, Tensor] = {}
-        for numbers, predictions, _ in self._batches(records):
-            full = self._full.predictions
-            same = full[: len(full) - len(predictions)].logits().expand(len(numbers), -1, -1)
-            together = torch.cat([same, predictions.logits()], dim=1)
-            response = together[:, self.trace.prompt_len - 1 - self._full.predicts :]
-            out.update(zip(numbers, response, strict=True))
-        return torch.stack([out[number] for number in range(len(records))])
-
     def _batches(
         self, records: Sequence[Record]
     ) -> Iterator[tuple[list[int], Predictions, NDArray[np.float64]]]:

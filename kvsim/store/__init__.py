@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsim.store.compacting import compacted
     from kvsim.store.publication import check_target
     from kvsim.store.reader import open_trace
     from kvsim.store.verification import Verification, describe, verify
@@ -19,7 +18,6 @@ __all__ = [
     "TraceWriter",
     "Verification",
     "check_target",
-    "compacted",
     "describe",
     "open_trace",
     "save_trace",
@@ -27,7 +25,6 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "compacting": ["compacted"],
     "publication": ["check_target"],
     "reader": ["open_trace"],
     "verification": ["Verification", "describe", "verify"],

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from compacting import compacted
 
 import kvsim
 from kvsim.errors import CaptureError

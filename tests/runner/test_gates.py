@@ -10,6 +10,7 @@ from transformers import cache_utils
 import kvsim
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
+from live_runs import judged_logits
 from tests.hybrids import hybrid
 from tests.recorder.test_gates import AFMOE
 
@@ -41,7 +42,9 @@ def test_one_evicting_layer_keeps_what_its_replay_keeps_and_is_judged(name):
     with torch.no_grad():
         own = model(torch.tensor([TOKENS])).logits[0, PROMPT - 1 : -1]
 
-    of_live, of_full = Judge(running, trace).logits([replayed, kvsim.replay(trace, "full", LENGTH)])
+    of_live, of_full = judged_logits(
+        Judge(running, trace), [replayed, kvsim.replay(trace, "full", LENGTH)]
+    )
 
     assert np.array_equal(decoding.record().evicted_at, replayed.evicted_at)
     torch.testing.assert_close(of_live, torch.cat([first, rest[:-1]]), atol=1e-4, rtol=1e-4)

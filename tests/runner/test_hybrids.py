@@ -16,6 +16,7 @@ from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
+from live_runs import judged_logits
 from tests.hybrids import HYBRIDS, hybrid, newer
 
 pytestmark = newer
@@ -112,7 +113,7 @@ def test_the_judge_has_the_logits_of_masks(name):
     model, running, trace = recorded(name)
     records = [kvsim.replay(trace, policy, BUDGET, interval=8) for policy in ("h2o", "snapkv")]
 
-    logits = Judge(running, trace).logits(records)
+    logits = judged_logits(Judge(running, trace), records)
 
     for record, found in zip(records, logits, strict=True):
         expected = by_rows(model, record)

@@ -26,7 +26,7 @@ from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import holds_cache
 from kvsim.sweeps import replay_all
 from kvsim.sweeps.pool import in_this_process
-from live_runs import live_policies, run_live
+from live_runs import judged_logits, live_policies, run_live
 from live_runs import relative as gap
 from tests.reference.masked import masked_logits
 
@@ -156,7 +156,7 @@ def test_decisions_of_a_live_run_have_its_predictions(family):
     some = 3 if family == "llama" else 7
     policies = [*live_policies().items()][::some]
     runs = [lived(family, policy, 96 if x == "triattention" else BUDGET) for x, policy in policies]
-    found = Judge(running(family), recorded(family)).logits([record for record, _ in runs])
+    found = judged_logits(Judge(running(family), recorded(family)), [record for record, _ in runs])
 
     moved = 0
     for (name, _), logits, (record, expected) in zip(policies, found, runs, strict=True):
@@ -176,7 +176,7 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
         record = replace(record, reads=empty)
     judge = Judge(running("llama"), recorded("llama"))
 
-    mine, unread = judge.logits([record, plain])
+    mine, unread = judged_logits(judge, [record, plain])
 
     assert gap(mine, expected) < 2 * CLOSE
     assert gap(unread, expected) > 1e-3  # reads and codecs matter
@@ -191,7 +191,7 @@ def test_layers_that_a_record_leaves_out_are_not_rounded(family, layers):
     runs = [lived(family, policy, layers=layers) for policy in policies]
     all_layers = tuple(range(recorded(family).n_layers))
 
-    judged = Judge(running(family), recorded(family)).logits([record for record, _ in runs])
+    judged = judged_logits(Judge(running(family), recorded(family)), [record for record, _ in runs])
 
     for mine, (record, expected) in zip(judged, runs, strict=True):
         assert gap(mine, expected) < 2 * CLOSE
@@ -228,7 +228,7 @@ def test_predictions_are_those_of_masks_over_the_whole_sequence():
     records += [kvsim.replay(trace, x, 64, interval=32, prefill=True) for x in by_query_head]
     assert len({first_moved(x, trace, torch.from_numpy(x.evicted_at)) for x in records}) == 1
 
-    found = judge.logits(records)
+    found = judged_logits(judge, records)
 
     expected = masked_logits(run.model, trace.tokens, records)[:, :-1]
     assert gap(found, expected) < 5 * CLOSE

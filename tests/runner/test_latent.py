@@ -15,7 +15,7 @@ from kvsim.runner.decoding import Decoding
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.runner.paged import Paging
-from live_runs import live_policies, relative, run_live
+from live_runs import judged_logits, live_policies, relative, run_live
 from reference.masked import masked_logits
 
 PROMPT, LENGTH, BUDGET, INTERVAL = 80, 130, 48, 8
@@ -70,7 +70,9 @@ def test_one_evicting_layer_keeps_what_its_replay_keeps(name, kernel):
 
         live = lived(name, policy, kernel)
         record = replace(live.record, closed=False, trace=trace.name)
-        assert relative(judge.logits([record])[0], live.logits[PROMPT - 1 : -1]) < 1e-4, policy.name
+        assert relative(judged_logits(judge, [record])[0], live.logits[PROMPT - 1 : -1]) < 1e-4, (
+            policy.name
+        )
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -80,7 +82,7 @@ def test_the_judge_predicts_what_masks_over_all_heads_do(name):
     records = [kvsim.replay(trace, x, BUDGET, interval=INTERVAL) for x in POLICIES]
 
     judge.check()
-    found = judge.logits(records)
+    found = judged_logits(judge, records)
     if not CACHED:  # rows before those of a mask are in the cache as heads alone
         return
 
@@ -96,7 +98,7 @@ def test_pages_are_chosen_by_the_absorbed_queries():
     live = lived("deepseek_v3", policy)
     if live is not None:
         record = replace(live.record, closed=False, trace=trace.name)
-        mine, unread = judge.logits([record, replace(record, reads=None)])
+        mine, unread = judged_logits(judge, [record, replace(record, reads=None)])
         assert relative(mine, live.logits[PROMPT - 1 : -1]) < 1e-4
         assert relative(unread, live.logits[PROMPT - 1 : -1]) > 1e-3
 

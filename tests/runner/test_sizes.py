@@ -10,6 +10,7 @@ from sized_models import MODELS, SIZES, sized
 import kvsim
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
+from live_runs import judged_logits
 
 PROMPT, LENGTH, BUDGET = 40, 60, 24
 TOKENS = torch.randperm(64, generator=torch.Generator().manual_seed(0))[:LENGTH].tolist()
@@ -65,7 +66,7 @@ def test_the_judge_gives_the_logits_of_a_live_run(name):
     with torch.no_grad():
         own = sized(name)(torch.tensor([TOKENS])).logits[0, PROMPT - 1 : -1]
 
-    of_live, of_full = Judge(running(name), trace(name)).logits([alone, full])
+    of_live, of_full = judged_logits(Judge(running(name), trace(name)), [alone, full])
 
     torch.testing.assert_close(of_live, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(of_full, own, atol=1e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from compacting import compacted
 
 import kvsim
 from kvsim.analysis.registry import METRICS

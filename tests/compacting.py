@@ -14,15 +14,7 @@ from kvsim.schema import CHUNK
 def compacted(trace: Trace, rows: int = 512) -> Trace:
     """Return a trace without the rows that are long before the response, and with their sums.
 
-    It is what `kvsim capture --rows response+ROWS` records. Nothing but the sums is computed, and
-    nothing is copied before it is read.
-
-    Args:
-        trace: with all rows.
-        rows: how many rows before the end of the prompt, or of its context, stay at least.
-
-    Raises:
-        TraceError: rows are left out already, or only some rows of a sequence are there.
+    rows: how many before the end of the prompt, or of its context, stay at least.
     """
     if trace.left_out is not None or not torch.equal(trace.positions, torch.arange(trace.n_pos)):
         raise TraceError(f"{trace.name} has only some rows already; expected a trace with all rows")
