@@ -12,5 +12,4 @@ model     that model: what its attention computes, and a shared prefill
 descent   its prefill in depth order, for a policy that drops rows on the way down
 judging   what the decisions of replays do to the model, several at once, in one forward pass
 full      a pass with the full cache, with which runs under policies are compared
-decoder   single decoder layers, on rows at any positions
 """

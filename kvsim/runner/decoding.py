@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
+from kvsim.core.propagation import Propagation
 from kvsim.core.record import Record
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, whole
@@ -28,8 +29,7 @@ from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
 from kvsim.runner.checks import check_layers, check_live
-from kvsim.runner.decoder import Decoder
-from kvsim.runner.descent import prefill_in_depth
+from kvsim.runner.descent import Decoder, prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
@@ -268,17 +268,18 @@ class Decoding:
     def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
         *_, setting = settings_of(self.sketch, self.policy, self.budget, self.schedule)
-        down = prefill_in_depth(decoder, self.sketch, self.policy, setting, prompt)
-        self._descent = down.descent
+        propagation = cast("Propagation", self.policy.propagation)
+        terms = decoder, self.sketch, propagation, setting, prompt
+        self._descent, calls, logits = prefill_in_depth(*terms)
         self._make_blocks()
         self._make_room()
-        for part, call in zip(self._parts, down.calls, strict=True):
+        for part, call in zip(self._parts, calls, strict=True):
             part.update(*(x[None] for x in call.cached))
             if isinstance(part, LiveLayer):
                 part.source.note_queries(part.index, call.q)
         self.tokens += prompt
         self._end()
-        return down.logits
+        return logits
 
     @contextmanager
     def _adding(self, n: int, *, forwards: bool = True) -> Iterator[None]:

@@ -10,7 +10,7 @@ import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.options import Options
-from kvsim.store import compacted, open_trace, verify
+from kvsim.store import open_trace, verify
 from small_model import small
 
 PROMPT, RESPONSE = 700, 100
