@@ -11,8 +11,9 @@ import math
 import os
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -54,11 +55,14 @@ class CheckedStore(WrapperStore[Store]):
     """Files as the manifest lists them; TraceError for any other.
 
     Whole files are checked whenever they are read, others once, before a part of them is read.
+    size: returns that of a file, None without a regular one; left out where files are not listed.
     """
 
-    def __init__(self, store: Store, where: str) -> None:
+    def __init__(
+        self, store: Store, where: str, size: Callable[[str], int | None] | None = None
+    ) -> None:
         super().__init__(store)
-        self.where = where
+        self.where, self._size = where, size
         self.files: dict[str, tuple[int, str]] = {}
         self.sharded: dict[str, int] = {}  # chunks of a shard, by array
         self._root, self._checked = b"", set[str]()
@@ -66,45 +70,28 @@ class CheckedStore(WrapperStore[Store]):
     def read_root(self) -> dict[str, Any] | None:
         """Read the document of the group and the manifest in it; None without a document."""
         limit = RangeByteRequest(0, ROOT_LIMIT + 1)
-        with reading(self.where):
+        with reading(f"{self.where}: {ROOT}"):
             data = sync(self._store.get(ROOT, default_buffer_prototype(), limit))
-        if data is None:
-            return None
-        self._root = data.to_bytes()
-        try:
+            if data is None:
+                return None
+            self._root = data.to_bytes()
             return decode_document(self._root, ROOT_LIMIT)
-        except ValueError as error:
-            raise damaged(f"{self.where}: {ROOT} {error}") from error
 
     def check_root(self, root: Mapping[str, Any]) -> None:
         """Check the seal of the document and the sizes of files, as far as they can be listed."""
         attributes = object_at(root, "attributes")
         if attributes.get("seal") != seal(root):
             raise damaged(f"{self.where}: its seal does not fit its attributes and arrays")
-        try:
+        with reading(f"{self.where}: its attribute files"):
             self.files = {key: (int(size), crc) for key, (size, crc) in attributes["files"].items()}
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise damaged(f"{self.where}: its attribute files is no list of files") from error
-        for key, size in self._sizes():
-            if size != self.files[key][0]:
-                expected = f"{self.files[key][0]} bytes"
-                actual = "is no regular file" if size is None else f"has {size} bytes"
-                raise damaged(f"{self.where}: {key!r} is missing or {actual}, expected {expected}")
-
-    def _sizes(self) -> Iterator[tuple[str, int | None]]:
-        """Yield the size of each file of the manifest; None for what is no regular file."""
-        if isinstance(self._store, LocalStore):
-            for key in self.files:
-                try:
-                    status = (self._store.root / key).lstat()
-                except OSError:
-                    yield key, None
-                    continue
-                yield key, status.st_size if stat.S_ISREG(status.st_mode) else None
-        elif isinstance(self._store, ZipStore):
-            with zipfile.ZipFile(self._store.path) as archive:
-                members = {each.filename: each.file_size for each in archive.infolist()}
-            yield from ((key, members.get(key)) for key in self.files)
+        if self._size is None:
+            return
+        for key, (size, _) in self.files.items():
+            if (found := self._size(key)) != size:
+                actual = "is no regular file" if found is None else f"has {found} bytes"
+                raise damaged(
+                    f"{self.where}: {key!r} is missing or {actual}, expected {size} bytes"
+                )
 
     async def get(
         self,
@@ -137,19 +124,15 @@ class CheckedStore(WrapperStore[Store]):
             raise damaged(
                 f"{self.where}: {key!r} is damaged, or the trace was replaced since it was opened"
             )
-        name, _, chunk = key.rpartition("/c/")
-        if name and chunk:
-            self._check_frames(key, content, self.sharded.get(name))
-
-    def _check_frames(self, key: str, data: Any, chunks: int | None) -> None:
-        """Refuse chunks that claim more bytes than LZ4 can decode them to."""
-        bounds = np.array([[0, len(data)]], np.uint64)
-        if chunks is not None:
-            end = len(data) - 4
-            bounds = np.frombuffer(data[end - 16 * chunks : end].tobytes(), "<u8").reshape(-1, 2)
-        for start, size in bounds.tolist():
-            claimed = int.from_bytes(data[start + 4 : start + 8].tobytes(), "little")
-            if claimed > RATIO * size + HEADER or start + size > len(data):
+        name, chunk, _ = key.rpartition("/c/")
+        if not chunk:
+            return
+        bounds = np.array([[0, size]], np.uint64)
+        if (chunks := self.sharded.get(name)) is not None:
+            bounds = np.frombuffer(content[-4 - 16 * chunks : -4].tobytes(), "<u8").reshape(-1, 2)
+        for start, length in bounds.tolist():
+            claimed = int.from_bytes(content[start + 4 : start + 8].tobytes(), "little")
+            if claimed > RATIO * length + HEADER or start + length > size:
                 raise damaged(f"{self.where}: {key!r} has a chunk of {claimed} bytes")
 
 
@@ -172,19 +155,25 @@ def open_store(path: str | Path) -> CheckedStore:
     if path.is_dir():
         if (path / ROOT).exists() and not (path / ROOT).is_file():
             raise damaged(f"{path / ROOT} is a pipe or a device, expected a regular file")
-        return CheckedStore(LocalStore(path, read_only=True), str(path))
-    if not path.is_file():
-        raise TraceNotFoundError(f"{path} is neither a folder nor a file, expected a trace")
+        return CheckedStore(LocalStore(path, read_only=True), str(path), partial(_size, path))
     try:
         with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
+            members = {each.filename: each for each in archive.infolist()}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise TraceNotFoundError(
             f"{path} is not a kvsim trace ({error_line(error)}), expected a folder or a zip of one"
         ) from error
-    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members.values()):
         raise TraceError(f"{path} is compressed, expected a zip of stored files (`zip -0 -r`)")
-    return CheckedStore(sync(ZipStore.open(path, mode="r")), str(path))
+    sizes = {name: each.file_size for name, each in members.items()}
+    return CheckedStore(sync(ZipStore.open(path, mode="r")), str(path), sizes.get)
+
+
+def _size(folder: Path, key: str) -> int | None:
+    with suppress(OSError):
+        status = (folder / key).lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return None
 
 
 def _open_url(url: str) -> Store:
@@ -206,42 +195,38 @@ def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.
     A chunk is checked when it is read. Raises TraceError.
     """
     consolidated = object_at(object_at(root, "consolidated_metadata"), "metadata")
-    names = [name for name, each in consolidated.items() if each.get("node_type") == "array"]
-    try:
+    with reading(f"{store.where}: its arrays"):
+        names = [name for name, each in consolidated.items() if each.get("node_type") == "array"]
         group = zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=True)
         arrays: dict[str, Any] = {name: group[name] for name in names}
         for name, array in arrays.items():
-            _check_array(store, name, array, consolidated[name])
-    except KvsimError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise damaged(
-            f"{store.where}: its arrays are not readable ({error_line(error)})"
-        ) from error
+            if problem := _problem(store, name, array, consolidated[name]["codecs"]):
+                raise damaged(f"{store.where}: {name} has {problem}")
     return arrays
 
 
-def _check_array(
-    store: CheckedStore, name: str, array: zarr.Array[Any], document: Mapping[str, Any]
-) -> None:
-    where = f"{store.where}: {name}"
-    codecs, chunks = document["codecs"], array.shards or array.chunks
+def _problem(
+    store: CheckedStore, name: str, array: zarr.Array[Any], codecs: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return what is wrong with an array, of what can be known before a chunk is read."""
+    chunks = array.shards or array.chunks
     if array.shards is not None:
         codecs = codecs[0]["configuration"]["codecs"]
         inner = zip(array.shards, array.chunks, strict=True)
         store.sharded[name] = math.prod(-(-a // b) for a, b in inner)
     if [each["name"] for each in codecs] != _CODECS:
-        raise damaged(f"{where} has codecs {short_repr(codecs)}, expected {', '.join(_CODECS)}")
+        return f"codecs {short_repr(codecs)}, expected {', '.join(_CODECS)}"
     prefix = f"{name}/c/"
     sizes = {key: size for key, (size, _) in store.files.items() if key.startswith(prefix)}
     grid = [-(-n // size) for n, size in zip(array.shape, chunks, strict=True)]
     whole = math.prod(grid) == len(sizes)
     expected = map(chunk_key, [name] * len(sizes), product(*map(range, grid))) if whole else ()
     if not whole or set(expected) != sizes.keys():
-        raise damaged(f"{where} has {len(sizes)} of {math.prod(grid)} chunks, expected all")
+        return f"{len(sizes)} of {math.prod(grid)} chunks, expected all"
     limit = sum(RATIO * size + HEADER for size in sizes.values())
     if math.prod(grid) * math.prod(chunks) * array.dtype.itemsize > limit:
-        raise damaged(f"{where} has shape {array.shape}, more than its files can hold")
+        return f"shape {array.shape}, more than its files can hold"
+    return ""
 
 
 def chunk_key(name: str, index: tuple[int, ...]) -> str:

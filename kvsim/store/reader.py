@@ -27,9 +27,6 @@ from kvsim.store.projections import StoredProjections, find_projections
 
 _ALL = slice(None)
 
-#: Arrays that a trace must have.
-_REQUIRED = ("q", "k", "v")
-
 
 def open_trace(path: str | Path) -> Trace:
     """Open the trace stored at `path`; arrays are read when they are needed.
@@ -155,17 +152,17 @@ class StoredTrace:
 
     def _check(self) -> None:
         """Raise TraceError unless the arrays fit the header and each other."""
-        if missing := [name for name in _REQUIRED if name not in self.arrays]:
-            raise damaged(f"{self.where}: no array {', '.join(missing)}, expected q, k and v")
+        missing = ", ".join(name for name in "qkv" if name not in self.arrays)
+        problem = f"no array {missing}, expected q, k and v" if missing else ""
         for name, array in self.arrays.items():
-            axes = AXES[name]
-            if len(array.shape) != len(axes) or 0 in array.shape:
-                expected = ", ".join(axes)
-                raise damaged(f"{self.where}: {name} has shape {array.shape}, expected {expected}")
-            if array.chunks != chunk_shape(name, array.shape):
-                raise damaged(f"{self.where}: {name} has chunks of {array.chunks}")
-        floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
-        check_shapes(floats, self.where)
+            axes, shape = AXES[name], array.shape
+            if len(shape) != len(axes) or 0 in shape:
+                problem = f"{name} has shape {shape}, expected {', '.join(axes)}"
+            elif array.chunks != chunk_shape(name, shape):
+                problem = f"{name} has chunks of {array.chunks}"
+        if problem:
+            raise damaged(f"{self.where}: {problem}")
+        self._check_shapes()
         n_pos = self.shapes["q"][2]
         if self.shapes.get("tokens", (n_pos,)) != (n_pos,):
             raise damaged(f"{self.where}: {self.shapes['tokens']} tokens for {n_pos} positions")
@@ -173,13 +170,16 @@ class StoredTrace:
             check_texts(self.attributes["token_text"], n_pos, self.where)
         self.header.check(self.shapes, self.where)
 
+    def _check_shapes(self) -> None:
+        check_shapes({x: shape for x, shape in self.shapes.items() if x != "tokens"}, self.where)
+
     def _find_projections(self) -> None:
         projections = find_projections(self.path, self.header.meta, self.where)
         if projections is None:
             return
         self.projections = projections
         self.shapes = {**self.shapes, "o_proj": tuple(projections.facts.shape)}
-        check_shapes({x: n for x, n in self.shapes.items() if x != "tokens"}, self.where)
+        self._check_shapes()
         dtypes = {**self.header.source_dtypes, "o_proj": projections.facts.source_dtype}
         self.header = replace(self.header, source_dtypes=dtypes)
 
@@ -210,15 +210,11 @@ def _root(store: CheckedStore) -> dict[str, Any]:
         raise TraceNotFoundError(
             f"{store.where} is not a kvsim trace: {reason}; give the folder of a trace"
         )
-    if version in (3, 4, 5):
-        raise TraceError(
-            f"{store.where} has trace format {version}, which kvsim 0.1.0 reads and this version "
-            f"does not; expected {FORMAT_VERSION}, record it again"
-        )
     if version != FORMAT_VERSION:
+        old = ", which kvsim 0.1.0 reads" if version in (3, 4, 5) else ""
         raise TraceError(
-            f"{store.where} has trace format {short_repr(version)}, expected {FORMAT_VERSION}; "
-            "install another kvsim or record it again"
+            f"{store.where} has trace format {short_repr(version)}{old}, expected "
+            f"{FORMAT_VERSION}; record it again, or install another kvsim"
         )
     store.check_root(root)
     for key, kind in {"digest": str, "checksums": dict}.items():

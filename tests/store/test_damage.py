@@ -96,7 +96,7 @@ def no_root(path):
 
 UNUSABLE = {
     "is a pipe or a device": no_root,
-    "attribute files is no list": lambda path: (
+    "its attribute files is not readable": lambda path: (
         edit_header(path, lambda found: found.update(files={"q/c/0/0/0/0": 7})),
         edit(path / "zarr.json", lambda root: root["attributes"].update(seal=seal(root))),
     ),
