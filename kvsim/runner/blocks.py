@@ -7,9 +7,8 @@ copied before one of them writes to it.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +22,13 @@ _TILE = 512
 
 @dataclass
 class Use:
-    """Counts of the blocks of a pool; bytes are of keys and values."""
+    """Counts of the blocks of a pool."""
 
     blocks: int = 0
     peak_blocks: int = 0
     freed_blocks: int = 0
     shared_blocks: int = 0
     copies_on_write: int = 0
-    compactions: int = 0
-    compacted_bytes: int = 0
-    compaction_seconds: float = 0.0
 
 
 class Pool:
@@ -69,7 +65,7 @@ class Pool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Count blocks once more. Raises ValueError for a free one."""
-        self._check(Counter(blocks), 1)
+        self._check(dict.fromkeys(blocks, 1))
         for block in blocks:
             self.counts[block] += 1
         self.use.shared_blocks += len(blocks)
@@ -80,7 +76,7 @@ class Pool:
         Raises ValueError, and changes nothing, for a block that fewer hold than it is given.
         """
         times = Counter(blocks)
-        self._check(times, None)
+        self._check(times)
         for block, n in times.items():
             self.counts[block] -= n
             if not self.counts[block]:
@@ -91,14 +87,11 @@ class Pool:
                     with torch.inference_mode():  # as the model's tensors
                         self.keys[block] = self.values[block] = torch.nan
 
-    def _check(self, times: Counter[int], least: int | None) -> None:
+    def _check(self, times: Mapping[int, int]) -> None:
         for block, n in times.items():
             count = self.counts[block] if 0 <= block < len(self.counts) else 0
-            if count < (n if least is None else least):
-                raise ValueError(
-                    f"block {block} is given {n} times and held {count} times; expected a block "
-                    "that is held"
-                )
+            if count < n:
+                raise ValueError(f"block {block} is held {count} times, expected at least {n}")
 
     @property
     def block_bytes(self) -> int:
@@ -161,8 +154,8 @@ class Sequences:
         block move by themselves. Leading blocks of which nothing leaves stay where they are, and
         shared; the others are copied into new blocks and freed.
         """
-        pool, started = self.pool, time.perf_counter()
-        size, n, table = pool.size, index.shape[1], self.tables[at]
+        pool, n, table = self.pool, index.shape[1], self.tables[at]
+        size = pool.size
         moved = (index != torch.arange(n, device=index.device)).any(0)
         first = int(moved.byte().argmax()) if bool(moved.any()) else n
         whole = n == self.lengths[at] and first == n
@@ -178,10 +171,6 @@ class Sequences:
             self.slots(at)[same * size :], keys.masked_fill(pads, 0), values.masked_fill(pads, 0)
         )
         pool.free(old)
-        use = pool.use
-        use.compactions += 1
-        use.compacted_bytes += keys.nbytes + values.nbytes
-        use.compaction_seconds += time.perf_counter() - started
 
     def share(self, at: int, other: Sequences, which: int) -> None:
         """Begin an empty sequence with all entries of another one; no entry is copied."""

@@ -46,12 +46,6 @@ class Table:
 
         room: rows that are added before the next event, these included.
         """
-        if rows.dtype != self._array.dtype or rows.shape[::2] != self._array.shape[1::2]:
-            raise CaptureError(
-                f"a layer has rows of {rows.dtype} {list(rows.shape)} (head, row, dim); expected "
-                f"{self._array.dtype} of {self._array.shape[1]} heads and {self._array.shape[3]} "
-                "dimensions in all layers; replay a trace of this model"
-            )
         start = self._lengths[layer]
         stop = self._lengths[layer] = start + rows.shape[1]
         if stop > self._array.shape[2]:
@@ -152,12 +146,12 @@ class LiveSource:
         of_keys = like.new_zeros(len(layers), self._heads, 0, sketch.dim)
         of_values = like.new_zeros(len(layers), self._heads, 0, sketch.value_dim)
         of_queries = like.new_zeros(len(self.readers), sketch.n_qheads, 0, sketch.dim)
-        #: of latent attention, which ends a key; no table of values then
+        #: of latent attention, which ends a key; keys and values are then one table
         self._latent = sketch.header.latent
         if self._latent is not None:
             of_queries = computable(of_queries)  # as the absorbed form has them
         self._keys, self._queries = Table(of_keys), Table(of_queries)
-        self._values = Table(of_values) if self._latent is None else None
+        self._values = self._keys if self._latent is not None else Table(of_values)
         self._exact = Table(of_keys) if exact else None
         self._probe: ProbeRows | None = None
         self.run = [0] * len(self.readers)
@@ -190,13 +184,7 @@ class LiveSource:
         """[L, H, n, d]."""
         if self._latent is not None:
             return computable(self._keys.rows)[..., -self._latent :]
-        return computable(self._of_values.rows)
-
-    @property
-    def _of_values(self) -> Table:
-        if self._values is None:
-            raise NotImplementedError("values apart from the keys of latent attention")
-        return self._values
+        return computable(self._values.rows)
 
     @property
     def exact_keys(self) -> Tensor:
@@ -259,7 +247,7 @@ class LiveSource:
             return entries[..., -self._latent :], entries[..., : -self._latent]
         if self._exact is not None:
             self._exact.append(index, keys, room)
-        return self._keys.append(index, keys, room), self._of_values.append(index, values, room)
+        return self._keys.append(index, keys, room), self._values.append(index, values, room)
 
     def note_queries(self, index: int, queries: Tensor) -> None:
         """Count new rows of a reader, and keep their queries [qhead, w, d]."""
@@ -284,7 +272,7 @@ class LiveSource:
 
     def writable(self, which: int) -> Tensor:
         """The keys (0) or values (1) in the cache itself, [L, H, n, d]."""
-        return (self._keys, self._of_values)[which].rows
+        return (self._keys, self._values)[which].rows
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Free the memory of all entries but those in slots [L, H, n]."""
@@ -294,9 +282,8 @@ class LiveSource:
 
     def _compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
-        for table in (self._keys, self._values, self._exact):
-            if table is not None:
-                table.gather(slots, live)
+        for table in {x for x in (self._keys, self._values, self._exact) if x is not None}:
+            table.gather(slots, live)
         if self.rotated:
             ragged = not bool(live.all())
             self._keys.replace(self._to_slots(self._keys.rows, slots, ragged=ragged))
@@ -345,8 +332,7 @@ class LiveSource:
         weights = None
         if reads is not None and chooses:
             live = self.entries(index)[2]
-            tables = self._exact or self._keys, self._values or self._keys
-            keys, values = (x.of_layer(index) for x in tables)
+            keys, values = (x.of_layer(index) for x in (self._exact or self._keys, self._values))
             values = values[..., -(self._latent or values.shape[-1]) :]
             q, keys, values = (computable(x) for x in (query[0], keys, values))
             read, weights = reads.entries(layer, start, q, keys, values, live)
@@ -357,7 +343,7 @@ class LiveSource:
         """Keys and values [H, n, d] of a layer of the block, and which are no pads, [H, n]."""
         keys, live = self._keys.of_layer(index), self._live[index]
         live = torch.nn.functional.pad(live, (0, keys.shape[1] - live.shape[1]), value=True)
-        return keys, (self._values or self._keys).of_layer(index), live
+        return keys, self._values.of_layer(index), live
 
     @property
     def n_slots(self) -> int:

@@ -59,9 +59,8 @@ class Paging:
             f"cache in blocks of {self.size} entries, a table per {self.tables}: at most "
             f"{use.peak_blocks:,} blocks ({use.peak_blocks * self.pool.block_bytes / mib:.1f} MiB) "
             f"at once, {use.freed_blocks:,} freed, {use.shared_blocks:,} shared, "
-            f"{use.copies_on_write:,} copied on write; {use.compactions:,} compactions moved "
-            f"{use.compacted_bytes / mib:.1f} MiB in {use.compaction_seconds:.2f} s; at most "
-            f"{self.padded_bytes / mib:.2f} MiB of a sequence without an entry after an event"
+            f"{use.copies_on_write:,} copied on write; at most {self.padded_bytes / mib:.2f} MiB "
+            "of a sequence without an entry after an event"
         )
         return [text]
 

@@ -26,36 +26,6 @@ from kvsim.schema import first_of, object_at
 _FIRST, _DEEP = 0.5, 5.0
 
 
-def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
-    """Raise CaptureError unless a model is the recorded one, as far as both are described.
-
-    described: what `describe_model` returns. Configuration and precision are compared, and the
-    digest of the weights where both have one.
-    """
-    recorded_model = object_at(trace.meta, "model")
-    if recorded_model.get("config") is None:
-        return
-    differing = config_differences(trace.meta, described)
-    if differing:
-        raise CaptureError(
-            f"the model {described['name']} differs from the recorded {recorded_model.get('name')} "
-            f"in {first_of(differing)} of its configuration; give the model that {trace.name} was "
-            "recorded from"
-        )
-    if described["dtype"] != recorded_model.get("dtype", described["dtype"]):
-        raise CaptureError(
-            f"the model {described['name']} computes in {described['dtype']}, {trace.name} was "
-            f"recorded in {recorded_model['dtype']}; load it in that precision"
-        )
-    digests = [facts.get("weights") for facts in (described, recorded_model)]
-    if None not in digests and digests[0] != digests[1]:
-        given, recorded = (str(digest)[:19] for digest in digests)
-        raise CaptureError(
-            f"the model {described['name']} has weights {given}, {trace.name} was recorded with "
-            f"{recorded}; give the model that it was recorded from"
-        )
-
-
 def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = None) -> list[int]:
     """Return the tokens of a trace that is to be run again on its model, as it is described.
 
@@ -68,17 +38,26 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
             f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
             "to be run again; record it with kvsim capture"
         )
-    check_model(trace, described)
-    other = tokenizer_difference(trace, tokenizer)
-    if other is not None:
-        raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")
-    if trace.n_layers != described["layers"]:
-        raise CaptureError(
-            f"{trace.name} has {trace.n_layers} layers, and the model {described['name']} has "
-            f"{described['layers']}; give the model that it was recorded from"
-        )
+    if difference := _difference(trace, described) or tokenizer_difference(trace, tokenizer):
+        raise CaptureError(f"{difference}; give what {trace.name} was recorded with")
     tokens: list[int] = trace.tokens.tolist()
     return tokens
+
+
+def _difference(trace: Trace, described: Mapping[str, Any]) -> str:
+    """Return in what a model is not the recorded one, as far as both are described; else empty."""
+    recorded, model = object_at(trace.meta, "model"), f"the model {described['name']}"
+    facts: dict[str, tuple[Any, Any]] = {"layers": (described["layers"], trace.n_layers)}
+    if recorded.get("config") is not None:
+        if differing := config_differences(trace.meta, described):
+            of = f"in {first_of(differing)} of its configuration"
+            return f"{model} differs from the recorded {recorded.get('name')} {of}"
+        facts |= {"dtype": (described["dtype"], recorded.get("dtype", described["dtype"]))}
+        digests = [facts_of.get("weights") for facts_of in (described, recorded)]
+        if None not in digests:
+            facts["weights"] = digests[0], digests[1]
+    pairs = ((x, str(a)[:19], str(b)[:19]) for x, (a, b) in facts.items() if a != b)
+    return next((f"{model} has {x} {a}, expected {b}" for x, a, b in pairs), "")
 
 
 def holds_cache(trace: Trace, described: Mapping[str, Any], dtype: torch.dtype) -> bool:

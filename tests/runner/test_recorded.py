@@ -158,7 +158,7 @@ def test_a_digest_of_other_weights_is_enough(recorded):
     ("cut", "words"),
     [
         ({"q": slice(0, 4), "k": slice(0, 2), "v": slice(0, 2)}, r"has q of shape \[4, "),
-        ({"layer": slice(0, 2)}, "has 2 layers, and the model tiny has 3"),
+        ({"layer": slice(0, 2)}, "the model tiny has layers 3, expected 2"),
     ],
 )
 def test_a_trace_of_other_sizes_is_refused(cut, words, sample):
