@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
-from reprlib import repr as short_repr
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
@@ -70,14 +66,14 @@ def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str], where:
 
     dtypes: of each array of floating-point numbers, the dtype in the model.
     """
-    keys = "prompt_len", "layer_ids", "attention", "ropes", "name", "meta"
-    with _converting(f"{where}: its attributes are", *keys):
-        stored_ropes = [_rope(rope) for rope in attributes["ropes"]]
-        layers, left_out = attributes["attention"], attributes.get("left_out")
+    try:
+        ropes = [Rope(**rope) for rope in attributes["ropes"]]
+        layers = [dict(layer) for layer in attributes["attention"]]
+        places, left_out = [layer.pop("rope") for layer in layers], attributes.get("left_out")
         return Header(
             prompt_len=attributes["prompt_len"],
-            formulas=tuple(map(_formula, layers)),
-            ropes=tuple(stored_ropes[layer["rope"]] for layer in layers),
+            formulas=tuple(Formula(**layer) for layer in layers),
+            ropes=tuple(ropes[place] for place in places),
             layer_ids=tuple(attributes["layer_ids"]),
             name=printable(str(attributes["name"])),
             source_dtypes=dtypes,
@@ -88,45 +84,12 @@ def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str], where:
             left_out=None if left_out is None else tuple(left_out),
             questions=_lists(attributes.get("questions", ())),
         )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{where}: its attributes are not readable ({error_line(error)}), expected those of "
+            "docs/trace-format.md; copy the trace again or record it again"
+        ) from error
 
 
 def _lists(values: Any) -> Any:
     return tuple(map(tuple, values))
-
-
-@contextmanager
-def _converting(label: str, *keys: str) -> Iterator[None]:
-    """Raise TraceError, with one line, for values that lack `keys` or have other types."""
-    try:
-        yield
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"{label} not readable ({error_line(error)}), expected {', '.join(keys)}; copy the "
-            "trace again or record it again"
-        ) from error
-
-
-def _formula(attributes: Any) -> Formula:
-    softcap, sizes = attributes.get("softcap"), {"window", "chunk"} & attributes.keys()
-    return Formula(
-        _number(attributes["scale"]),
-        softcap=None if softcap is None else _number(softcap),
-        **{name: operator.index(attributes[name]) for name in sizes},
-        sinks=tuple(_number(sink) for sink in attributes.get("sinks") or ()),
-    )
-
-
-def _rope(attributes: Any) -> Rope:
-    return Rope(
-        tuple(_number(frequency) for frequency in attributes["inv_freq"]),
-        _number(attributes["attention_scaling"]),
-        operator.index(attributes["rotary_dim"]),
-        attributes["layout"],
-    )
-
-
-def _number(value: Any) -> float:
-    """Return a finite JSON number, or raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{short_repr(value)} is not a finite number")
-    return float(value)
