@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsim.store.publication import check_target
+    from kvsim.store.index import check_target
     from kvsim.store.reader import open_trace
     from kvsim.store.verification import Verification, describe, verify
     from kvsim.store.writer import TraceWriter, save_trace
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "publication": ["check_target"],
+    "index": ["check_target"],
     "reader": ["open_trace"],
     "verification": ["Verification", "describe", "verify"],
     "writer": ["TraceWriter", "save_trace"],

@@ -1,13 +1,15 @@
-"""Traces and runs in a folder."""
+"""Traces and runs in a folder, and where a trace may be written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from kvsim.schema import PROJECTIONS
-from kvsim.store.publication import is_marked
+from kvsim import files
+from kvsim.errors import TraceExistsError
+from kvsim.schema import PROJECTIONS, object_at
 
 #: Depth of the search.
 DEPTH = 4
@@ -58,3 +60,25 @@ def _kind(path: Path) -> Kind | None:
         whole = (path / "zarr.json").exists() or not any(path.glob("*.zarr*"))
         return "trace" if whole else "folder"  # of several prompts, recorded under such a name
     return "trace" if is_marked(path) else "folder"
+
+
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Raise TraceExistsError unless a trace may be written to `path`."""
+    if not (path.exists() or path.is_symlink()):
+        return
+    if not overwrite:
+        raise TraceExistsError(f"{path} exists, expected a free path; give another, or --overwrite")
+    if path.is_symlink() or not is_marked(path):
+        raise TraceExistsError(
+            f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
+            "overwrite; give another path, or move away what is there"
+        )
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a folder has the metadata of a trace, of any version."""
+    try:
+        document = json.loads(files.read_input(folder / "zarr.json"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and "kvsim_format" in object_at(document, "attributes")

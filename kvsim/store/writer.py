@@ -33,6 +33,7 @@ from kvsim.files import (
 )
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
+from kvsim.store.index import check_target
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of, decode_document
 from kvsim.store.projections import (
@@ -40,7 +41,6 @@ from kvsim.store.projections import (
     move_projections,
     store_projections,
 )
-from kvsim.store.publication import check_target
 
 
 class TraceWriter:
