@@ -26,11 +26,9 @@ from kvsim.analysis.summaries import (
     ROUNDING,
     WEAKEST,
     Interval,
-    layers_of,
     main_variants,
     per_prompt,
     sees_more,
-    uneven,
 )
 from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of
 from kvsim.errors import PolicyError, suggest
@@ -194,10 +192,9 @@ def compare(
     verdicts = tuple(
         replace(x, unfair=tuple(y for y in x.best or x.first if (y, x.requested) in unfair))
         for _, x in each
-        if x is not None
+        if x is not None and len(x.standings) > 1
     )
     remarks += _remarks(rows, [name for name in names if name in outside])
-    remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
     results = table.drop_nulls(["policy", "value"]).with_columns(requested=REQUESTED)
     for name, column in (("budget", "requested"), ("prompt", "trace")):
         there = results[column].unique(maintain_order=True).drop_nulls()
@@ -219,11 +216,10 @@ _SIZES = ("entries", "per_query_head", "access", "fidelity", "seen", "unfair")
 
 
 def _verdict(budget: Budget, scale: Scale) -> Verdict | None:
-    """The verdict on the ranked policies of a budget; None for fewer than two."""
-    if budget.ranked < 2:
-        return None
-    names = budget.results["policy"][: budget.ranked].to_list()
-    return judged(budget.requested, names, budget.values[: budget.ranked], budget.tasks, scale)
+    """The verdict on the ranked policies of a budget; None without any."""
+    names, values = budget.results["policy"].to_list(), budget.values
+    names, values = names[: budget.ranked], values[: budget.ranked]
+    return judged(budget.requested, names, values, budget.tasks, scale) if names else None
 
 
 def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
@@ -234,14 +230,10 @@ def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
         for each in ([verdict, *verdict.tasks] if verdict else [])
         for standing in each.standings
     ]
-    alone = 0 if verdict else budget.ranked
-    others = budget.weights * budget.values[budget.ranked - alone :]
-    intervals = Interval.of_each([*np.where(np.isfinite(others), others, np.nan)])
-    names = budget.results["policy"][budget.ranked - alone :]
-    for place, (name, end) in enumerate(zip(names, intervals, strict=True)):
-        ends = {x: none_of(y) for x, y in vars(end).items()}
-        first = {"rank": 1, "leads": end.n} if place < alone else {}
-        rows.append(facts[name] | ends | first)
+    others = budget.weights * budget.values[budget.ranked :]
+    ends = Interval.of_each([*np.where(np.isfinite(others), others, np.nan)])
+    for name, end in zip([*facts][budget.ranked :], ends, strict=True):
+        rows.append(facts[name] | {x: none_of(y) for x, y in vars(end).items()})
     return rows
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvsim.analysis.arrays import EvictedAt
-from kvsim.analysis.attention.windows import Gaps, attention_gaps, gap_windows
-from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.retention import Wipeout, event_rows, wipeouts
+from kvsim.analysis.kept.retention import event_rows
 from kvsim.core.checks import resolve_device
 from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record
@@ -64,24 +62,11 @@ class Analysis(Subjected):
             return self.only
         return [layer for layer in range(self.trace.n_layers) if layer not in self.trace.windowed]
 
-    @cached_property
-    def gaps(self) -> Mapping[int, tuple[Gaps, Gaps]]:
-        """Gaps of attention by layer, and by chance; nothing where the trace is too short."""
-        layers = self.layers if gap_windows(self.trace)[1] else ()
-        return {layer: attention_gaps(self.trace, layer) for layer in layers}
-
 
 # ------------------------------------------------------------------------------------ of a record
 
 #: A walk over a trace that computes something for all of its records at once, on a device.
 Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
-
-
-class Walks(Protocol):
-    """Callable that returns one record's values of a walk, which computes all records at once."""
-
-    def __call__(self, walk: Walk[T]) -> T:
-        """Return what `walk` computes for the record."""
 
 
 #: Entries of the layers that are computed together: more would take memory and save no time.
@@ -104,7 +89,7 @@ class Subject(Subjected):
     trace: Trace
     record: Record
     output: Callable[[], OutputDeviation]
-    walk: Walks
+    walk: Callable[[Walk[Any]], Any]
     beside: Mapping[str, tuple[Record, Callable[[], OutputDeviation]]] = field(default_factory=dict)
     given: dict[Callable[[Any], Any], Any] = field(default_factory=dict)
 
@@ -125,20 +110,6 @@ class Subject(Subjected):
             ([self.record.layers[i] for i in group], gone[group].reshape(-1, gone.shape[-1]))
             for group in groups
         ]
-
-    @cached_property
-    def wipeouts(self) -> list[tuple[Layers, str, Wipeout]]:
-        """(layers, variant, wipe-out) for regions of each length."""
-        return [
-            (layers, f"length={length},threshold={least:g}", found)
-            for layers, evicted_at in self.layer_groups
-            for length, least, found in wipeouts(evicted_at)
-        ]
-
-    @cached_property
-    def bursts(self) -> list[tuple[Layers, Bursts]]:
-        """(layers, runs of all that is evicted) of the record."""
-        return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in self.layer_groups]
 
 
 @dataclass(frozen=True)

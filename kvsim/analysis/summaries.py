@@ -14,7 +14,7 @@ Intervals are 95 % bootstrap intervals over traces, null for fewer than 6 (`sign
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvsim.analysis.significance import FEWEST
 from kvsim.core.arguments import listed
 from kvsim.core.budgets import SO_FAR
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, first_of, numbered
+from kvsim.schema import FIDELITY
 
 RESAMPLES = 4000
 
@@ -294,26 +294,6 @@ def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame
             f"split by; it has {', '.join(columns)}"
         )
     return table, names
-
-
-def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
-    """The layers of which a Table has values of policies, ascending, by trace."""
-    of_trace = table.drop_nulls(["policy", "layer"]).group_by("trace", maintain_order=True)
-    return dict(of_trace.agg(pl.col("layer").unique().sort()).iter_rows())
-
-
-def uneven(layers: Mapping[str, Sequence[int]]) -> str:
-    """A remark on means over traces whose layers, by trace, differ; empty where they do not.
-
-    A trace has fewer where its text is longer than the sliding window of some.
-    """
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for trace, numbers in layers.items():
-        alike.setdefault(tuple(numbers), []).append(trace)
-    if len(alike) < 2:
-        return ""
-    parts = (f"{numbered(numbers)} of {first_of(traces)}" for numbers, traces in alike.items())
-    return f"means over layers are over different ones: {'; '.join(parts)}"
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

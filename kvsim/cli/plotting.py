@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,7 +117,6 @@ def plot(
         data = _replayed(name, figure, traces, replayed, flags)
 
     from kvsim import plots
-    from kvsim.analysis.summaries import uneven
 
     shown = flags["layer"]
     keywords = {**flags, "metrics": metric, "layers": None if shown is None else [shown]}
@@ -125,8 +124,7 @@ def plot(
     inputs = [data.input(key, figure) for key in figure.inputs]
     drawing = getattr(plots, name)(*inputs, **given)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
-    layers = data.layers if runs or shown is None else {}
-    for remark in merged((*data.remarks, uneven(layers))):
+    for remark in merged(data.remarks):
         echo_error(f"Note: {remark}.")
 
 
@@ -226,14 +224,13 @@ class Data:
     """The data that figures are drawn from, or policies compared by.
 
     table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
-    know of the replays. layers: those of each trace that were replayed. runs: as they were read.
+    know of the replays. runs: as they were read.
     """
 
     traces: Sequence[Trace] = ()
     records: Sequence[Record] = ()
     table: pl.DataFrame | None = None
     remarks: Sequence[str] = ()
-    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     runs: Sequence[Saved] = ()
 
     def input(self, name: str, figure: Figure) -> Any:
@@ -257,7 +254,6 @@ def read(
 
     from kvsim.analysis.folder import joined, read_run
     from kvsim.analysis.results import REQUESTED, labelled
-    from kvsim.analysis.summaries import layers_of
 
     saved = [read_run(run) for run in runs]
     whole, remarks = joined(saved)
@@ -280,7 +276,7 @@ def read(
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
-    return Data(table=table, remarks=remarks, layers=layers_of(table), runs=saved)
+    return Data(table=table, remarks=remarks, runs=saved)
 
 
 def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
@@ -302,7 +298,7 @@ def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any
     interval: Any = next((x for x in schedule["interval"] or () if x != "own"), None)
     prefill = True if interval and schedule["prefill"] is None else schedule["prefill"]
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
-    return Data([trace], [record], None, [record.remark], {record.trace: record.layers})
+    return Data([trace], [record], None, [record.remark])
 
 
 def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
@@ -338,6 +334,5 @@ def _swept(
         first = run.failures[0]
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
-    layers = {record.trace: record.layers for record in run.records}
     remarks = [*(record.remark for record in run.records), *run.notes]
-    return Data(traces, run.records, run.table, remarks, layers)
+    return Data(traces, run.records, run.table, remarks)

@@ -14,7 +14,7 @@ from kvsim.analysis.folder import Saved
 from kvsim.analysis.overview import fidelity_shares
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer, tabulated
-from kvsim.analysis.summaries import averages, layers_of, main_variants, uneven
+from kvsim.analysis.summaries import averages, main_variants
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.plots.summary import ranking as ranked
 from kvsim.report import html
@@ -68,7 +68,6 @@ def _verdict(
 ) -> str:
     """The sentences, one table, one figure, and what limits them."""
     comparison, said = answer(table, _SHOWN, metric)
-    remarks = [*remarks, *filter(None, [uneven(layers_of(table))])]
     if comparison is None:
         note = html.broken(said) + html.broken(merged(remarks), "Note: ")
         return section("Verdict", note, "") if note else ""

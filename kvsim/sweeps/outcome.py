@@ -14,7 +14,6 @@ import polars as pl
 
 from kvsim.analysis.folder import lacking, write_run
 from kvsim.analysis.live.table import responses
-from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
@@ -65,8 +64,7 @@ class Run:
     @property
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""
-        layers = uneven({record.trace: record.layers for record in self.records})
-        remarks = (*(record.remark for record in self.records), *self.notes, layers)
+        remarks = (*(record.remark for record in self.records), *self.notes)
         return list(dict.fromkeys(line for each in remarks for line in each.split("\n") if line))
 
     @property

@@ -47,12 +47,12 @@ def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suf
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 1),
+        ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 2),
         ("mass_curve --policy ams+tova --budget 16 --interval 8", 1),
     ],
 )
 def test_remarks_of_records_go_to_standard_error(run, paths, tmp_path, command, count):
-    """Each once, whatever the number of traces and budgets; standard output has the file alone."""
+    """Each once, whatever the number of traces; standard output has the file alone."""
     name, *options = command.split()
     traces = paths[:1] if FIGURES[name].single else paths
     out = tmp_path / "out.png"

@@ -1,7 +1,5 @@
 """Traces in which some layers have a sliding window: who shares a budget, and what is said."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 import kvsim
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
-from kvsim.report import write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged
 from kvsim.sweeps.driver import replay_all
@@ -99,34 +96,6 @@ def test_refusals_name_the_windows_and_a_way_out():
     with pytest.raises(PolicyError) as across:
         kvsim.replay(make((WINDOW, narrow, WINDOW, PLAIN)), kvsim.policy("asl", window=8), 40)
     assert "a sliding window in layers 0, 2 (50 tokens), layer 1 (20 tokens)" in str(across.value)
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """Paths of a text longer than the window and of two shorter ones."""
-    folder = tmp_path_factory.mktemp("mixed")
-    lengths = {"long": 120, "short": 40, "brief": 44}
-    return [make(n=n, name=name).save(folder / f"{name}.zarr") for name, n in lengths.items()]
-
-
-SAID = (
-    "means over layers are over different ones: layers 1, 3-4 of long; layers 0-4 of short, brief"
-)
-
-
-def test_a_run_says_which_layers_its_means_are_over(mixed, tmp_path, run):
-    """In the text, in the document, in the run folder and in the page, as long as they differ."""
-    command = ("replay", *mixed, "--policy", "tova", "--budget", "25%")
-    _, out, _ = run(*command, "--out", tmp_path / "run")
-    assert f"Note: {SAID}.\n" in out
-    _, out, _ = run(*command, "--json")
-    assert SAID in json.loads(out)["remarks"]
-    assert SAID in json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))["remarks"]
-    page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text("utf-8")
-    assert page.count(f"<br>Note: {SAID}.") == 1
-
-    _, out, _ = run("replay", *mixed[1:], "--policy", "tova", "--budget", "25%")
-    assert "Note" not in out
 
 
 def test_a_remark_on_traces_is_made_once_for_all_policies():

@@ -11,7 +11,9 @@ from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import (
     GAP_SHARE,
     WINDOW,
+    attention_gaps,
     default_window,
+    gap_windows,
     row_blocks,
     window_overlap,
     window_scores,
@@ -48,7 +50,8 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
-    for layer, (gaps, chance) in analysis.gaps.items():
+    for layer in analysis.layers if gap_windows(analysis.trace)[1] else ():
+        gaps, chance = attention_gaps(analysis.trace, layer)
         yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", chance.after_gap)
         yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", chance.keys_back)
 

@@ -9,12 +9,13 @@ import numpy as np
 
 from kvsim.analysis.arrays import Bools, Ints
 from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
 from kvsim.analysis.kept.coverage import (
     kept_coverage,
     needle_visibility,
     retained_positions,
 )
-from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio
+from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio, wipeouts
 from kvsim.analysis.kept.text import (
     NGRAMS,
     is_punctuation,
@@ -22,15 +23,16 @@ from kvsim.analysis.kept.text import (
     repetition,
 )
 from kvsim.analysis.kept.vectors import WithChance, key_similarities, value_norm_overlaps
-from kvsim.analysis.subject import Analysis, Subject, Walk
+from kvsim.analysis.subject import Analysis, Layers, Subject, Walk
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 
 def _wipeout(subject: Subject) -> Iterator[Cells]:
-    for layers, variant, regions in subject.wipeouts:
-        chance = regions.cumulative_chance
-        yield Cells(layers, regions.cumulative, "head", variant, chance, regions.rows)
+    for layers, evicted_at in subject.layer_groups:
+        for length, threshold, found in wipeouts(evicted_at):
+            variant, chance = f"length={length},threshold={threshold:g}", found.cumulative_chance
+            yield Cells(layers, found.cumulative, "head", variant, chance, found.rows)
 
 
 def _iou(subject: Subject) -> Iterator[Cells]:
@@ -46,15 +48,20 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
         yield Cells(layers, coverage.middle, "head", "", flat, rows)
 
 
+def _bursts(subject: Subject) -> list[tuple[Layers, Bursts]]:
+    """Runs of all that is evicted, by layers."""
+    return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in subject.layer_groups]
+
+
 def _burst_length(subject: Subject) -> Iterator[Cells]:
-    for layers, bursts in subject.bursts:
+    for layers, bursts in subject.of(_bursts):
         yield Cells(layers, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
         longest = bursts.longest.astype(np.float64)
         yield Cells(layers, longest, "head", "longest", events=bursts.rows)
 
 
 def _burst_share(subject: Subject) -> Iterator[Cells]:
-    for layers, bursts in subject.bursts:
+    for layers, bursts in subject.of(_bursts):
         each = zip(bursts.lengths, bursts.shares, bursts.shares_chance, strict=True)
         for length, values, chance in each:
             yield Cells(layers, values, "head", f"length={length}", chance, bursts.rows)
