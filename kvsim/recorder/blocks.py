@@ -58,7 +58,7 @@ class _Layer:
         self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
         self.keys: Tensor | None = call.k  # in the first forward
         self.shape = size_of(call)
-        self.parts: dict[str, Tensor] = {}
+        self.pieces: list[dict[str, Tensor]] = []
         self.sums: Sums | None = None  # of rows up to those that are left out
         self.start = self.filled = 0
         self.error = 0.0
@@ -66,19 +66,14 @@ class _Layer:
     def take(self, call: KernelCall, row: int) -> int:
         """Copy rows from `row` of the call on, as many as fit; return how many."""
         count = min(CHUNK - self.filled, call.q.shape[1] - row)
-        rows = _rows(call, row, count)
-        if not self.parts:
-            self.parts = {name: _empty_block(name, part) for name, part in rows.items()}
-        for name, part in rows.items():
-            self.parts[name].narrow(pos_axis(name), self.filled, count).copy_(part)
+        self.pieces.append({name: x.clone() for name, x in _rows(call, row, count).items()})
         self.filled += count
         return count
 
     def block(self) -> dict[str, Tensor]:
-        """Return the filled part of the block."""
-        return {
-            name: part.narrow(pos_axis(name), 0, self.filled) for name, part in self.parts.items()
-        }
+        """Return the rows of the block, and begin the next."""
+        pieces, self.pieces, self.filled = self.pieces, [], 0
+        return {name: torch.cat([x[name] for x in pieces], pos_axis(name)) for name in pieces[-1]}
 
 
 def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
@@ -98,12 +93,6 @@ def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
         for name, part in parts.items()
         if part is not None
     }
-
-
-def _empty_block(name: str, like: Tensor) -> Tensor:
-    shape = list(like.shape)
-    shape[pos_axis(name)] = CHUNK
-    return like.new_empty(shape)
 
 
 class BlockRecorder:
@@ -187,7 +176,6 @@ class BlockRecorder:
             row += layer.take(call, row)
             if layer.filled == CHUNK or layer.start + layer.filled == self.last:
                 self._flush(layer, layer.block(), history)
-                layer.filled = 0
 
     def described(self, header: Header) -> Header:
         """Return the header with formulas, rotary embeddings and errors of the layers so far."""

@@ -93,7 +93,7 @@ def outline(session: Session) -> KernelCall:
         out=rows(qheads, plain[3]),
         formula=Formula(1.0),
         residual=rows(1, hidden)[0] if session.options.residual else None,
-        residual_norm=rows(1, hidden)[0, :, 0] if session.has(Stream) else None,
+        residual_norm=rows(1, hidden)[0, :, 0].float() if session.has(Stream) else None,
         again=lambda _: (Tensor(), Tensor()),
     )
 

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvsim.core.checks import DTYPES
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.threads import threads_for
@@ -34,11 +35,12 @@ from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import versions
 from kvsim.recorder.resuming import differences, settings_of
 from kvsim.recorder.rows import Rows
-from kvsim.recorder.sink import MemorySink, arrays_of
+from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import Projections, RepeatedContext, Step, Stream
 from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
 from kvsim.recorder.turns import describe_turns
+from kvsim.schema import SUMS, axes_of
 from kvsim.store import open_trace
 from kvsim.store.writer import TraceWriter
 
@@ -194,10 +196,23 @@ class Session(Rows):
 
     def arrays(self, call: KernelCall) -> dict[str, Any]:
         """Return shapes, of most positions, and types of the arrays that a call is a part of."""
-        size = largest(self.sizes or [size_of(call)])
-        shapes, dtypes = arrays_of(
-            *(call, size, len(self.layer_ids), self.limit), probe=self.probe, left_out=self.left_out
-        )
+        source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
+        dtypes = {"k": of_entries, "v": of_entries, "q": source, "attn_out": DTYPES[call.out.dtype]}
+        dtypes["lse"] = "float64" if source == "float64" else "float32"
+        sizes = {"layer": len(self.layer_ids), "pos": self.limit}
+        of_heads = largest(self.sizes or [size_of(call)])
+        sizes |= zip(("qhead", "head", "dim", "value_dim"), of_heads, strict=True)
+        if self.left_out is not None:
+            sizes |= {"before": self.left_out[1], "moment": 1 + sizes["dim"]}
+            dtypes |= dict.fromkeys(SUMS, dtypes["lse"])
+        if self.probe is not None:
+            sizes["probe"] = len(self.probe.tokens)
+            dtypes |= dict.fromkeys(PROBE, source)
+        for name in ("gate", "residual", "residual_norm"):
+            if (part := getattr(call, name)) is not None:
+                dtypes[name] = DTYPES[part.dtype]
+        sizes["hidden"] = 0 if call.residual is None else len(call.residual[0])
+        shapes = {name: tuple(sizes[axis] for axis in axes_of(name)) for name in dtypes}
         # chunks in shards cannot be stored once
         more = {"left_out": self.left_out, "shards": self.shared is None}
         return {"shapes": shapes, "source_dtypes": dtypes, **more}

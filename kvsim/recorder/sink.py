@@ -1,4 +1,4 @@
-"""Where blocks of a capture go: arrays in memory, and the shapes of those of a trace."""
+"""Where blocks of a capture in memory go."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsim.core.checks import DTYPES
 from kvsim.core.header import Header
-from kvsim.core.left_out import LeftOut
-from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.core.probe import Probe
-from kvsim.core.sources import Size
 from kvsim.core.trace import Trace
-from kvsim.recorder.hooks import KernelCall
-from kvsim.schema import AXES, SUMS, axes_of
+from kvsim.schema import AXES
 from kvsim.store.layout import pos_axis
 
 
@@ -64,37 +58,3 @@ class MemorySink:
         """Return the whole array, its layers stacked."""
         layers, axis = self.blocks[name], pos_axis(name) if "pos" in AXES[name] else 0
         return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])
-
-
-def arrays_of(
-    call: KernelCall,
-    size: Size,
-    n_layers: int,
-    n_pos: int,
-    *,
-    probe: Probe | None,
-    left_out: LeftOut,
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return shapes, with all rows, and dtypes of the arrays of a capture by its first call.
-
-    size: the largest of the layers.
-    """
-    source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
-    sizes = {"layer": n_layers, "pos": n_pos}
-    sizes |= zip(("qhead", "head", "dim", "value_dim"), size, strict=True)
-    dtypes = dict.fromkeys(("k", "v"), of_entries)
-    dtypes |= {"q": source, "attn_out": DTYPES[call.out.dtype]}
-    dtypes["lse"] = "float64" if source == "float64" else "float32"
-    if left_out is not None:
-        sizes |= {"before": left_out[1], "moment": 1 + sizes["dim"]}
-        dtypes |= dict.fromkeys(SUMS, dtypes["lse"])
-    if probe is not None:
-        sizes["probe"] = len(probe.tokens)
-        dtypes |= dict.fromkeys(PROBE, source)
-    dtypes |= {} if call.gate is None else {"gate": DTYPES[call.gate.dtype]}
-    if call.residual is not None:
-        sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
-    if call.residual_norm is not None:
-        dtypes["residual_norm"] = "float32"
-    axes = {name: axes_of(name) for name in dtypes}
-    return {name: tuple(sizes[axis] for axis in axes[name]) for name in dtypes}, dtypes
