@@ -86,7 +86,7 @@ def capture(
         CaptureError: a prompt, label, needle or option that cannot be recorded; a model whose
             attention recomputed from q, k, v is not what it computed, or without what `o_proj=True`
             or `residual` require; with `resume`, a trace at `out` that is of another capture.
-        OutputError, MemoryLimitError: the plan does not fit on the disk, or into `memory`.
+        OutputError: the plan does not fit on the disk.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TextError: an unknown scorer.
         TraceExistsError: something is at `out`.
@@ -147,8 +147,7 @@ def capture_many(
         The traces, in the order of the prompts.
 
     Raises:
-        As `capture`. CaptureError also for two ids that would name one trace, and `max_new_tokens`
-        where all prompts have a response.
+        As `capture`; CaptureError also for two ids that would name one trace.
     """
     checked, folder = Options.of(options), local_path(out_dir, CaptureError)
     check_writable(folder)
@@ -171,7 +170,6 @@ def _record(
         if not (options.resume and target.exists()):  # compared below
             check_target(target, overwrite=options.overwrite)
             check_writable(target.parent)
-    _check_length([*prompts.values()], options)
     model, tokenizer = _resolve(model, tokenizer)
     sessions, described = [], describe_model(model)
     for path, prompt in prompts.items():
@@ -244,26 +242,15 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
 
 
 def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Options) -> None:
-    """Plan captures; raise OutputError or MemoryLimitError where they do not fit, unless forced."""
+    """Plan captures; raise OutputError where they do not fit, unless forced."""
     folder = next((each.out.parent for each in sessions if each.out), None)
-    if not sessions or (folder is None and options.memory is None and options.planned is None):
+    if not sessions or (folder is None and options.planned is None):
         return
     planned = forecast(model, sessions, device_of(model).type)
-    if not options.force:
-        planned.check(folder, options.most_memory)
+    if folder is not None and not options.force:
+        planned.check(folder)
     if options.planned is not None:
         options.planned(planned)
-
-
-def _check_length(prompts: Sequence[Prompt], options: Options) -> None:
-    """Raise CaptureError for a length of new responses where each prompt has its own response."""
-    all_given = bool(prompts) and all(prompt.response is not None for prompt in prompts)
-    if all_given and options.max_new_tokens is not None:
-        of_all = "a response is" if len(prompts) == 1 else "responses of all prompts are"
-        raise CaptureError(
-            f"max_new_tokens is {options.max_new_tokens} and {of_all} given, expected one of them: "
-            "a given response is recorded as it is; leave --max-new-tokens out"
-        )
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
@@ -272,14 +259,11 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer
     decoder: PreTrainedModel = unwrapped(model)
-    if not callable(getattr(decoder, "get_input_embeddings", None)):
+    fits = callable(getattr(decoder, "get_input_embeddings", None))
+    if not fits or not (tokenizer is None or callable(tokenizer)):
+        name, wrong = ("tokenizer", tokenizer) if fits else ("model", model)
         raise CaptureError(
-            f"model is of type {type(model).__name__}; expected a model of transformers, or the "
-            "name of one, as load_model takes it"
-        )
-    if not (tokenizer is None or callable(tokenizer)):
-        raise CaptureError(
-            f"tokenizer is of type {type(tokenizer).__name__}; expected a tokenizer of "
-            "transformers, or None"
+            f"{name} is of type {type(wrong).__name__}; expected a {name} of transformers, a model "
+            "also by its name"
         )
     return decoder, tokenizer

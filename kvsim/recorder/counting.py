@@ -15,7 +15,7 @@ from transformers.utils import logging
 from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.cache import cache_of, cache_option, full_cache
 from kvsim.recorder.generation import run_model
-from kvsim.recorder.models import auto_class
+from kvsim.recorder.models import outline_of
 from kvsim.recorder.modules import attention_modules
 
 #: Most layers or experts of a configuration, each of which may be a module.
@@ -111,10 +111,7 @@ def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int
     if (most := max(getattr(text, x, 0) or 0 for x in ("num_hidden_layers", *_EXPERTS))) > _MODULES:
         raise ValueError(f"it has {most:.4g} layers or experts, expected at most {_MODULES}")
     alone = type(text) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  its only home
-    chosen = text if alone else whole
-    chosen._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
-    with torch.device("meta"):
-        model = cast("PreTrainedModel", auto_class(chosen).from_config(chosen).eval())
+    model = outline_of(text if alone else whole)
     held, depth = _held(model), int(text.num_hidden_layers)
     heads = int(getattr(text, "num_attention_heads", 1))
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or ()

@@ -167,19 +167,15 @@ def load_outline(
         shared["local_files_only"] = local or unreachable() is not None
         try:
             config = AutoConfig.from_pretrained(place, **shared)
-            config._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
             stated = getattr(config, "dtype", None) or torch.float32
             options = {"dtype": stated if dtype == "auto" else getattr(torch, dtype)}
-            with torch.device("meta"):
-                model = auto_class(config).from_config(
-                    config, trust_remote_code=trust_remote_code, **options
-                )
+            model = outline_of(config, trust_remote_code=trust_remote_code, **options)
         except UNUSABLE as error:
             raise CaptureError(
                 f"model {str(name)!r} has no usable configuration ({error_line(error)}); expected "
                 f"a decoder model, or {_NAMED}"
             ) from error
-        return cast("PreTrainedModel", model.eval()), _load_tokenizer(place, shared)
+        return model, _load_tokenizer(place, shared)
 
 
 def _dtype_name(dtype: str | None, *, on_cpu: bool) -> str:
@@ -258,6 +254,13 @@ def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made
     multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
     causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above
     return AutoModelForMultimodalLM if multimodal and not causal else AutoModelForCausalLM
+
+
+def outline_of(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a model without weights, on the device meta."""
+    config._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
+    with torch.device("meta"):
+        return cast("PreTrainedModel", auto_class(config).from_config(config, **options).eval())
 
 
 def _class_of(place: str, options: dict[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 from kvsim.core.options import Help, given_options
 from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.schema import size_in_bytes
 
 Progress = Callable[[int, int], None]
 
@@ -164,13 +163,7 @@ class Options:
             "batch cannot hold is written alone, with a note."
         ),
     ] = 1
-    memory: Annotated[
-        int | str | None,
-        Help("Refuse a capture whose plan takes more memory, such as 16GB.", "SIZE"),
-    ] = None
-    force: Annotated[
-        bool, Help("Record even if the plan says that the disk or the memory is too small.")
-    ] = False
+    force: Annotated[bool, Help("Record even if the plan says that the disk is too small.")] = False
     planned: Annotated[
         Callable[[Any], None] | None,
         Help("Called with the plan, a `kvsim.store.forecast.Forecast`, before the first token."),
@@ -195,8 +188,6 @@ class Options:
                 "overwrite and resume are both given, expected one of them; overwrite replaces a "
                 "trace that exists, resume keeps it"
             )
-        if self.most_memory == 0:
-            raise CaptureError(f"memory is {self.memory!r}, expected bytes, or a size such as 16GB")
         stop: Any = self.stop
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
@@ -213,12 +204,6 @@ class Options:
         """Rows before the response that are stored; None for all."""
         match = re.fullmatch(_ROWS, self.rows or "")
         return match and int(match[1] or ROWS)
-
-    @property
-    def most_memory(self) -> int | None:
-        """Bytes that a plan may take; 0 for what is no size."""
-        given = self.memory
-        return size_in_bytes(given) or 0 if isinstance(given, str) else given
 
     @property
     def probe_chunk(self) -> int:

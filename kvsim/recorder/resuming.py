@@ -13,7 +13,7 @@ from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.schema import object_at
 
 #: Options that change how a capture runs, and not what it records.
-_HOW = {"overwrite", "resume", "batch", "memory", "force", "planned", "progress", "chunk", "layers"}
+_HOW = {"overwrite", "resume", "batch", "force", "planned", "progress", "chunk", "layers"}
 
 #: What a trace says of its prompt and model elsewhere.
 _APART = {"content", "response", "turns", "metadata"}

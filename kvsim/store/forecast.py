@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvsim.errors import MemoryLimitError, OutputError
+from kvsim.errors import OutputError
 from kvsim.store.layout import StoredArray
 
 #: Bits that a number of an array takes on the disk, by its dtype in the model: its sign and
@@ -48,17 +48,12 @@ class Forecast:
             "arrays": {name: round(usual) for name, (usual, _) in self.arrays.items()},
         }
 
-    def check(self, folder: Path | None, memory: int | None) -> None:
-        """Raise OutputError for a disk without room, and MemoryLimitError above `memory` bytes."""
-        if folder is not None and self.written > (free := free_bytes(folder)):
+    def check(self, folder: Path) -> None:
+        """Raise OutputError for a disk without room."""
+        if self.written > (free := free_bytes(folder)):
             raise OutputError(
                 f"{folder} has {free / 1e9:.3g} GB free, expected {self.written / 1e9:.3g} GB for "
                 "what is recorded; free some space, give another --out, or --force"
-            )
-        if memory is not None and self.memory > memory:
-            raise MemoryLimitError(
-                f"the plan takes {self.memory / 1e9:.3g} GB of memory, expected at most "
-                f"{memory / 1e9:.3g} GB (--memory); give shorter prompts, more memory, or --force"
             )
 
 

@@ -41,7 +41,7 @@ def test_the_command_line_has_the_same_options():
             assert offered[option.name].default == option.default
         else:  # text, or a list of texts, that is converted
             assert offered[option.name].default is None
-            textual = ("stop", "layers", "store_dtype", "memory")
+            textual = ("stop", "layers", "store_dtype")
             assert option.name in (*textual, "chat_template_kwargs")
 
 
