@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 
 from kvsim.analysis.results import Result
 from kvsim.analysis.significance import FEWEST
 from kvsim.studies.claims.claim import ALL, Claim
-from kvsim.studies.claims.evidence import (
-    Cells,
-    Evidence,
-    PolicySetting,
-    joined,
-    of,
-    paired,
-)
+from kvsim.studies.claims.evidence import Cells, Evidence, PolicySetting, joined, of, paired
 
 #: The scorer that the paper puts AMS around first, requested where a table has no other.
 BASE = "tova"
@@ -38,7 +32,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
     says = "AMS wipes out fewer regions, whatever their length and the threshold"
     grid = e.variants("wipeout")  # the paper does not define its rate
     yield e.claim("Q1", says, *less, metric="wipeout", variants=grid, where=ALL)
-    says, depths = "AMS raises the IoU of consecutive kept sets at every depth", "retained_iou"
+    says, depths = ("AMS raises the IoU of consecutive kept sets at every depth", "retained_iou")
     yield e.claim("Q2", says, *more, metric=depths, layers=e.layers(depths), where=ALL)
     says = "AMS keeps more of the middle of the text"
     yield e.claim("Q3", says, *more, metric="middle_coverage")
@@ -52,7 +46,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
     yield from _shares_of_mass(e)
     yield _small_budgets(e, *less[0])
     yield _segments_by_depth(e)
-    says, tested = "The length of the window hardly matters", "of ams with another window"
+    says, tested = ("The length of the window hardly matters", "of ams with another window")
     windows = of("ams"), of("ams", window=32)
     yield e.alike("Q12", says, tested, e.around("ams", "window"), windows)
     yield from _cost(e)
@@ -80,7 +74,7 @@ def _protected(e: Evidence, couples: list[tuple[PolicySetting, PolicySetting]]) 
     for base, with_ams in couples:
         sink, recent = 4, 32
         for _, result in e.found(with_ams):
-            sink, recent = result.parameters.get("sink", 4), result.parameters.get("recent", 32)
+            sink, recent = (result.parameters.get("sink", 4), result.parameters.get("recent", 32))
         kept = of(base.policy, protect={"sink": sink, "recent": recent, "prompt": False})
         if base.policy == BASE or any(map(kept.fits, e.results)):
             alone.append((of(base.policy, protect=None), kept))
@@ -92,37 +86,25 @@ def _protected(e: Evidence, couples: list[tuple[PolicySetting, PolicySetting]]) 
 def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     """Q9: whether the mass really steers the quotas."""
     modes = (of("ams"),), (of("ams@release"),)
-    yield e.claim(
-        "Q9",
-        "The mass decides about most of the budget",
-        *modes,
-        metric="quota_share",
-        variants=["mass"],
-        cell=partial(np.add, -0.5),
-        tested="share of the budget that AMS (as in the paper, as released) allocates by mass, "
-        "minus 1/2",
-        outside=partial(_filled_in, e),
-    )
-    yield e.claim(
-        "Q9",
-        "Most of that mass is measured, and not filled in for the window's entries",
-        *modes,
-        metric="suffix_mass",
-        cell=lambda share: 0.5 - share,
-        tested="1/2 minus the share of the mass on the window's own entries",
-    )
-    filled = of("ams", suffix_fill="observed"), of("ams", suffix_fill=("head_max", "global_max"))
+
+    def filled_in(budget: str, result: Result) -> str:
+        """Why the mass that allocates a budget is not what AMS measured; empty where it is."""
+        share = e.value("suffix_mass", of=(result, budget))
+        mostly = not np.isnan(share).all() and np.nanmean(share) > 0.5
+        return "mass that is mostly filled in" if mostly else e.outside(budget, result)
+
+    tested = "share of the budget that AMS (as in the paper, as released) allocates by mass, "
+    mass: dict[str, Any] = {"metric": "quota_share", "variants": ["mass"], "outside": filled_in}
+    mass |= {"tested": f"{tested}minus 1/2", "cell": partial(np.add, -0.5)}
+    yield e.claim("Q9", "The mass decides about most of the budget", *modes, **mass)
+    says = "Most of that mass is measured, and not filled in for the window's entries"
+    tested = "1/2 minus the share of the mass on the window's own entries"
+    suffix: dict[str, Any] = {"metric": "suffix_mass", "cell": partial(np.subtract, 0.5)}
+    yield e.claim("Q9", says, *modes, **suffix, tested=tested)
+    filled = (of("ams", suffix_fill="observed"), of("ams", suffix_fill=("head_max", "global_max")))
     says = "Filling in the largest usage for the window's entries is better than what was observed"
     yield e.claim("Q9", says, filled)
     yield e.claim("Q9", "... and wipes out less", filled, metric="wipeout")
-
-
-def _filled_in(e: Evidence, budget: str, result: Result) -> str:
-    """Why the mass that allocates a budget is not what AMS measured; empty where it is."""
-    filled = e.value("suffix_mass", of=(result, budget))
-    filled = filled[~np.isnan(filled)]
-    mostly = len(filled) > 0 and filled.mean() > 0.5
-    return "mass that is mostly filled in" if mostly else e.outside(budget, result)
 
 
 def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Claim:
@@ -148,17 +130,18 @@ def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) ->
 
 def _segments_by_depth(e: Evidence) -> Claim:
     """Q11: layers in the order of the model."""
-    cells = {}
-    for label, side in e.found(of("ams")):
-        for first, second in pairwise(e.layers("segment_count")):
-            for budget in e.budgets:
-                if not e.outside(budget, side):
-                    here = partial(e.value, "segment_count", None, of=(side, budget))
-                    where = f"layers {first} and {second}, budget {budget}"
-                    cells[joined(where, label)] = here(first) - here(second)
-    needs = e.lacks([of("ams")], "segment_count")
-    tested = "segments of a layer minus those of the next, ams"
-    return Claim("Q11", "Earlier layers have more segments", tested, cells, needs=needs)
+    cells, metric, setting = {}, "segment_count", of("ams")
+    for label, side in e.found(setting):
+        for (first, second), budget in product(pairwise(e.layers(metric)), e.budgets):
+            if not e.outside(budget, side):
+                many, few = (e.value(metric, None, x, of=(side, budget)) for x in (first, second))
+                where = f"layers {first} and {second}, budget {budget}"
+                cells[joined(where, label)] = many - few
+    says, tested = (
+        "Earlier layers have more segments",
+        "segments of a layer minus those of the next",
+    )
+    return Claim("Q11", says, f"{tested}, ams", cells, needs=e.lacks([setting], metric))
 
 
 def _cost(e: Evidence) -> Iterator[Claim]:

@@ -19,17 +19,20 @@ def asl(e: Evidence) -> Iterator[Claim]:
     """ASL: how layers rank a prompt, and where that selects; properties of the traces."""
     name, says = "rank_variance", "The variance of ranks falls with depth"
     tested = "rank variance, mean over the first half of the layers that have one, minus the second"
-    cells = {variant: _halves(e, name, variant) for variant in e.variants(name)}
+    cells = Cells()
+    for variant in e.variants(name):
+        values = np.array([e.value(name, variant, layer) for layer in e.layers(name, variant)])
+        if half := len(values) // 2:
+            cells[variant] = values[:half].mean(0) - values[-half:].mean(0)
     yield Claim("S1", says, tested, cells, needs=untraced(name, " of at least three layers"))
-    name, says = "layer_entropy", "Early layers attend flatly, deep layers to few tokens"
+    name, says = ("layer_entropy", "Early layers attend flatly, deep layers to few tokens")
     tested = "entropy of a layer's pooled scores in nats, minus that of the next layer"
     cells = {
         f"layer {a}": e.value(name, layer=a) - e.value(name, layer=b)
         for a, b in pairwise(e.layers(name))
     }
     yield Claim("S2", says, tested, cells, needs=untraced(name))
-    yield from _later(e)
-    yield from _sensitivity(e)
+    yield from _selection(e)
     name = "rank_union"
     says = (
         "Tokens that rank high in one of the layers compared are more than go on, at early layers"
@@ -45,82 +48,57 @@ def asl(e: Evidence) -> Iterator[Claim]:
     yield Claim("S6", "Harder tasks select later", needs=needs)
 
 
-def _halves(e: Evidence, metric: str, variant: str) -> Floats:
-    """The mean over the earlier layers minus that over as many later ones; [prompt]."""
-    layers = e.layers(metric, variant)
-    half = len(layers) // 2
-    if not half:
-        return np.full(len(e.traces), np.nan)
-    first, last = (
-        np.mean([e.value(metric, variant, layer) for layer in part], axis=0)
-        for part in (layers[:half], layers[-half:])
-    )
-    fall: Floats = first - last
-    return fall
-
-
-def _later(e: Evidence) -> Iterator[Claim]:
-    """S3: when ASL selects a layer."""
-    relative = sorted(e.variants("rank_relative"), key=_tokens)
-    cells = Cells()
-    for variant in relative[1:]:
-        for last in e.layers("rank_relative", variant)[-1:]:
-            many, few = (e.value("rank_relative", x, last) for x in (variant, relative[0]))
-            cells[f"{variant} against {relative[0]}"] = many - few
+def _selection(e: Evidence) -> Iterator[Claim]:
+    """S3 and S4: when ASL selects a layer, by its own rule and beside it."""
+    name, cells = "rank_relative", Cells()
+    fewest, *more = sorted(e.variants(name), key=_number) or [""]
+    for variant in more:
+        for last in e.layers(name, variant)[-1:]:
+            many, few = (e.value(name, x, last) for x in (variant, fewest))
+            cells[f"{variant} against {fewest}"] = many - few
     says = "With more tokens a threshold is passed later"
     tested = "relative variance at the last layer with more tokens, minus that with the fewest"
-    needs = untraced("rank_relative", " for two numbers of tokens")
-    yield Claim("S3", says, tested, cells, needs=needs)
-    usual = {key[:2]: layer for key, layer in _selections(e).items() if not key[2]}
-    least = min((k for k, _, _ in _selections(e)), key=_tokens, default="")
-    taus = sorted({tau for _, tau, _ in _selections(e)}, key=float)
+    yield Claim("S3", says, tested, cells, needs=untraced(name, " for two numbers of tokens"))
+
+    # by k, tau and what else a variant names
+    chosen: dict[tuple[str, str, str], Floats] = {}
+    for variant in e.variants("selection_layer"):
+        k, tau, *others = variant.split(",")
+        layer = e.value("selection_layer", variant)
+        chosen[k, tau.removeprefix("tau="), ",".join(others)] = layer
+    least = min((k for k, _, _ in chosen), key=_number, default="")
+    taus = sorted({tau for _, tau, _ in chosen}, key=float)
     by_tokens, by_tau = Cells(), Cells()
-    for (k, tau), layer in usual.items():
-        if k != least:
-            by_tokens[f"{k} against {least}, tau={tau}"] = layer - usual[least, tau]
-        if tau == taus[0] != taus[-1]:
-            by_tau[f"{k}, tau={tau} against {taus[-1]}"] = layer - usual[k, taus[-1]]
-    says = "... and a later layer is selected"
+    for (k, tau, rule), layer in chosen.items():
+        if k != least and not rule:
+            by_tokens[f"{k} against {least}, tau={tau}"] = layer - chosen[least, tau, ""]
+        if tau == taus[0] != taus[-1] and not rule:
+            by_tau[f"{k}, tau={tau} against {taus[-1]}"] = layer - chosen[k, taus[-1], ""]
     tested = "selection layer with more tokens, minus that with the fewest"
-    yield Claim("S3", says, tested, by_tokens, needs=_NEVER)
+    yield Claim("S3", "... and a later layer is selected", tested, by_tokens, needs=_NEVER)
     says = "A smaller threshold selects a later layer"
     tested = "selection layer at the smallest threshold, minus that at the largest"
     yield Claim("S3", says, tested, by_tau, ALL, needs=_NEVER)
 
-
-def _sensitivity(e: Evidence) -> Iterator[Claim]:
-    """S4: the shortest look-back and the latest first layer, beside the rule's own."""
-    chosen = _selections(e)
-
-    def beside(name: str, extreme: Callable[..., float]) -> dict[str, tuple[Floats, Floats]]:
+    def beside(name: str, extreme: Callable[..., float], own: Callable[[Floats], Floats]) -> Cells:
+        """By ASL's own rule minus by the extreme of one parameter."""
         rules = [key for key in chosen if key[2].startswith(name) and (*key[:2], "") in chosen]
-        at = extreme((_tokens(rule) for _, _, rule in rules), default=0)
+        at = extreme((_number(rule) for _, _, rule in rules), default=0)
         return {
-            f"{k}, {rule}": (chosen[k, tau, rule], chosen[k, tau, ""])
+            f"{k}, {rule}": own(chosen[k, tau, ""]) - own(chosen[k, tau, rule])
             for k, tau, rule in rules
-            if _tokens(rule) == at
+            if _number(rule) == at
         }
 
-    faster = {cell: own - layer for cell, (layer, own) in beside("look_back=", min).items()}
     tested = "selection layer with ASL's own look-back, minus that with the shortest"
-    yield Claim("S4", "A short look-back reacts faster", tested, faster, needs=_NEVER)
-    pairs = beside("first_layer=", max)
-    noisier = {cell: _spread(layer) - _spread(own) for cell, (layer, own) in pairs.items()}
+    cells = beside("look_back=", min, np.asarray)
+    yield Claim("S4", "A short look-back reacts faster", tested, cells, needs=_NEVER)
     tested = (
         "distance of a prompt's selection layer from the mean over prompts, with the latest first "
         "layer, minus with ASL's own"
     )
-    yield Claim("S4", "A late first layer is noisier", tested, noisier, needs=_NEVER)
-
-
-def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
-    """Selection layers by k, tau and what else a variant names; [prompt]."""
-    layers = {}
-    for variant in e.variants("selection_layer"):
-        k, tau, *more = variant.split(",")
-        layer = e.value("selection_layer", variant)
-        layers[k, tau.removeprefix("tau="), ",".join(more)] = layer
-    return layers
+    cells = {name: -x for name, x in beside("first_layer=", max, _spread).items()}
+    yield Claim("S4", "A late first layer is noisier", tested, cells, needs=_NEVER)
 
 
 def _spread(layer: Floats) -> Floats:
@@ -128,6 +106,6 @@ def _spread(layer: Floats) -> Floats:
     return np.abs(layer - finite.mean()) if len(finite) else layer
 
 
-def _tokens(variant: str) -> float:
+def _number(variant: str) -> float:
     """The number in `k=25%` and its like."""
     return float(variant.partition("=")[2].rstrip("%"))

@@ -83,7 +83,7 @@ class Claim:
         names, numbers, sizes = self._numbers
         if self.n < FEWEST:
             return np.nan, np.nan
-        order, least = np.lexsort(np.abs(numbers).T), self.least * sizes  # no order but of values
+        order, least = (np.lexsort(np.abs(numbers).T), self.least * sizes)  # no order but of values
         right, contrary = (numbers - least)[order], (-numbers - least)[order]
         cells = len(names) if self.where == ALL else len(names) // 2 + 1
         return at_least(right, cells), at_least(contrary, len(names) - cells + 1)
@@ -108,9 +108,9 @@ class Claim:
     @cached_property
     def _reasons(self) -> Counter[str]:
         """Why how many cells are not tested."""
-        there = (name for name, x in self.cells.items() if np.isfinite(x).any())
-        few = {name: "too few prompts" for name in there if name not in self._numbers[0]}
-        return Counter([*self.left_out.values(), *few.values()])
+        there = {name for name, x in self.cells.items() if np.isfinite(x).any()}
+        few = there - {*self._numbers[0]}
+        return Counter([*self.left_out.values(), *["too few prompts"] * len(few)])
 
     @property
     def omitted(self) -> str:

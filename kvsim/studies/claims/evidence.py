@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -42,8 +41,7 @@ WINDOW = 0.5
 ALIKE = {"response_kl": 0.1, "weighted_error": 0.1, "layer_error": 0.05, "output_error": 0.05}
 
 
-@dataclass(frozen=True)
-class PolicySetting:
+class PolicySetting(NamedTuple):
     """A policy, with parameters that have a value, one of a tuple, or ... for any."""
 
     policy: str
@@ -58,28 +56,10 @@ class PolicySetting:
             for name, wanted in self.params.items()
         )
 
-    @property
-    def wanted(self) -> dict[str, Any]:
-        """The parameters that are to have a value; of several the first."""
-        return {
-            name: wanted[0] if isinstance(wanted, tuple) else wanted
-            for name, wanted in self.params.items()
-            if wanted is not ... and wanted is not None
-        }
-
-    @property
-    def command(self) -> str:
-        """Options of `kvsim replay` that compute this setting."""
-        options = [f"--policy {self.policy}"]
-        for name, value in self.wanted.items():
-            if isinstance(value, dict):
-                options += [f"--{key} {count}" for key, count in value.items() if count]
-            else:
-                options.append(f"--set {name}={str(value).lower()}")
-        return " ".join(options)
-
     def __str__(self) -> str:
-        return f"{self.policy} ({in_words(self.wanted)})" if self.wanted else self.policy
+        params = {x: y[0] if isinstance(y, tuple) else y for x, y in self.params.items()}
+        wanted = {x: y for x, y in params.items() if y is not ... and y is not None}
+        return f"{self.policy} ({in_words(wanted)})" if wanted else self.policy
 
 
 def of(policy: str, **params: Any) -> PolicySetting:
@@ -87,8 +67,7 @@ def of(policy: str, **params: Any) -> PolicySetting:
     return PolicySetting(policy, params)
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Seconds of one event by policy, over caches of so many entries; each [repeat, length]."""
 
     lengths: Sequence[int]
@@ -262,7 +241,7 @@ class Evidence:
             tested = f"{of_metric}: {' minus '.join(map(str, settings[0]))}"
             tested += f", and likewise {', '.join([*found][1:])}" * (len(found) > 1)
         tested += ", each layer" * (len(layers) > 1)
-        needs = self.lacks(settings[0], metric, variants[0])
+        needs = self.lacks(settings[0], metric)
         return Claim(number, says, tested, cells, where, left_out=left_out, needs=needs)
 
     def quality(self, pairs: Iterable[tuple[Any, ...]]) -> str:
@@ -324,22 +303,14 @@ class Evidence:
                     cells[cell] = number(*values)
         return cells, left_out
 
-    def lacks(
-        self, settings: Sequence[PolicySetting], metric: str, variant: str | None = None
-    ) -> str:
+    def lacks(self, settings: Sequence[PolicySetting], metric: str) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
-        if self.found(*settings):
-            named = f"{metric} ({variant})" if variant else metric
-            return f"needs values of {named} at the same budgets: kvsim replay {rows} --out RUN"
-        lost = [setting for setting in settings if not any(map(setting.fits, self.results))]
-        if any(setting.wanted for setting in settings):
-            options = [setting.command for setting in lost or settings]
-        else:
-            options = [f"--policy {','.join(dict.fromkeys(x.policy for x in settings))}"]
-        commands = ", ".join(f"kvsim replay {option} {rows} --out RUN" for option in options)
-        same = " with one schedule and all else equal, in one report" * (len(settings) > 1)
-        return f"needs {' and '.join(map(str, settings))}{same}: {commands}"
+        policies = ",".join(dict.fromkeys(setting.policy for setting in settings))
+        return (
+            f"needs {metric} of {' and '.join(map(str, settings))} at the same budgets, with one "
+            f"schedule and all else equal: kvsim replay --policy {policies} {rows} --out RUN"
+        )
 
 
 #: A schedule of one event, for a policy that has another one of its own.

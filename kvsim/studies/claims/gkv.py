@@ -18,7 +18,6 @@ GLOBAL, LOCAL = of("global_max"), of("morphkv@gkv")
 def gkv(e: Evidence) -> Iterator[Claim]:
     """G-KV: properties of attention, and of G-KV's scores."""
     yield from _windows(e)
-    yield _intermittence(e)
     yield from _sparsity(e)
     yield from _places(e)
     yield from _later_attention(e)
@@ -55,7 +54,7 @@ def gkv(e: Evidence) -> Iterator[Claim]:
 
 
 def _windows(e: Evidence) -> Iterator[Claim]:
-    """G1 and G2: keys that windows of rows attend to."""
+    """G1 to G3: keys that windows of rows attend to."""
     overlap = "window_overlap"
     value = partial(e.value, overlap)
 
@@ -79,7 +78,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
         "G1", says, tested, overlap, newest, lambda i: value(newest, i) - value(oldest, i)
     )
     says = "Windows attend to different keys, the more so the fewer of the top are taken"
-    tested, half = "overlap of the top 50 % minus that of the top 5 %", "share=0.5,block=1"
+    tested, half = ("overlap of the top 50 % minus that of the top 5 %", "share=0.5,block=1")
     yield e.traced(
         "G1", says, tested, overlap, half, lambda i: before(i, "0.5") - before(i, "0.05")
     )
@@ -96,21 +95,20 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     says = "Earlier scores merged into one top 55 % say more than chance about the last one"
     tested = "overlap with a set of the same size, minus its chance (0.55)"
     yield e.traced("G2", says, tested, overlap, merged, partial(beyond, merged))
-
-
-def _intermittence(e: Evidence) -> Claim:
-    """G3: against windows in random order, which come back as often as anything can."""
+    # windows in random order come back as often as anything can
     metric = "attention_return", "share=0.1,returns"
     says = "Attention is intermittent: what one window does without is wanted again later"
     tested = (
         "share of a window's top 10 % that was top before, but not in the window just before; "
         "minus half of that share with the windows in random order"
     )
-
-    def returns(layer: int) -> Floats:
-        return e.value(*metric, layer) - e.value(*metric, layer, chance=True) / 2
-
-    return e.traced("G3", says, tested, *metric, returns)
+    yield e.traced(
+        "G3",
+        says,
+        tested,
+        *metric,
+        lambda i: e.value(*metric, i) - e.value(*metric, i, chance=True) / 2,
+    )
 
 
 def _sparsity(e: Evidence) -> Iterator[Claim]:
