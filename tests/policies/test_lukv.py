@@ -281,7 +281,7 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     assert kvsim.replay(path, f"lukv:{out}", 20).retained(43).sum() == 80
     status, text, _ = run(*command, "lukv+knorm")
     assert status == 0
-    assert "4 KV heads, the share of its entries that each loses when half of all leave" in text
+    assert "4 KV heads, the share that each loses when half of all entries leave" in text
     assert HeadPlan.open(out, percents=99).training["scorer"] == "knorm"
     for words, message in (
         (("lukv", "--budget", "8"), "a plan for lukv has no --budget"),

@@ -348,11 +348,7 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
     if "held" not in policy.bounds:
         size = "; its size follows the text, and counted is a cache from which nothing leaves"
         yield f"no budget binds{size * policy.allocator.always_acts}"
-    elif not policy.bounded:
-        yield "the layers up to the selection hold the whole prompt"
-    elif interval is None:
-        yield "evicts after the prompt alone; each generated token adds an entry"
-    elif not policy.schedule.prefill and prompt > budget:
+    elif interval is not None and not policy.schedule.prefill and prompt > budget:
         yield (
             f"the prompt stays whole until the first event, {interval} generated tokens later; "
             "what is counted is held after that"
@@ -368,7 +364,5 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
             f"before it evicts, the model repeats the prompt; these {again:.3g} FLOPs are not "
             f"counted, those of the prefill are {model.prefill_flops(prompt):.3g}"
         )
-    if policy.scorer.clairvoyant:
-        yield "looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:
         yield "keeps a set for each query head, which a grouped cache cannot store"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +68,6 @@ class Masks:
     def n_pos(self) -> int:
         """Tokens of the sequence."""
         return self.last_row.shape[-1]
-
-    def to(self, device: str | torch.device) -> Masks:
-        """Return the masks on a device."""
-        return replace(self, last_row=self.last_row.to(device))
 
     def dense(self, layer: int, rows: slice = slice(None)) -> Tensor:
         """Return what rows of a layer see, bool [head, row, pos]; layer: index in `layers`."""

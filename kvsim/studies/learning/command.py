@@ -55,10 +55,7 @@ def heads(
         if budget is not None:
             raise PolicyError("a plan for lukv has no --budget; leave it out")
         plan = utility_plan(of_traces, scorer=scorer or SCORER, sink=sink)
-        table, what = (
-            plan.scores[49],
-            "the share of its entries that each loses when half of all leave",
-        )
+        table, what = plan.scores[49], "the share that each loses when half of all entries leave"
     else:
         plan = head_plan(of_traces, budget or 64, sink=sink)
         table, what = plan.scores, f"the error of each if it streams {budget or 64} entries"
@@ -68,10 +65,6 @@ def heads(
         return
     number = plural(len(table) * len(table[0]), "KV head")
     show.echo_text(f"{kind}:{out}: {number}, {what}:")
-    show.echo_rows(
-        [
-            {"layer": str(at), **{f"head {head}": f"{x:.3f}" for head, x in enumerate(row)}}
-            for at, row in enumerate(table)
-        ],
-        right=1,
-    )
+    names = [f"head {head}" for head in range(len(table[0]))]
+    rows = [[str(at), *(f"{x:.3f}" for x in row)] for at, row in enumerate(table)]
+    show.echo_table(["layer", *names], rows, right=1)
