@@ -148,10 +148,6 @@ class Schedule:
             rows.update(range(prompt_len - 1 + self.interval, n_pos, self.interval))
         return sorted(rows)
 
-    def decodes(self, trace: Trace) -> bool:
-        """Whether an event fires behind the prompt of a trace."""
-        return self.rows(*trace.extent)[-1:] >= [trace.prompt_len]
-
     def longest(self, prompt_len: int, budget: int, n: int, context_len: int | None = None) -> int:
         """The most entries that a head holds before an event in n tokens, if cut to the budget.
 

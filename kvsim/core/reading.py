@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -99,10 +98,6 @@ class Reader(Piece, ABC):
 
     def check(self, trace: Trace) -> None:
         """Raise PolicyError for a trace that the reader has no rule for."""
-
-    def remark(self, trace: Trace, budget: int) -> str:
-        """Return a remark on results, such as lengths that do not fit; empty without any."""
-        return ""
 
     def fitted(self, trace: Trace, budget: int) -> Reader:
         """The reader with the values that parameters have for this trace and budget."""
@@ -192,15 +187,6 @@ class Reads:
     keys: bool = False
     weighted: bool = False
 
-    def __post_init__(self) -> None:
-        numbers = all(type(x) is int and x > 0 for x in (self.page, self.first))
-        if self.bits.dtype != np.uint8 or self.bits.ndim != 4 or not numbers:
-            raise ValueError(
-                f"an account of reads has {self.bits.dtype} {self.bits.shape}, pages of "
-                f"{self.page} and {self.first} rows before it; expected uint8 [layer, head, row, "
-                "byte] and integers of at least 1"
-            )
-
     @classmethod
     def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
         """The account of a reader; dim: channels of a key."""
@@ -211,10 +197,11 @@ class Reads:
         """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""
         layers, heads, n_pos = evicted_at.shape
         of_layers, of_heads, rows, size = self.bits.shape
-        needed = -(-n_pos // self.page) // 8 + 1
         fewer, more = sorted((heads, of_heads))
-        fits = (of_layers, rows, size) == (layers, max(0, n_pos - self.first), needed)
-        if not fits or fewer == 0 or more % fewer:
+        fits = self.bits.dtype == np.uint8 and fewer > 0 and more % fewer == 0
+        fits &= all(type(x) is int and x > 0 for x in (self.page, self.first))
+        needed = -(-n_pos // self.page) // 8 + 1 if fits else 0
+        if not fits or (of_layers, rows, size) != (layers, max(0, n_pos - self.first), needed):
             raise ValueError(
                 f"an account of reads has the shape {self.bits.shape} next to evicted_at "
                 f"{evicted_at.shape}, pages of {self.page} and {self.first} rows before it"
@@ -223,16 +210,6 @@ class Reads:
     def dense(self, at: int) -> bool:
         """Whether everything was read in a layer, by its place in the record."""
         return bool(self.bits[at].min(initial=255) == 255)
-
-    def whole(self, held: NDArray[np.int64]) -> bool:
-        """Whether every row read all entries that were held for it, [layer, H, row]."""
-        of_layers, of_bits, of_held = *self.bits.shape[:2], held.shape[1]
-        heads = max(of_bits, of_held)
-        for at, head in product(range(of_layers), range(heads)):
-            read = np.bitwise_count(self.bits[at, head * of_bits // heads]).sum(-1, dtype=np.int64)
-            if (read < -(-held[at, head * of_held // heads] // self.page)).any():
-                return False
-        return True
 
     def pages(self, at: int, rows: slice, count: int) -> Tensor:
         """Which of the first `count` pages rows read in a layer; bool [head, row, page]."""

@@ -113,12 +113,6 @@ class View:
         return int(self._source.positions[self.row]) + 1
 
     @property
-    def n_rows(self) -> int:
-        """Rows of the whole trace, for clairvoyant scorers alone."""
-        self._look(self._source.n_rows)
-        return self._source.n_rows
-
-    @property
     def source(self) -> Source:
         """All that was recorded, later rows included; for clairvoyant scorers alone."""
         self._look(self.row + 2)
@@ -297,7 +291,7 @@ class View:
 
     def logits(self, last: int) -> Tensor:
         """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
-        return self._rows(self.first(last), self.row + 1, None, weigh=False)
+        return self.rows(self.first(last), self.row + 1, weigh=False)
 
     def attn(self, last: int, group: Reduction | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
@@ -359,7 +353,7 @@ class View:
         for start in range(first, self.row + 1, step):
             stop = min(start + step, self.row + 1)
             seen = n - (self.row + 1 - stop)  # their own entries are the last slots of each head
-            attention = self._rows(start, stop, seen, weigh=True, attended=attended).sum(2)
+            attention = self.rows(start, stop, seen, attended=attended).sum(2)
             if int(self._since.max()) >= start:  # some layers acted later than others
                 counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
                 attention = attention * counted[:, None, :, None]
@@ -382,33 +376,28 @@ class View:
             most = max(1, LOGIT_BYTES // ((high - low) * high * size))
             for layer in range(0, len(total), most):
                 only = slice(layer, layer + most)
-                part = self._rows(low, high, high, weigh=True, attended=attended, layers=only)
+                part = self.rows(low, high, high, attended=attended, layers=only)
                 total[only, ..., :high] += part.sum(3)
         return total.sum(2)
 
-    def rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
-        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
-
-        Not memoised: for many rows, a block at a time.
-        """
-        self._look(stop)
-        return self._rows(start, stop, seen, weigh=True)
-
-    def _rows(
+    def rows(
         self,
         start: int,
         stop: int,
-        seen: int | None,
+        seen: int | None = None,
         *,
-        weigh: bool,
+        weigh: bool = True,
         attended: bool = False,
         layers: slice = slice(None),
     ) -> Tensor:
-        """Logits of rows start..stop-1, -inf where hidden, or their softmax; [L, H, G, w, seen].
+        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
 
-        attended: with keys as they were stored when the row attended, and not as they are now.
-        layers: those of the block.
+        Not memoised: for many rows, a block at a time.
+
+        weigh: False for logits, -inf where an entry is not visible. attended: with keys as they
+        were stored when the row attended, and not as they are now. layers: those of the block.
         """
+        self._look(stop)
         queries = self._source.queries(start, stop)[layers]
         k = self.keys[layers, :, :seen].flatten(0, 1)
         pos, live = (x[layers, :, :seen].flatten(0, 1) for x in (self.pos, self.live))

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.policy import Even, Policy, Schedule
-from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
@@ -136,53 +132,10 @@ def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
             )
 
 
-def remark(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    schedule: Schedule,
-    descent: Descent | None,
-    evicted_at: NDArray[np.int32],
-    reads: Reads | None,
-) -> str:
-    """Remarks for readers of the Record of evicted_at and reads, a line each; empty if none."""
-    evicted = _eviction_remarks(trace, policy, budget, schedule, descent)
-    return "\n".join((*evicted, *_idle(trace, policy, evicted_at, reads)))
-
-
-def _idle(
-    trace: Trace, policy: Policy, evicted_at: NDArray[np.int32], reads: Reads | None
-) -> Iterator[str]:
-    """Say of a reader or codec that it has no effect, on no row after the prompt.
-
-    With an account of reads, rows from its first one on.
-    """
-    *layers, n_pos = evicted_at.shape
-    rows = np.arange(trace.prompt_len if reads is None else reads.first, n_pos)
-    if not len(rows) or (reads is None and not policy.rounds):
-        return
-    ends = np.minimum(evicted_at, n_pos - 1).reshape(-1, n_pos) + 1
-    ends = ends + np.arange(len(ends))[:, None] * (n_pos + 1)
-    left = np.bincount(ends.ravel(), minlength=len(ends) * (n_pos + 1)).reshape(*layers, -1)
-    held = rows + 1 - left.cumsum(-1)[..., rows]  # entries that a row sees, its own too
-    if reads is not None and reads.whole(held):
-        yield (
-            f"{policy.name}: every row reads all that is held, so that its reader has no effect; "
-            "give a smaller budget"
-        )
-    if policy.codec is not None and policy.rounds:
-        least = min(clock.exact + clock.step for clock in policy.codec.clocks)
-        if held.max() - 1 < least:
-            yield (
-                f"{policy.name}: no entry is rounded before the last row, because no head holds "
-                f"{least}, from which its codec begins; give a smaller window or a larger budget"
-            )
-
-
-def _eviction_remarks(
+def remarks(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
 ) -> Iterator[str]:
-    """Remarks on what stays, and on the trace."""
+    """Yield remarks for readers of a Record: on what stays, and on the trace."""
     events = schedule.rows(*trace.extent)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
@@ -203,8 +156,6 @@ def _eviction_remarks(
     small = policy.budget_at((events[0] if events else trace.n_pos - 1) + 1, budget)
     if of_policy := policy.remark(small):
         yield of_policy
-    if policy.reader is not None and (of_reader := policy.reader.remark(trace, budget)):
-        yield f"{policy.name}: {of_reader}"
     # else rows of the question or of later chunks see what is left
     alone = schedule.ends(trace.prompt_len, trace.context_len) == [trace.prompt_len]
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:

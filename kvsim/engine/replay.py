@@ -21,7 +21,7 @@ from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell, check_options, remark, whole
+from kvsim.engine.checks import check_cell, check_options, remarks, whole
 from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
@@ -186,7 +186,7 @@ def record_of_run(
         layer_ids=tuple(trace.layer_ids[layer] for layer in layers),
         trace=trace.name,
         own_schedule=schedule == policy.schedule,
-        remark=remark(trace, policy, budget, schedule, descent, evicted_at, reads),
+        remark="\n".join(remarks(trace, policy, budget, schedule, descent)),
         selection=None if descent is None else descent.selection,
         reads=reads,
         **more,

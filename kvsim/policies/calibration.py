@@ -74,7 +74,7 @@ class Calibration(str):
         """
         learn, rotated, heads = scorer.learn, scorer.rotated, view.pos.shape[1]
         if self.trace is None:
-            stop = view.n_rows if self.rows is None else self.rows
+            stop = view.source.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
             return view.once((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
         if scorer not in self._learned:

@@ -27,20 +27,6 @@ class Ends(Reader):
         changes: dict[str, Any] = {"local": self._window(budget)}
         return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses
 
-    def remark(self, trace: Trace, budget: int) -> str:
-        """Lengths that are more than what the budget says is read."""
-        least, most = self.sink + self._window(budget) + self.page, int(self.share * budget)
-        if least <= most:
-            return ""
-        whole = least >= trace.n_pos
-        block = f"a block of {self.page}" if self.page > 1 else "an entry"
-        return (
-            f"every row reads sink={self.sink}, local={self._window(budget)} and {block}, more "
-            f"than the {most} entries of budget {budget}"
-            + (f", which is all of the {trace.n_pos} tokens" if whole else "")
-            + "; give smaller lengths, or a larger budget"
-        )
-
     def _window(self, budget: int) -> int:
         numerator, denominator, behind_sink = self.usual
         entries = int(self.share * budget) - self.sink * behind_sink

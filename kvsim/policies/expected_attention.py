@@ -80,7 +80,8 @@ class ExpectedAttention(Scorer):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""
         rows = min(schedule.interval or 0, self.query_buffer + 1)
-        if self.origin == "buffer" and schedule.decodes(trace) and rows < self.sink + 2:
+        decodes = schedule.rows(*trace.extent)[-1:] >= [trace.prompt_len]
+        if self.origin == "buffer" and decodes and rows < self.sink + 2:
             raise PolicyError(
                 f"expected_attention: interval is {schedule.interval}, query_buffer is "
                 f"{self.query_buffer}, and the first {self.sink} rows (sink) since the last event "

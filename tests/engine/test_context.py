@@ -79,18 +79,6 @@ def test_policies_that_drop_rows_are_refused(name):
     assert np.array_equal(*same)
 
 
-def test_lengths_of_a_reader_that_do_not_fit_are_remarked_on():
-    """A row reads more than the budget says, or all of a text; nothing where lengths fit."""
-    whole = kvsim.replay(trace(), kvsim.policy("infllm@release"), 20).remark
-    more = kvsim.replay(trace(), kvsim.policy("infllm", page=4, local=20), 24).remark
-    fits = kvsim.replay(trace(), kvsim.policy("infllm", page=4), 24).remark
-
-    assert "sink=128, local=4096 and a block of 128, more than the 20 entries" in whole
-    assert "which is all of the " in whole
-    assert "local=20 and a block of 4, more than the 24 entries of budget 24; give" in more
-    assert "infllm" not in fits
-
-
 def test_kept_sets_of_the_context_are_exact():
     """One event, after the context, is as settled as one after the prompt."""
     policy = kvsim.policy("snapkv", window=4)

@@ -46,7 +46,7 @@ class Utility(Scorer):
 
         A is the full cache's attention; the sum is over query heads and entries of a layer.
         """
-        keys, n, rows = view.keys, view.pos.shape[-1], view.n_rows
+        keys, n, rows = view.keys, view.pos.shape[-1], view.source.n_rows
         gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
         size = quadratic(view.values, gram).clamp_(min=0).sqrt_()  # [L, H, G, n]
         size /= size.sum((1, 2, 3), keepdim=True).clamp_(min=1e-30)
