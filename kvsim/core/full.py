@@ -43,7 +43,6 @@ class FullAttention:
         self._source, self._formulas, self._dtype, self._cache = source, formulas, dtype, cache
         self._base = base
         self._computed: tuple[Tensor, Tensor] | None = None
-        self._versions = (0, 0)
         self._computed_layers: set[int] = set()
         self._last: tuple[int, Tensor] | None = None
 
@@ -68,18 +67,12 @@ class FullAttention:
         if self._computed is None or not self._cache:
             shapes = self._source.shapes
             shape = (len(stored), *shapes["q"][1:3], shapes["v"][3])
-            with torch.inference_mode(mode=False):  # so that they have versions
-                out = torch.empty(shape, dtype=self._dtype)
-                lse = torch.empty(shape[:-1], dtype=self._dtype)
+            with torch.inference_mode(mode=False):  # for later calls, in any mode, to fill
+                out, lse = (torch.empty(x, dtype=self._dtype) for x in (shape, shape[:-1]))
             if self._cache:
                 self._computed = out, lse
         else:
             out, lse = self._computed
-            if (out._version, lse._version) != self._versions:  # noqa: SLF001  no other name
-                raise TraceError(
-                    "full attention of the trace was changed in place after it was computed, "
-                    "expected no writes to it; build the trace again"
-                )
         for layer in layers:
             if layer in self._computed_layers:
                 continue
@@ -93,7 +86,6 @@ class FullAttention:
                 )
             if self._cache:
                 self._computed_layers.add(layer)
-        self._versions = out._version, lse._version  # noqa: SLF001  as above
         part = slice(layers.start - stored.start, layers.stop - stored.start)
         return out[part], lse[part]
 

@@ -52,11 +52,6 @@ class Merger(Codec):
         """Nothing leaves an exact window."""
         return ()
 
-    @property
-    def groups(self) -> tuple[int, ...]:  # type: ignore[override]  # none
-        """Nothing is rounded together."""
-        return ()
-
     def keys(self, groups: Tensor) -> Tensor:
         """Keys as they are until another entry leaves."""
         return groups

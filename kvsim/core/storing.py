@@ -25,12 +25,14 @@ from kvsim.schema import NEVER
 class Clock(NamedTuple):
     """The `step` oldest exact entries of a head leave its window once at least `exact` stay.
 
-    once: only after the first row that any may leave, so that later entries stay exact.
+    once: only after the first row that any may leave, so that later entries stay exact. group:
+    entries that are rounded together, a divisor of step.
     """
 
     exact: int = 0
     step: int = 1
     once: bool = False
+    group: int = 1
 
 
 class Codec(Piece, ABC):
@@ -38,11 +40,11 @@ class Codec(Piece, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for clock, group in zip(self.clocks, self.groups, strict=True):
-            if clock.step % group:
+        for clock in self.clocks:
+            if clock.step % clock.group:
                 raise PolicyError(
                     f"{self.label}: entries leave the exact window {clock.step} at a time, in "
-                    f"groups of {group}; expected a multiple of the group"
+                    f"groups of {clock.group}; expected a multiple of the group"
                 )
 
     @property
@@ -54,11 +56,6 @@ class Codec(Piece, ABC):
     def behind_window(self) -> tuple[Clock, Clock]:
         """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
         return (Clock(self.window),) * 2  # type: ignore[attr-defined]  # of some
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """Entries of keys and of values that are rounded together; divisors of their steps."""
-        return 1, 1
 
     @property
     def rows(self) -> int:
@@ -144,7 +141,9 @@ def round_marked(
     """
     entries = stored[marked]
     if len(entries):
-        groups = entries.to(compute_dtype(entries.dtype)).unflatten(0, (-1, codec.groups[which]))
+        groups = entries.to(compute_dtype(entries.dtype)).unflatten(
+            0, (-1, codec.clocks[which].group)
+        )
         stored[marked] = (codec.keys, codec.values)[which](groups).flatten(0, 1).to(stored.dtype)
     if channels is not None and which == 0:
         stored.masked_fill_(marked.unsqueeze(-1) & ~channels.unsqueeze(-2), 0.0)

@@ -34,12 +34,7 @@ class Kivi(Codec):
     @property
     def clocks(self) -> tuple[Clock, Clock]:
         """Keys leave a window at a time, values one by one."""
-        return Clock(step=self.window), Clock(exact=self.window)
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """Tokens that share limits."""
-        return self.group, 1
+        return Clock(step=self.window, group=self.group), Clock(exact=self.window)
 
     def block(self, dim: int) -> int:
         """Channels of a group of values."""

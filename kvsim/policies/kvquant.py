@@ -36,12 +36,7 @@ class KVQuant(Codec):
     @property
     def clocks(self) -> tuple[Clock, Clock]:
         """Keys a group at a time, values one by one."""
-        return Clock(step=self.group), Clock()
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """Tokens whose keys are rounded together."""
-        return self.group, 1
+        return Clock(step=self.group, group=self.group), Clock()
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d]: each channel by itself."""

@@ -124,7 +124,7 @@ def test_a_grown_budget_is_the_same_live_and_in_a_sweep():
         traces=[trace],
         policies=["tova", "full"],
         budgets=["40%so-far", 12],
-        intervals=8,
+        interval=8,
         records=True,
     )
 

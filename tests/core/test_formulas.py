@@ -279,9 +279,9 @@ def test_layers_with_a_window_are_left_alone():
     assert "a sliding window in layers 0, 2 (7 tokens)" in record.remark
     table = kvsim.measure(trace, record, metrics=["output_error", "wipeout"])
     assert sorted(table["layer"].unique().to_list()) == [1, 3]
-    with pytest.raises(PolicyError, match="layer 2 of memory has a sliding window of 7"):
+    with pytest.raises(PolicyError, match="layer 2 of memory does not see"):
         kvsim.replay(trace, kvsim.policy("tova"), 8, layers=[2])
-    with pytest.raises(PolicyError, match="every layer that it holds masks out"):
+    with pytest.raises(PolicyError, match="no layer sees all of its"):
         kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
     with pytest.raises(PolicyError, match=r"a sliding window in layers 0, 2 \(7 tokens\)"):
         kvsim.replay(trace, kvsim.policy("asl+tova", window=4), 8)
@@ -291,7 +291,7 @@ def test_layers_with_a_window_are_left_alone():
     assert kvsim.replay(wide, kvsim.policy("tova"), 8).layers == (0,)
     chunks = kvsim.replay(make(["chunk", "window", "plain"]), kvsim.policy("tova"), 8)
     assert "chunks in layer 0 (9 tokens), a sliding window in layer 1 (7 tokens)" in chunks.remark
-    with pytest.raises(PolicyError, match="layer 0 of memory has chunks of 9 positions"):
+    with pytest.raises(PolicyError, match=r"layer 0 of memory .*chunks in layer 0"):
         kvsim.replay(make(["chunk"]), kvsim.policy("tova"), 8, layers=[0])
 
 

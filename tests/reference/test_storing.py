@@ -298,7 +298,7 @@ def test_no_number_becomes_nan(codec, dtype):
         torch.testing.assert_close(codec.values(alike[:, :1]), alike[:, :1])
     wild = torch.tensor([1e-45, -1e-38, 1e38, -1e38, 1e30, 0.0, 3.0, -7e-41], dtype=dtype)
     for x in (wild.view(1, 2, 4), wild.view(2, 1, 4) * 1e-7, wild.view(4, 2, 1)):
-        groups = x if x.shape[1] == codec.groups[0] else x.reshape(-1, 1, x.shape[-1])
+        groups = x if x.shape[1] == codec.clocks[0].group else x.reshape(-1, 1, x.shape[-1])
         assert codec.keys(groups).isfinite().all()
         assert codec.values(x.reshape(-1, 1, x.shape[-1])[..., :1]).isfinite().all()
 

@@ -481,7 +481,7 @@ def test_what_cannot_run_is_refused():
         Decoding(run, POLICIES["snapkv"], 8, **sizes)
     with pytest.raises(NeedsError, match="context"):
         Decoding(run, POLICIES["snapkv"], BUDGET, **sizes, compress="context")
-    with pytest.raises(PolicyError, match="layer 0 of live has a sliding window of 100"):
+    with pytest.raises(PolicyError, match="layer 0 of live does not see the whole text"):
         Decoding(running("gemma3"), POLICIES["snapkv"], BUDGET, **sizes, layers=[0])
     with pytest.raises(CaptureError, match="may have 1025 tokens; expected at most 1024"):
         Decoding(run, POLICIES["snapkv"], BUDGET, prompt_len=PROMPT, n_pos=1025)

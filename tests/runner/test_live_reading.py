@@ -93,7 +93,7 @@ def rounded(live, layer, record, which, end=None):
     for head, rows in enumerate(after.tolist()):
         for row in {*rows} - {NEVER}:
             at = [pos for pos in range(LENGTH) if rows[pos] == row]
-            groups = new[head, at].unflatten(0, (-1, codec.groups[which]))
+            groups = new[head, at].unflatten(0, (-1, codec.clocks[which].group))
             new[head, at] = (codec.keys, codec.values)[which](groups).flatten(0, 1)
             if codec.rows and not which:
                 held = gone[record.layers.index(layer), head, : first + 1] > first

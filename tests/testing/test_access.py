@@ -285,8 +285,8 @@ def test_a_damaged_account_is_refused(record, tmp_path):
     chunk.unlink()
     with pytest.raises(OutputError):
         read_records(path)
-    with pytest.raises(ValueError, match="integers of at least 1"):
-        replace(record.reads, page=0)
+    with pytest.raises(ValueError, match="pages of 0"):
+        replace(record.reads, page=0).check(record.evicted_at)
 
 
 def test_a_codec_of_the_users_own_is_measured_before_it_is_stored(record, tmp_path):

@@ -107,7 +107,7 @@ def codec_is_a_function(trial: Trial) -> None:
     dim = trial.case.shape[-1]
     numbers = trial.case.trace().read("k").reshape(-1, dim)
     for which, rounds in enumerate((codec.keys, codec.values)):
-        size = codec.groups[which]
+        size = codec.clocks[which].group
         groups = numbers.repeat(-(-2 * size // len(numbers)), 1)
         groups = groups[: len(groups) // size * size].unflatten(0, (-1, size)).contiguous()
         given = groups.clone()
