@@ -28,9 +28,9 @@ def answer_check(
     answer, scorer, response = asked.answer, asked.scorer, opened + response
     if scorer is not None and scorer not in SCORERS:
         known = {"scorer": scorer, "expected": answer, "metadata": getattr(asked, "metadata", None)}
-        check = language_of(scorer).check(text or "", response, known)
+        check = language_of(scorer)(text or "", response, known)
     elif tiny and text is not None:
-        check = LANGUAGES["ledger"].check(text, response, {})
+        check = LANGUAGES["ledger"](text, response, {})
     elif answer is None:
         return None
     else:

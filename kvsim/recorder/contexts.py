@@ -45,9 +45,7 @@ class SharedContext:
 
     def store(self, writer: TraceWriter, names: Iterable[str], n: int) -> None:
         """Store arrays, by name, in another trace; of those with rows the blocks before row n."""
-        if self.path is None:
-            raise RuntimeError("no trace has the context")
-        source = open_trace(self.path).source
+        source = open_trace(str(self.path)).source  # a trace that has the context
         for name in names:
             if name not in source.shapes:
                 writer.drop(name)

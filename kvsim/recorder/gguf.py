@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvsim.errors import CaptureError, error_line, suggest
@@ -43,7 +44,6 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST, _WEIGHTS = "kvsim.json", "model.safetensors"
 
 
-# Errors of a damaged or unusual file, those of the libraries too.
 _UNUSABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
     *(TypeError, ValueError),
@@ -175,6 +175,19 @@ class _Content:
     source: Mapping[str, Any]
 
 
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Say of errors on a damaged or unusual file, those of the libraries too, which file it is."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        raise CaptureError(
+            f"{path} cannot be loaded ({error_line(error)}), expected a complete GGUF file of a "
+            f"language model ({', '.join(ARCHITECTURES)}); download it again, or give a folder "
+            "with safetensors"
+        ) from error
+
+
 def _read(path: Path) -> _Content:
     """Return the description of a GGUF file. Raises CaptureError for an unusable one."""
     if find_spec("gguf") is None:
@@ -182,17 +195,11 @@ def _read(path: Path) -> _Content:
             "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
             "`pip install 'kvsim[gguf]'`"
         )
-    try:
+    with _usable(path):
         fields, tensors = read(path)
         backend, settings = tokenizer(fields)
         config = configuration(fields, tensors)
         parts = weights(config, tensors)
-    except _UNUSABLE as error:
-        raise CaptureError(
-            f"{path} cannot be loaded ({error_line(error)}), expected a complete GGUF file of a "
-            f"language model ({', '.join(ARCHITECTURES)}); download it again, or give a folder "
-            "with safetensors"
-        ) from error
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     documents = {"config.json": config, "tokenizer_config.json": settings}
     files = {name: json.dumps(each, indent=2).encode() for name, each in documents.items()}
@@ -227,20 +234,14 @@ def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
         draft.mkdir()
         for name, text in content.files.items():
             (draft / name).write_bytes(text)
-        try:
+        with _usable(path):
             values = {name: part() for name, part in content.weights.items()}
-        except NotImplementedError as error:
-            raise CaptureError(
-                f"{path} has weights that the package gguf cannot dequantise "
-                f"({error_line(error)}), expected F16, Q4_K, Q8_0 or another type that it can; "
-                "give the model as a folder with safetensors"
-            ) from error
-        if wrong := [name for name, array in values.items() if not np.isfinite(array).all()]:
-            raise CaptureError(
-                f"{path} has values in {wrong[0]} that are not finite, expected numbers; download "
-                "it again"
-            )
-        save_file(values, draft / _WEIGHTS, {"format": "pt"})
+            if wrong := [name for name, array in values.items() if not np.isfinite(array).all()]:
+                raise ValueError(f"{wrong[0]} has values that are not finite")
+        try:
+            save_file(values, draft / _WEIGHTS, {"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise refused(folder, OSError(error_line(error))) from error
         (draft / _MANIFEST).write_text(json.dumps(_manifest(draft, digest)) + "\n", "ascii")
         if _digest(path) != digest:
             raise CaptureError(f"{path} changed while it was read, expected one content; try again")

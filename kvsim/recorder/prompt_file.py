@@ -46,7 +46,7 @@ _KINDS: Kinds = {
     "id": (str, int),
     "prompt": (str, list),
     "messages": (list,),
-    "tokens": (list, int),
+    "tokens": (object,),  # ignored unless it is a list
     "context": (str, int),
     "system": (str,),
     "needle": (str, list),
@@ -185,6 +185,8 @@ def _whole(value: Any) -> Any:
 
 def _prompt(row: Mapping[str, Any], index: int) -> Prompt:
     values = _values(row, _KINDS)
+    if not isinstance(values.get("tokens"), list):
+        values.pop("tokens", None)
     name = str(values.get("id", f"prompt-{index:04d}"))
     if not name.strip() or len(name) > _LONGEST_ID:
         raise CaptureError(f"id is {name!r:.60}, expected 1 to {_LONGEST_ID} characters")
@@ -268,7 +270,7 @@ def _turn(values: Mapping[str, Any], content: Any) -> Turn:
 
 def _content(values: Mapping[str, Any]) -> Any:
     """Return text, messages or token ids of a row; None where it has a question instead."""
-    given = [key for key in CONTENT if key in values and not isinstance(values[key], int)]
+    given = [key for key in CONTENT if key in values]
     if len(given) > 1 or not (given or "question" in values):
         raise CaptureError(
             f"{' and '.join(given) or 'no prompt'}, expected one of 'prompt' (text), 'messages' (a "

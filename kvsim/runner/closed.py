@@ -352,7 +352,7 @@ class ClosedLoop:
         text = f"{check.get('opened') or ''}{text}"
         if (kind := str(check.get("kind"))) in LANGUAGES:
             prompt = str(object_at(self.trace.meta, "text").get("prompt"))
-            check = LANGUAGES[kind].check(prompt, text, check)
+            check = LANGUAGES[kind](prompt, text, check)
             value = check.get("score", check["right"])
             return None if value is None else float(value)
         return text_score(text, check)

@@ -6,30 +6,22 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
+from types import FunctionType
 from typing import Any
 
 from kvsim.errors import TextError
 from kvsim.registry import Registry
 
-__all__ = ["LANGUAGES", "SCORERS", "Language", "is_right", "score", "text_check"]
+__all__ = ["LANGUAGES", "SCORERS", "is_right", "score", "text_check"]
 
 
-@dataclass(frozen=True)
-class Language:
-    """A kind of prompts whose right responses are known otherwise than by a text in them.
-
-    check: returns, of a prompt, a response and what the prompt file or the trace's `answer_check`
-    says of the answer (`expected`, `scorer`, `metadata`), what a trace stores as `answer_check`;
-    `right` is None where the prompt is not of the language.
-    """
-
-    check: Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
-
-
-#: Languages by the `kind` of their checks.
-LANGUAGES: Registry[Language] = Registry("language", "kvsim.languages", (Language,), {})
+#: Checks of a prompt, a response, and what a prompt file or a trace's `answer_check` says of the
+#: answer (`expected`, `scorer`, `metadata`), of kinds of prompts whose right responses are known
+#: otherwise than by a text in them. Each returns what a trace stores as `answer_check`; `right` is
+#: None where the prompt is not of the kind.
+Check = Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
+LANGUAGES: Registry[Check] = Registry("language", "kvsim.languages", (FunctionType,), {})
 
 #: How a response in free text is scored against several answers. `contained`: 1 where any of them
 #: is in it, as `is_right` says; the others are RULER's (arXiv 2404.06654): the share of the answers
@@ -37,8 +29,8 @@ LANGUAGES: Registry[Language] = Registry("language", "kvsim.languages", (Languag
 SCORERS = ("contained", "string_match_all", "string_match_part")
 
 
-def language_of(scorer: str) -> Language:
-    """Return the language of a scorer ``KIND:NAME``; TextError for an unknown kind."""
+def language_of(scorer: str) -> Check:
+    """Return the check of a scorer ``KIND:NAME``; TextError for an unknown kind."""
     kind, _, name = scorer.partition(":")
     if name and kind in LANGUAGES:
         return LANGUAGES[kind]
@@ -49,7 +41,7 @@ def language_of(scorer: str) -> Language:
 def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None:
     """Raise TextError for an unknown scorer, or an answer of which it cannot score responses."""
     if scorer is not None and scorer not in SCORERS:
-        language_of(scorer).check("", "", {"scorer": scorer})
+        language_of(scorer)("", "", {"scorer": scorer})
     elif answer is not None:
         text_check("", answer, scorer)
 

