@@ -22,51 +22,28 @@ from kvsim.core.delegates import delegates
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
-    from kvsim import plots
-    from kvsim.analysis.comparison import compare
-    from kvsim.analysis.folder import read_run
-    from kvsim.analysis.summaries import averages
-    from kvsim.analysis.table import measure
-    from kvsim.core.attention import Rope
-    from kvsim.core.policy import Policy
-    from kvsim.core.record import Record
-    from kvsim.core.trace import Trace
-    from kvsim.engine.replay import replay
-    from kvsim.errors import KvsimError
-    from kvsim.policies import policy
-    from kvsim.recorder import capture
-    from kvsim.runner.judging import judge
-    from kvsim.samples import sample_trace
-    from kvsim.store import open_trace, save_trace
-    from kvsim.studies.referee.ruling import conform
-    from kvsim.sweeps.closed_loop import live
-    from kvsim.sweeps.driver import sweep
+    from kvsim import plots as plots
+    from kvsim.analysis.comparison import compare as compare
+    from kvsim.analysis.folder import read_run as read_run
+    from kvsim.analysis.summaries import averages as averages
+    from kvsim.analysis.table import measure as measure
+    from kvsim.core.attention import Rope as Rope
+    from kvsim.core.policy import Policy as Policy
+    from kvsim.core.record import Record as Record
+    from kvsim.core.trace import Trace as Trace
+    from kvsim.engine.replay import replay as replay
+    from kvsim.errors import KvsimError as KvsimError
+    from kvsim.policies import policy as policy
+    from kvsim.recorder import capture as capture
+    from kvsim.runner.judging import judge as judge
+    from kvsim.samples import sample_trace as sample_trace
+    from kvsim.store import open_trace as open_trace
+    from kvsim.store import save_trace as save_trace
+    from kvsim.studies.referee.ruling import conform as conform
+    from kvsim.sweeps.closed_loop import live as live
+    from kvsim.sweeps.driver import sweep as sweep
 
 __version__ = "0.2.0.dev0"
-
-__all__ = [
-    "KvsimError",
-    "Policy",
-    "Record",
-    "Rope",
-    "Trace",
-    "__version__",
-    "averages",
-    "capture",
-    "compare",
-    "conform",
-    "judge",
-    "live",
-    "measure",
-    "open_trace",
-    "plots",
-    "policy",
-    "read_run",
-    "replay",
-    "sample_trace",
-    "save_trace",
-    "sweep",
-]
 
 _HOME = {
     "KvsimError": "errors",
@@ -89,6 +66,8 @@ _HOME = {
     "save_trace": "store",
     "sweep": "sweeps.driver",
 }
+
+__all__ = sorted([*_HOME, "__version__", "plots"])  # noqa: PLE0605  a list of strings
 
 # the core knows no room above it, and `Trace.save` ends there
 delegates["save_trace"] = lambda *given, **more: import_module("kvsim").save_trace(*given, **more)
@@ -113,4 +92,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The public names."""
-    return sorted(__all__)
+    return __all__

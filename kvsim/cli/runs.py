@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def document_of(
 
     from kvsim.analysis.live.table import responses
     from kvsim.analysis.overview import PREDICTIONS, summarise
+    from kvsim.analysis.table import selection_fidelity
 
     measured = set(table["metric"])
     shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics]) if name in measured]
@@ -53,9 +55,10 @@ def document_of(
         "trace_metrics": of_trace.to_dicts(),
         "fidelity": show.fidelity_shares(table),
         "selections": [
-            {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
+            {name: getattr(record, name) for name in ("trace", "policy", "budget")}
+            | {**asdict(record.selection), "fidelity": selection_fidelity(record)}
             for record in records
-            if (selection := show.selection_dict(record)) is not None
+            if record.selection is not None
         ],
         "responses": responses(records).to_dicts(),
     }

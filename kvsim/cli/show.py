@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +18,6 @@ from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.core.record import Record
     from kvsim.sweeps.outcome import Failure
 
 #: Metrics with a shorter column name, and the format of their values.
@@ -156,15 +154,6 @@ def echo_verdict(document: Mapping[str, Any]) -> None:
         echo_text("\n".join(document["verdict_text"]) + "\n")
 
 
-def selection_dict(record: Record) -> dict[str, Any] | None:
-    """Return for JSON after which layer a record's policy dropped rows of the prompt, if it did."""
-    from kvsim.analysis.table import selection_fidelity
-
-    if record.selection is None:
-        return None
-    return asdict(record.selection) | {"fidelity": selection_fidelity(record)}
-
-
 def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
     """Return for each fidelity label its share among the values of a run."""
     from kvsim.analysis.overview import fidelity_shares as shares_of
@@ -190,11 +179,8 @@ def brackets(prompts: int) -> str:
     return ", in brackets the 95 % interval over prompts" * (prompts >= FEWEST)
 
 
-def echo_results(
-    summary: pl.DataFrame,
-    more: Callable[[dict[str, Any]], dict[str, str]] = lambda _: {},
-) -> None:
-    """Print the table of a sweep, a line per policy and budget; `more` computes further columns.
+def echo_results(summary: pl.DataFrame) -> None:
+    """Print the table of a sweep, a line per policy and budget.
 
     Policies on which the budget has no effect are printed once.
     """
@@ -228,7 +214,7 @@ def echo_results(
             if name == "entries_seen" and warned:
                 times = row[name] / row["budget"] if bounded and row[name] else None
                 line["seen /\nbudget"] = number(times, ".1f") + "!" * row["unfair"]
-        rows.append(line | more(row))
+        rows.append(line)
     common = {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
         echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
@@ -87,25 +87,23 @@ class Outcome:
     interrupted: bool = False
 
 
-class Executor(Protocol):
-    """What computes cells of one trace."""
+def compute(
+    cells: Sequence[Cell],
+    record: Callable[[Cell], Record],
+    table: Callable[[Sequence[Cell], Sequence[Record]], pl.DataFrame],
+    report: Progress,
+) -> Outcome:
+    """Compute cells of one trace; failures leave the rest, Ctrl-C what is done.
 
-    def record(self, cell: Cell) -> Record:
-        """Decide what a cell retains."""
-
-    def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
-        """Measure cells whose records it has made."""
-
-
-def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outcome:
-    """Compute cells; failures leave the rest, Ctrl-C what is done; report: (done, cells, label)."""
+    record: decides what a cell retains. table: measures cells with their records.
+    """
     outcome = Outcome()
     tables: list[pl.DataFrame] = []
     pending: list[tuple[Cell, Record]] = []
 
     def measure(group: Sequence[tuple[Cell, Record]]) -> None:
         try:
-            tables.append(executor.table(*zip(*group, strict=True)))
+            tables.append(table(*zip(*group, strict=True)))
         except KvsimError as error:
             if len(group) > 1:
                 for pair in group:  # whichever can be measured
@@ -113,15 +111,15 @@ def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outc
             else:
                 outcome.failures.append(failure(group[0][0], f"measuring: {error}"))
         else:
-            for cell, record in group:
-                outcome.records.append(replace(record, internals=()))
-                outcome.done[cell.number] = columns_of(record)
+            for cell, each in group:
+                outcome.records.append(replace(each, internals=()))
+                outcome.done[cell.number] = columns_of(each)
 
     try:
         for done, cell in enumerate(cells):
             report(done, len(cells), f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}")
             try:
-                pending.append((cell, replace(executor.record(cell), share=cell.share)))
+                pending.append((cell, replace(record(cell), share=cell.share)))
             except KvsimError as error:
                 outcome.failures.append(failure(cell, str(error)))
             except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
@@ -135,8 +133,7 @@ def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Outc
     except KeyboardInterrupt:
         outcome.interrupted = True
     outcome.table = in_order(tables)
-    lines = (record.remark for record in outcome.records if record.remark)
-    outcome.remarks = list(dict.fromkeys(lines))
+    outcome.remarks = list(dict.fromkeys(x.remark for x in outcome.records if x.remark))
     return outcome
 
 

@@ -245,7 +245,7 @@ class Loops:
         if self._loop is None or self._loop.trace is not cells[0].trace:
             self._loop = self._loop_of(cells[0].trace)
         with threads_for(self._loop.running.model):
-            return compute(self, cells, report)
+            return compute(cells, self.record, self.table, report)
 
     def record(self, cell: Cell) -> Record:
         """Run a cell."""

@@ -157,7 +157,9 @@ class Parts:
 
 def check_output(path: Path, *, overwrite: bool = False) -> None:
     """Raise OutputError unless a run can be written to `path`, be continued there, or replaced."""
-    free = not (path.exists() or path.is_symlink()) or (path.is_dir() and not any(path.iterdir()))
+    free = not (path.exists() or path.is_symlink())
+    # a run that was killed as it began has no more than these
+    free |= path.is_dir() and {each.name for each in path.iterdir()} <= {PARTS, LOCK}
     if not free and not (is_run(path) if overwrite else (path / CONFIG).is_file()):
         raise OutputError(
             f"{path} exists and is no run; give another --out or move it away, nothing was changed"

@@ -170,7 +170,8 @@ def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
     with threads_for([trace]):
         if task.cells:
             cells = [cell._replace(trace=trace) for cell in task.cells]
-            return compute(Replays(trace, task.metrics, task.options), cells, report)
+            replays = Replays(trace, task.metrics, task.options)
+            return compute(cells, replays.record, replays.table, report)
         analysis = Analysis(trace, device=task.options["device"], only=task.layers)
         table = measure(analysis, metrics=task.metrics, events=task.options["events"])
         return Outcome(table, done={-1: {}})

@@ -131,7 +131,7 @@ class Faulty(Scorer):
 
     def score(self, view):
         """Positions, except at budget 20."""
-        if view.setting.budget != 20:
+        if int(view.budget.max()) != 20:
             return view.pos.float()
         if self.how == "raise":
             raise ZeroDivisionError("no\nluck")
