@@ -229,7 +229,7 @@ def _status(argv: list[str]) -> int:
             raise
         return _end(f"error: {extra}", 2)
     if done == 130:  # typer returns the status that shells use for an interrupt
-        return _end("interrupted, nothing was written", 130)
+        return _end("interrupted, what is complete is kept", 130)
     return done if isinstance(done, int) else 0
 
 

@@ -10,7 +10,7 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, Printed, grouped, offered
-from kvsim.cli.replaying import begun, interrupted, show_run
+from kvsim.cli.replaying import begun, show_run
 
 
 @grouped
@@ -61,10 +61,7 @@ def live(
         planned = replace(planned, parameters=there)
         echo_plan(planned, out, 1, overwrite=folder.overwrite, as_json=printed.as_json)
         return
-    try:
-        with show.bar("cells") as report:
-            run = loops.finish(planned, begun(planned, folder), options["batch"], report)
-    except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise interrupted(out) from None
+    with show.bar("cells") as report:
+        run = loops.finish(planned, begun(planned, folder), options["batch"], report)
     shown = options["metrics"] or LIVE_SUMMARY
     show_run(run, recorded, shown, out, as_json=printed.as_json, whole=show_text)

@@ -13,7 +13,7 @@ from kvsim.cli import shared
 from kvsim.cli.forecasts import echo_forecast
 from kvsim.cli.groups import Printed, grouped, offered
 from kvsim.cli.inspecting import answers_text, layers_text, length_text, size_text
-from kvsim.cli.shared import OptionError, Stop
+from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_error, echo_json, echo_notes
 from kvsim.core.parameters import parameters
 from kvsim.errors import local_path
@@ -115,28 +115,24 @@ def capture(
         echo_forecast(forecast, new[0].parent if new else None, {}, as_json=shown.as_json)
         return
     check_writable(paths[0].parent)
-    try:
-        decoder, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-            note=echo_error,
-        )
-        if single:
-            (first,) = requested
-            first = replace(first, id="")  # the name of the trace is that of its folder
-            traces = [capture_one(decoder, tokenizer, first, path, options)]
-        else:
-            traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
-        facts = [
-            {**describe(str(trace.path)), "path": str(at), "kept": at not in new}
-            for trace, at in zip(traces, paths, strict=True)
-        ]
-    except KeyboardInterrupt:
-        where = f"{paths[0].parent} has all traces that are complete"
-        raise Stop(f"interrupted, {where}; --resume records the others", 130) from None
+    decoder, tokenizer = load_model(
+        model,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        note=echo_error,
+    )
+    if single:
+        (first,) = requested
+        first = replace(first, id="")  # the name of the trace is that of its folder
+        traces = [capture_one(decoder, tokenizer, first, path, options)]
+    else:
+        traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
+    facts = [
+        {**describe(str(trace.path)), "path": str(at), "kept": at not in new}
+        for trace, at in zip(traces, paths, strict=True)
+    ]
     _report(facts, as_json=shown.as_json)
 
 

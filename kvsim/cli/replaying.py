@@ -93,12 +93,8 @@ def replay(
     if printed.plan:
         echo_plan(planned, out, jobs, overwrite=folder.overwrite, as_json=printed.as_json)
         return
-    try:
-        with show.bar("cells") as report:
-            parts = begun(planned, folder)
-            run = planned.finish(parts, jobs=jobs, progress=report)
-    except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise interrupted(out) from None
+    with show.bar("cells") as report:
+        run = planned.finish(begun(planned, folder), jobs=jobs, progress=report)
     shown = metrics or available(SUMMARY, planned.traces)
     as_json = printed.as_json
     show_run(run, planned.traces, shown, out, as_json=as_json, required=metrics or ())
@@ -110,12 +106,6 @@ def begun(plan: Plan, folder: Folder) -> Parts:
     if done := {number for each in plan.tasks for number in parts.done(each)}:
         show.echo_error(f"{folder.out} has results of {plural(len(done), 'cell')}; continuing")
     return parts
-
-
-def interrupted(out: Path | None) -> Stop:
-    """Return the end of a command at any other moment than those that a run handles."""
-    again = "" if out is None else f", what is done is kept in {out}; the same command continues"
-    return Stop(f"interrupted{again}", 130)
 
 
 def show_run(

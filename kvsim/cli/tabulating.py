@@ -76,15 +76,10 @@ def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]
     if metrics is None:
         main = dict.fromkeys((*SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
-    if not metrics:
-        raise OptionError(
-            "the runs have no value of a policy by a metric that this version knows; they have "
-            f"{', '.join(sorted(measured)) or 'none'}"
-        )
+    known = ", ".join(sorted(measured)) or "none"
     for name in metrics:
         metric_named(name)
         if name not in measured:
-            known = ", ".join(sorted(measured)) or "none"
             raise OptionError(f"--metric {name}: the runs have no value of it; they have {known}")
     chosen = main_variants(table, metrics)
     if "variant" in by:
@@ -92,16 +87,13 @@ def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]
     if "stage" in by:
         chosen, _ = split_by(chosen, "stage")
     missing = [name for name in by if name not in chosen or not chosen[name].count()]
-    if missing:
-        raise OptionError(
-            f"--by {missing[0]}: no value of {', '.join(metrics)} has one; leave it out, or record "
-            "prompts with this label"
-        )
+    if metrics and missing:
+        raise OptionError(f"--by {missing[0]}: no value of {', '.join(metrics)} has one")
     means = averages(chosen.drop_nulls(by), by).filter(pl.col("mean").is_not_null())
     if not means.height:
         raise OptionError(
-            f"the runs have no mean of {', '.join(metrics)} over prompts; `kvsim metrics "
-            f"{metrics[0]}` says what its values are"
+            "the runs have no mean over prompts of a metric that this version knows; they have "
+            f"values of {known}"
         )
     return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 

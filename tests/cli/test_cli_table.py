@@ -109,4 +109,4 @@ def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
 
     assert shown[0] == 0
     assert status == 2
-    assert "a metric that this version knows; they have later" in one_line(error)
+    assert "a metric that this version knows; they have values of later" in one_line(error)
