@@ -114,29 +114,22 @@ class Latents:
         weight = cast("Tensor", self._up[layer].weight).detach()
         rank, dtype = latent.shape[1], compute_dtype(query.dtype)
         plain = weight.dim() == 2 and weight.dtype in DTYPES and weight.shape[1] == rank
-        if not plain or weight.shape[0] % heads or len(latent) != n:
-            raise self._unknown(
-                layer, f"{_UP} is {list(weight.shape)} for {len(latent)} of {n} entries"
-            )
-        both = weight.to(dtype).unflatten(0, (heads, -1))  # [qhead, unrotated + value, rank]
-        size = both.shape[1] - of_value
-        new = torch.cat([key[0, :, -rows:, :size], value[0, :, -rows:]], dim=-1).to(dtype)
-        rotated = key[:, :1, :, size:]
-        if not weight.is_meta:  # a plan has shapes alone
+        fits = plain and weight.shape[0] % heads == 0 and len(latent) == n
+        both = weight.to(dtype).unflatten(0, (heads if fits else 1, -1))
+        size = both.shape[1] - of_value  # both: [qhead, unrotated + value, rank]
+        rotated, error = key[:, :1, :, size:], 0.0
+        if fits and not weight.is_meta:  # a plan has shapes alone
+            new = torch.cat([key[0, :, -rows:, :size], value[0, :, -rows:]], dim=-1).to(dtype)
             error = float(relative_error(new, latent[-rows:].to(dtype) @ both.mT).max())
-            same = bool((key[..., size:] == rotated).all())
-            if not (error <= tolerance(DTYPES[key.dtype]) and same):
-                text = f"they differ by {error:.3g} (relative) or between heads"
-                raise self._unknown(layer, text)
+            fits = bool((key[..., size:] == rotated).all())
+        if not fits or not error <= tolerance(DTYPES[key.dtype]):
+            raise CaptureError(
+                f"keys and values of layer {layer} do not follow from its latents: they differ by "
+                f"{error:.3g} (relative), between heads or in shape; expected {_UP} of the latent, "
+                "and one rotated part for all heads; this model cannot be recorded"
+            )
         up = both[:, size:].mT
         absorbed = query[..., :size].to(dtype) @ both[:, :size]
         k = torch.cat([rotated, latent[None, None].to(key)], dim=-1)
         q = torch.cat([query[..., size:].to(dtype), absorbed], dim=-1)
         return Absorbed(q, k, k[..., -rank:], up)
-
-    def _unknown(self, layer: int, what: str) -> CaptureError:
-        return CaptureError(
-            f"keys and values of layer {layer} do not follow from its latents: {what}; expected "
-            f"{_UP} of the latent, and one rotated part for all heads; this model cannot be "
-            "recorded"
-        )

@@ -58,7 +58,7 @@ def test_each_layer_has_its_own_heads_and_dimensions(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["h2o", "criticalkv+knorm", "pyramidkv", "lagkv"])
+@pytest.mark.parametrize("policy", ["h2o", "criticalkv+knorm", "pyramidkv"])
 def test_a_replay_is_that_of_the_layers_recorded_alone(name, policy):
     """Kept sets and every number, bytes too, are those of a trace of the replayed layers."""
     model = sized(name)
