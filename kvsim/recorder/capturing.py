@@ -25,7 +25,7 @@ from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.generation import device_of, stop_tokens
 from kvsim.recorder.models import load_model, unwrapped
-from kvsim.recorder.options import Options, check_in_memory
+from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import (
     Labels,
     Prompt,
@@ -114,8 +114,8 @@ def capture_one(
     checked: Options,
 ) -> Trace:
     """Record the trace of a prompt, as `capture`."""
-    if out is None:
-        check_in_memory(checked)
+    if out is None and (checked.store_dtype or checked.resume):
+        raise CaptureError("store_dtype and resume are about what is written, but out is None")
     path = None if out is None else local_path(out, CaptureError)
     (trace,) = _record(model, tokenizer, {path: whole}, checked, single=True)
     return trace

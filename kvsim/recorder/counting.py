@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.cache import cache_of, cache_option, full_cache
 from kvsim.recorder.generation import run_model
 from kvsim.recorder.models import outline_of
-from kvsim.recorder.modules import attention_modules
 
 #: Most layers or experts of a configuration, each of which may be a module.
 _MODULES = 4096
@@ -34,7 +33,7 @@ class ModelSize:
 
     Of parameters, tied ones once: all, those that a token `read`s and those of `matrices` in layers
     that it multiplies (of experts the ones that it passes), and bytes (`weights`). `widest`: the
-    most rows or columns of a matrix; `layers` with attention.
+    most rows or columns of a matrix.
     text_alone: without the parts of a multimodal model that text does not reach.
     """
 
@@ -42,7 +41,7 @@ class ModelSize:
         parts = (model.get_input_embeddings(), model.get_output_embeddings())
         weights = [getattr(part, "weight", None) for part in parts]
         ends = {id(each) for each in weights if isinstance(each, Tensor)}
-        config, self._model = model.config.get_text_config(), model
+        config = model.config.get_text_config()
         experts, chosen = (
             next((n for name in names if isinstance(n := getattr(config, name, None), int)), 0)
             for names in (_EXPERTS, _CHOSEN)
@@ -62,11 +61,6 @@ class ModelSize:
         self.matrices = sum(numbers[key] for key in inner)
         self.widest = max((max(named[key][1].shape) for key in inner), default=1)
         self.vocabulary = int(config.vocab_size)
-
-    @cached_property
-    def layers(self) -> int:
-        """Layers with attention."""
-        return len(attention_modules(self._model))
 
 
 def _is_expert(name: str, x: Tensor, experts: int) -> bool:

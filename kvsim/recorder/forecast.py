@@ -111,14 +111,15 @@ def _memory(
     """
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
+    layers = len(attention_modules(session.model))
     n, given, hidden = session.limit, len(session.response), call.hidden.shape[1]
     rows, projected = min(len(session.encoded.ids) + given, session.chunk), session.has(Projections)
     several = session.options.sensitivity and max(given, session.new_tokens) > 1
-    copies = ROWS * (size.layers + 1) if projected and several else 0  # run together at the end
+    copies = ROWS * (layers + 1) if projected and several else 0  # run together at the end
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
     caches = (1 if together == 1 else 2 * together) + (session.shared is not None)
-    cache = n * size.layers * kv_heads * entry * item * caches
+    cache = n * layers * kv_heads * entry * item * caches
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     of_head = n * heads // kv_heads * entry * item
     most = max(of_head, REPEATED) if spares and not eager else inf

@@ -237,16 +237,6 @@ class Options:
         }
 
 
-def check_in_memory(options: Options) -> None:
-    """Raise CaptureError for an option about the stored trace, where nothing is stored."""
-    given = [name for name in ("store_dtype", "resume") if getattr(options, name)]
-    if given:
-        raise CaptureError(
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about what is written, "
-            "but out is None; give out=..."
-        )
-
-
 def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the layers to record among the model's `numbers`, in order.
 
