@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvsim.studies.cost.model import Model
 
 _RATIOS = (
-    "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
+    "Selects after: the layer behind which rows are dropped. KV and peak: the cache after an event "
+    "and before the next one. Prefill and token: time to the "
     "first token by FLOPs, and per output token by bytes read (weights and cache), relative to the "
     "full cache. Scoring: FLOPs of the policy, relative to those of the prefill and to those of "
     "each generated token."
@@ -128,6 +129,7 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
             "evicts after": schedule(cost.interval, prefill=cost.prefill),
             "budget": str(cost.budget) if cost.bounded else "-",
             "context": str(cost.context),
+            "selects\nafter": _selection(cost),
             f"KV\n{name}": f"{cost.kv_bytes / unit:.4g}",
             f"peak\n{name}": f"{cost.kv_peak_bytes / unit:.4g}",
             "of\nfull": f"{cost.kv_ratio:.1%}",
@@ -140,18 +142,12 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     ]
     echo_rows(rows, right=2)
     typer.echo(f"\n{_RATIOS}\n{_FIDELITY}")
-    selecting = [cost for cost in costs if cost.selection is not None]
-    if selecting:
-        layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
-        typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
     echo_notes(remark for cost in costs for remark in cost.assumptions)
 
 
-def _selects(cost: Cost, among: Sequence[Cost]) -> str:
-    at = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
-    selected = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
-    where = f", {cost.budget} of {cost.context}" if len(selected) > 1 else ""
-    return f"{cost.policy}{where}: {at} ({cost.selection})"
+def _selection(cost: Cost) -> str:
+    layer = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
+    return "-" if cost.selection is None else f"{layer} ({cost.selection})"
 
 
 def _share(value: float | None) -> str:

@@ -33,20 +33,6 @@ _FOREIGN = {
 _SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen2, Qwen3 or Gemma"
 
 
-def attention_flops(pairs: float, n_qheads: int, entry_size: int) -> float:
-    """FLOPs of one layer's attention over so many pairs of a row and an entry.
-
-    entry_size: numbers of a key and its value. Per query head and pair: 2 d for the logit, 3 for
-    the softmax, 2 d of the value for it.
-    """
-    return pairs * n_qheads * (2 * entry_size + 3)
-
-
-def causal_pairs(rows: float, before: float = 0) -> float:
-    """Pairs of a row and an entry: row i of those after `before` sees before + i + 1 entries."""
-    return rows * before + rows * (rows + 1) / 2
-
-
 class ModelError(KvsimError, ValueError):
     """A configuration that lacks a size, or is of another kind of model."""
 
@@ -87,11 +73,6 @@ class Model:
             )
 
     @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.n_qheads // self.n_heads
-
-    @property
     def layer_matrices(self) -> float:
         """Numbers in the matrices of a layer, on average over those that hold keys and values."""
         return self.matrices / self.n_layers
@@ -130,12 +111,15 @@ class Model:
         return {**vars(self), "remarks": list(self.remarks), **derived}
 
     def attention_flops(self, pairs: float) -> float:
-        """FLOPs of one layer's attention over so many pairs of a row and an entry."""
-        return attention_flops(pairs, self.n_qheads, self.entry_size)
+        """FLOPs of one layer's attention over so many pairs of a row and an entry.
+
+        Per query head and pair: 2 d for the logit, 3 for the softmax, 2 d of the value for it.
+        """
+        return pairs * self.n_qheads * (2 * self.entry_size + 3)
 
     def layer_flops(self, rows: float, *, causal: bool = True) -> float:
         """FLOPs of one layer over the rows of a prefill; causal: row i sees i + 1 of them."""
-        pairs = causal_pairs(rows) if causal else rows * rows
+        pairs = rows * (rows + 1) / 2 if causal else rows * rows
         return 2 * rows * self.layer_matrices + self.attention_flops(pairs)
 
     def prefill_flops(self, rows: float, *, causal: bool = True) -> float:

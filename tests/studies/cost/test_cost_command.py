@@ -65,14 +65,13 @@ def test_command_takes_a_trace(printed):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--policy", "asl"], "0..2. asl: none (measured on sample)."),
-        (["--policy", "asl", "--set", "tau=1.5"], "0..2. asl: 1 (measured on sample)."),
-        (["--policy", "asl", "--selection-layer", "0.5"], "0..2. asl: 0.5 (given)."),
-        (["--policy", "asl", "--budget", "300", "--context", "500"], "asl: 1.378 (assumed)."),
-        (["--policy", "gemfilter,tova"], "0..2. gemfilter: 0 (the policy's)."),
+        (["--policy", "asl"], ["none (measured on sample)"]),
+        (["--policy", "asl", "--set", "tau=1.5"], ["1 (measured on sample)"]),
+        (["--policy", "asl", "--selection-layer", "0.5"], ["0.5 (given)"]),
+        (["--policy", "gemfilter,tova"], ["0 (the policy's)", " - "]),
         (
             ["--policy", "asl", "--budget", "80,300", "--context", "500"],
-            "asl, 80 of 500: none (measured on sample); asl, 300 of 500: 1.378 (assumed).",
+            ["none (measured on sample)", "1.378 (assumed)"],
         ),
     ],
 )
@@ -81,6 +80,6 @@ def test_command_prints_the_selection_layer(printed, arguments, told):
     budget = [] if "--budget" in arguments else ["--budget", "64"]
     out = printed("cost", "--trace", "sample", *budget, *arguments)
 
-    (line,) = (line for line in out.splitlines() if line.startswith("Selection layer"))
-    assert line.endswith(told)
+    lines = [x for x in out.splitlines() if x.startswith(("asl ", "gemfilter ", "tova "))]
+    assert all(text in line for text, line in zip(told, lines, strict=True))
     assert "Fidelity of sizes and FLOPs: exact" in out
