@@ -12,6 +12,7 @@ entries of the segments that follow each other in the live ones, 0 for none; `qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,47 +105,32 @@ def ams_segments(record: Record, layer: int) -> Segments | None:
     count = np.stack([(x > 0).sum(-1) for x in lengths], axis=-1)
     entries = np.stack([x.sum(-1) for x in lengths], axis=-1)
     events = zip(notes.rows.tolist(), lengths, strict=True)
-    cuts = [_boundaries(evicted_at, row, length) for row, length in events]
-    return Segments(notes.rows, count, entries, _shift(cuts, notes.rows, evicted_at.shape))
+    cuts = [
+        [_boundaries(*head, row) for head in zip(evicted_at, length, strict=True)]
+        for row, length in events
+    ]
+    return Segments(notes.rows, count, entries, _shift(cuts, notes.rows))
 
 
-def _boundaries(evicted_at: EvictedAt, row: int, length: Ints) -> tuple[Ints, Ints]:
-    """(head, position) [n] of the boundaries after row `row` of segments of `length` [H, S].
+def _boundaries(evicted_at: EvictedAt, length: Ints, row: int) -> Ints:
+    """First positions of all segments but the first, of one head; evicted_at [T], length [S].
 
     Segments follow each other in the entries live before the event, which the Record has.
     """
-    _, pos = np.nonzero(evicted_at[:, : row + 1] >= row)
-    before = length.cumsum(-1) - length
-    head, segment = np.nonzero((length > 0) & (before > 0))
-    first = length.sum(-1).cumsum() - length.sum(-1)  # of each head among the live entries
-    return head, pos[first[head] + before[head, segment]]
+    live = np.flatnonzero(evicted_at[: row + 1] >= row)
+    starts: Ints = live[length[length > 0].cumsum()[:-1]]
+    return starts
 
 
-def _shift(cuts: list[tuple[Ints, Ints]], rows: Ints, shape: tuple[int, ...]) -> Floats:
-    """Return `Segments.shift` from (head, position) of the boundaries at each event."""
-    heads, total = shape
-    size = heads * (len(rows) - 1)
-    # one line for all pairs of events and heads, so far apart that none is near another
-    apart = 2 * total
-
-    def line(events: list[tuple[Ints, Ints]]) -> Ints:
-        places = [
-            (pair * heads + head[pos <= row]) * apart + pos[pos <= row]
-            for pair, ((head, pos), row) in enumerate(zip(events, rows[:-1], strict=True))
-        ]
-        return np.concatenate([np.zeros(0, np.int64), *places])
-
-    def sums(positions: Ints, weight: Ints | None = None) -> Floats:
-        counted: Floats = np.bincount(positions // apart, weight, size).astype(np.float64)
-        return counted.reshape(-1, heads).T
-
-    first, second = line(cuts[:-1]), line(cuts[1:])
-    if not len(first):
-        return np.full((heads, len(rows) - 1), np.nan)
-    place = np.searchsorted(first, second)
-    before, behind = first[np.maximum(place - 1, 0)], first[np.minimum(place, len(first) - 1)]
-    nearest = np.minimum(np.abs(second - before), np.abs(behind - second))
-    return share(np.where(sums(first) > 0, sums(second, nearest), np.nan), sums(second))
+def _shift(cuts: list[list[Ints]], rows: Ints) -> Floats:
+    """Return `Segments.shift` from the boundaries of each event and head."""
+    shift = np.full((len(cuts[0]), len(rows) - 1), np.nan)
+    for event, (before, after) in enumerate(pairwise(cuts)):
+        for head, (old, new) in enumerate(zip(before, after, strict=True)):
+            kept = new[new <= rows[event]]
+            if len(old) and len(kept):
+                shift[head, event] = np.abs(kept[:, None] - old).min(1).mean()
+    return shift
 
 
 def proxy_segments(evicted_at: EvictedAt) -> Segments:
