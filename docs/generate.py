@@ -35,11 +35,11 @@ def policies() -> str:
     from kvsim.cli.listing import fires, needs, shown  # noqa: PLC0415 - loads torch; --help doesn't
     from kvsim.policies import CATALOGUE, describe, names  # noqa: PLC0415
 
-    lines = ["| policy | keeps | evicts after | needs | paper |", "| --- " * 5 + "|"]
+    lines = ["| policy | rule | evicts after | needs | paper |", "| --- " * 5 + "|"]
     for entry in map(describe, names()):
         paper = "" if "@" in entry.name else _link(entry.paper)
         name = _source(entry.name, shown(entry), CATALOGUE)
-        lines.append(f"| {name} | {entry.keeps} | {fires(entry)} | {needs(entry)} | {paper}|")
+        lines.append(f"| {name} | {entry.rule} | {fires(entry)} | {needs(entry)} | {paper}|")
     return "\n".join(lines)
 
 
@@ -107,7 +107,7 @@ def access() -> str:
     for entry in map(describe, access_names()):
         paper = "" if "@" in entry.name else _link(entry.paper)
         name = _source(entry.name, entry.name, ACCESS)
-        lines.append(f"| {name} | {entry.kind} | {entry.keeps} | {needs(entry)} | {paper}|")
+        lines.append(f"| {name} | {entry.kind} | {entry.rule} | {needs(entry)} | {paper}|")
     return "\n".join(lines)
 
 

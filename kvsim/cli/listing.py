@@ -42,14 +42,14 @@ def policies(
         return
     evictions = [each for each in listed if each.kind not in BEHIND]
     echo_table(
-        ["policy", "keeps", "evicts after", "needs", "paper"],
-        [[shown(each), each.keeps, fires(each), needs(each), each.paper] for each in evictions],
+        ["policy", "rule", "evicts after", "needs", "paper"],
+        [[shown(each), each.rule, fires(each), needs(each), each.paper] for each in evictions],
     )
     typer.echo("\nReaders, codecs and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [
-            [each.name, each.kind, each.keeps, needs(each), each.paper]
+            [each.name, each.kind, each.rule, needs(each), each.paper]
             for each in listed
             if each.kind in BEHIND
         ],
@@ -79,7 +79,7 @@ def _echo_in_full(policy: Description) -> None:
     facts = {
         "name": shown(policy),
         "kind": policy.kind,
-        "keeps": policy.keeps,
+        "rule": policy.rule,
         "evicts after": "" if behind else fires(policy),
         "needs": needs(policy),
         "presets": "" if preset else presets,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvsim.policies.entry import Entry, variant
+from kvsim.policies.entry import Entry, of_file, variant
 
 #: Readers, codecs and mergers, which stand behind an eviction, or alone.
 ACCESS: Mapping[str, Entry] = {
-    "quest": Entry(
-        "reads pages whose keys could have the largest logits",
-        "quest:Quest",
-        presets={"release": variant("reads at least three pages", least=3)},
+    "quest": of_file(
+        "quest:Quest", presets={"release": variant("reads at least three pages", least=3)}
     ),
-    "double_sparsity": Entry(
-        "reads entries with the largest products over a few channels",
-        "double_sparsity:DoubleSparsity",
-        required={"calibration": "prefix:64"},
+    "double_sparsity": of_file(
+        "double_sparsity:DoubleSparsity", required={"calibration": "prefix:64"}
     ),
-    "infllm": Entry(
-        "reads the first and last entries, and blocks by representative ones",
+    "infllm": of_file(
         "infllm:InfLLM",
         presets={
             "release": variant(
@@ -27,24 +22,17 @@ ACCESS: Mapping[str, Entry] = {
             )
         },
     ),
-    "pqcache": Entry(
-        "reads the first and last entries, and those whose coded keys have the largest logits",
-        "pqcache:PQCache",
-        presets={"release": variant("32 first entries", sink=32)},
+    "pqcache": of_file(
+        "pqcache:PQCache", presets={"release": variant("32 first entries", sink=32)}
     ),
-    "magicpig": Entry(
-        "reads the first and last entries, and samples others by hashing, with weights",
+    "magicpig": of_file(
         "magicpig:MagicPIG",
         presets={"release": variant("adds 1e-4 to probabilities", epsilon=1e-4)},
     ),
-    "rocketkv": Entry(
-        "reads pages by a few channels, of what stays after the prompt",
-        "rocketkv:RocketKV",
-        default="snapkv",
-        inner={"snapkv": {"pool_kernel": 63}},
+    "rocketkv": of_file(
+        "rocketkv:RocketKV", default="snapkv", inner={"snapkv": {"pool_kernel": 63}}
     ),
-    "skip_softmax": Entry(
-        "reads all keys, and the values of blocks with a logit not far below the largest so far",
+    "skip_softmax": of_file(
         "skip_softmax:SkipSoftmax",
         presets={
             "modelopt": variant("blocks of 128, a threshold of 1e-5", page=128, threshold=1e-5)
@@ -52,10 +40,9 @@ ACCESS: Mapping[str, Entry] = {
     ),
     "topk": Entry("reads the entries that a row attends to most: a bound", "clairvoyant:TopK"),
     "topp": Entry("reads the fewest entries with a share of a row's attention", "clairvoyant:TopP"),
-    "kivi": Entry("stores few bits: keys per channel, values per token", "kivi:Kivi"),
-    "kvquant": Entry("stores few bits as kivi does, and outliers exactly", "kvquant:KVQuant"),
-    "turboquant": Entry(
-        "stores few bits of the rotated vector, with one codebook for all",
+    "kivi": of_file("kivi:Kivi"),
+    "kvquant": of_file("kvquant:KVQuant"),
+    "turboquant": of_file(
         "turboquant:TurboQuant",
         presets={
             "prod": variant("a bit of each key's number for what is left", objective="prod"),
@@ -67,10 +54,8 @@ ACCESS: Mapping[str, Entry] = {
             ),
         },
     ),
-    "think": Entry(
-        "stores the channels of keys that matter to the last queries of the prompt",
-        "think:ThinK",
-        presets={"kvpress": variant("prunes the recent keys, too", recent=0)},
+    "think": of_file(
+        "think:ThinK", presets={"kvpress": variant("prunes the recent keys, too", recent=0)}
     ),
     "int8": Entry("stores 8 bits, with a scale per token", "per_token:Integers"),
     "int4": Entry(
@@ -80,11 +65,8 @@ ACCESS: Mapping[str, Entry] = {
     "nvfp4": Entry(
         "stores 4-bit floating-point numbers, with a scale per block", "per_token:BlockFloats", None
     ),
-    "lookm": Entry(
-        "merges what is evicted into the nearest kept entries", "lookm:LookM", default="h2o"
-    ),
-    "d2o": Entry(
-        "merges what is evicted into the nearest kept entries, if similar enough",
+    "lookm": of_file("lookm:LookM", default="h2o"),
+    "d2o": of_file(
         "d2o:D2O",
         default="h2o",
         presets={

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsim.core.pieces import Even, Everything, Schedule, Uniform
 from kvsim.policies.access import ACCESS
-from kvsim.policies.entry import Entry, variant, with_presets
+from kvsim.policies.entry import Entry, of_file, variant, with_presets
 from kvsim.registry import Registry
 
 NEVER = Schedule(interval=None, prefill=False)
@@ -45,35 +45,15 @@ def _windows(how: str, **params: Any) -> Entry:
 
 
 _ENTRIES: Mapping[str, Entry] = {
-    "full": Entry("everything (reference)", "full:Full", NEVER, allocator=Everything),
-    "random": Entry("a random set (baseline)", "random_sets:Random", EVERY_ROW),
-    "oracle": Entry(
-        "what later rows attend to most: looks ahead; with by=optimum the reference for regret",
-        "oracle:Oracle",
-        EVERY_128,
-    ),
-    "streaming_llm": Entry(
-        "the first and the most recent entries", "streaming_llm:StreamingLLM", EVERY_ROW
-    ),
-    "h2o": Entry(
-        "recent entries and those that received most attention so far", "h2o:H2O", EVERY_ROW
-    ),
-    "tova": Entry(
-        "what the last row attends to most, one ranking for all heads", "tova:TOVA", EVERY_ROW
-    ),
-    "snapkv": Entry(
-        "what a window of rows attends to, pooled over neighbours",
-        "snapkv:SnapKV",
-        PROMPT,
-        meant_for={"window": 1024},
-    ),
-    "dropkv": Entry(
-        "what would move the output of the last rows most if it were dropped",
-        "dropkv:DropKV",
-        PROMPT,
-    ),
-    "pyramidkv": Entry(
-        "as snapkv, with budgets that decrease with depth",
+    "full": of_file("full:Full", NEVER, allocator=Everything),
+    "random": of_file("random_sets:Random", EVERY_ROW),
+    "oracle": of_file("oracle:Oracle", EVERY_128),
+    "streaming_llm": of_file("streaming_llm:StreamingLLM", EVERY_ROW),
+    "h2o": of_file("h2o:H2O", EVERY_ROW),
+    "tova": of_file("tova:TOVA", EVERY_ROW),
+    "snapkv": of_file("snapkv:SnapKV", PROMPT, meant_for={"window": 1024}),
+    "dropkv": of_file("dropkv:DropKV", PROMPT),
+    "pyramidkv": of_file(
         "snapkv:SnapKV",
         PROMPT,
         by_layer="pyramidkv:Pyramid",
@@ -83,71 +63,26 @@ _ENTRIES: Mapping[str, Entry] = {
     "observed_attention": Entry(
         "what received most attention, averaged over rows", "h2o:ObservedAttention", PROMPT
     ),
-    "keydiff": Entry(
-        "keys that point away from the mean direction of all keys", "keydiff:KeyDiff", PROMPT
-    ),
-    "knorm": Entry("keys of small norm", "knorm:Knorm", PROMPT),
+    "keydiff": of_file("keydiff:KeyDiff", PROMPT),
+    "knorm": of_file("knorm:Knorm", PROMPT),
     "norm_ratio": Entry("values that are long relative to their keys", "paged:NormRatio", PROMPT),
-    "lagkv": Entry(
-        "entries whose keys and values vary most relative to the next partition",
-        "lagkv:LagKV",
-        PROMPT,
+    "lagkv": of_file("lagkv:LagKV", PROMPT),
+    "expected_attention": of_file("expected_attention:ExpectedAttention", PROMPT),
+    "capkv": of_file("capkv:CapKV", PROMPT),
+    "compactor": of_file("compactor:Compactor", PROMPT),
+    "curdkv": of_file("curdkv:CurDKV", PROMPT),
+    "finch": of_file("finch:Finch", PROMPT),
+    "kvcompose": of_file("kvcompose:KVCompose", PROMPT, allocator="kvcompose:Composed"),
+    "kvzip": of_file("kvzip:KVzip", PROMPT, allocator="kvzip:Pooled"),
+    "qfilter": of_file("qfilter:QFilter", PROMPT, required={"calibration": "prefix:64"}),
+    "triattention": of_file(
+        "triattention:TriAttention", EVERY_128, required={"calibration": "prefix:64"}
     ),
-    "expected_attention": Entry(
-        "what future queries, assumed normal, would attend to, times the norm of the value",
-        "expected_attention:ExpectedAttention",
-        PROMPT,
-    ),
-    "capkv": Entry(
-        "what adds most to the span of values whose keys lie along the mean query",
-        "capkv:CapKV",
-        PROMPT,
-    ),
-    "compactor": Entry(
-        "keys that stand out from the others, and what neighbours attend to",
-        "compactor:Compactor",
-        PROMPT,
-    ),
-    "curdkv": Entry(
-        "keys and values that are long among their neighbours", "curdkv:CurDKV", PROMPT
-    ),
-    "finch": Entry("what the question at the end of the prompt attends to", "finch:Finch", PROMPT),
-    "kvcompose": Entry(
-        "what rows that repeat the context attend to; layers share one budget by ranks of heads",
-        "kvcompose:KVCompose",
-        PROMPT,
-        allocator="kvcompose:Composed",
-    ),
-    "kvzip": Entry(
-        "what rows that repeat the context attend to most; all heads share one budget",
-        "kvzip:KVzip",
-        PROMPT,
-        allocator="kvzip:Pooled",
-    ),
-    "qfilter": Entry(
-        "keys along the main direction of calibration queries",
-        "qfilter:QFilter",
-        PROMPT,
-        required={"calibration": "prefix:64"},
-    ),
-    "triattention": Entry(
-        "keys with the largest expected logits at many distances to later queries",
-        "triattention:TriAttention",
-        EVERY_128,
-        required={"calibration": "prefix:64"},
-    ),
-    "gkv": Entry(
-        "what recent and earlier windows attended to, less redundancy of keys",
-        "gkv:GKV",
-        EVERY_128,
-        meant_for=_AT_512,
-    ),
+    "gkv": of_file("gkv:GKV", EVERY_128, meant_for=_AT_512),
     "global_max": _windows("a decayed maximum"),
     "global_mean": _windows("a moving average", fusion="mean"),
     "global_sum": _windows("a decayed sum", fusion="sum"),
-    "rkv": Entry(
-        "what a window attends to, less redundancy of keys", "rkv:RKV", EVERY_128, meant_for=_AT_512
-    ),
+    "rkv": of_file("rkv:RKV", EVERY_128, meant_for=_AT_512),
     "morphkv": Entry(
         "what a window attends to, as in G-KV's baseline",
         "gkv:Local",
@@ -155,48 +90,19 @@ _ENTRIES: Mapping[str, Entry] = {
         cites="arXiv 2503.00979",
         meant_for=_AT_512,
     ),
-    "cake": Entry(
-        "what gets much or varying attention; layers share one budget by their attention",
-        "cake:Cake",
-        EVERY_128,
-        by_layer="cake:CakeBudgets",
-    ),
-    "lacache": Entry(
-        "other tokens in each layer, and ever fewer of older text, by position alone",
-        "lacache:LaCache",
-        EVERY_ROW,
-    ),
-    "raas": Entry(
-        "the prompt, and what was attended to most recently",
-        "raas:RaaS",
-        Schedule(interval=1, prefill=False),
-    ),
-    "rpc": Entry(
-        "the prompt, and a share of the generated tokens, by the attention of recent rows",
-        "rpc:RPC",
-        Schedule(interval=1024, prefill=False),
-        by_layer="rpc:Growing",
-    ),
+    "cake": of_file("cake:Cake", EVERY_128, by_layer="cake:CakeBudgets"),
+    "lacache": of_file("lacache:LaCache", EVERY_ROW),
+    "raas": of_file("raas:RaaS", Schedule(interval=1, prefill=False)),
+    "rpc": of_file("rpc:RPC", Schedule(interval=1024, prefill=False), by_layer="rpc:Growing"),
     "global": Entry(
         "the best by any scorer, with its scores remembered over events",
         "gkv:Global",
         EVERY_128,
         inner=_SHARED,
     ),
-    "criticalkv": Entry(
-        "half by any scorer, the rest by its score times the norm of the projected value",
-        "criticalkv:CriticalKV",
-        None,
-        inner=_PER_HEAD,
-    ),
-    "union": Entry(
-        "one set for all heads of a layer, or of all layers, by any scorer",
-        "union:Union",
-        None,
-        inner=_SHARED,
-    ),
-    "ams": Entry(
-        "a quota of every segment of equal attention mass, chosen by any scorer",
+    "criticalkv": of_file("criticalkv:CriticalKV", None, inner=_PER_HEAD),
+    "union": of_file("union:Union", None, inner=_SHARED),
+    "ams": of_file(
         "ams:AMS",
         Schedule(interval=512, prefill=False),
         inner=_PER_HEAD,
@@ -205,63 +111,26 @@ _ENTRIES: Mapping[str, Entry] = {
             ("window", "recent", "min_segment", "max_segment", "segment_length"), 512
         ),
     ),
-    "adakv": Entry(
-        "the best entries of all heads of a layer together, by any scorer",
-        "adakv:AdaKV",
-        None,
-        inner=_PER_HEAD,
-    ),
-    "chunkkv": Entry(
-        "whole chunks of neighbours, the same in all heads, by any scorer",
-        "chunkkv:ChunkKV",
-        None,
-        inner=_SHARED,
-    ),
-    "dms": Entry(
-        "what scores at least a threshold at an age, by any scorer; no budget",
-        "dms:DMS",
-        EVERY_ROW,
-        inner=_PER_HEAD,
-    ),
-    "paged": Entry(
-        "whole pages of neighbours in a paged cache, by any scorer",
-        "paged:Paged",
-        Schedule(interval=16),
-        inner=_SHARED,
-        default="norm_ratio",
-    ),
-    "asl": Entry(
-        "as many tokens as the budget, beyond the layer where their ranking settles",
-        "asl:ASL",
-        PROMPT,
-        default="snapkv",
-        shares=_WINDOW,
-        meant_for=_AT_2048,
-    ),
+    "adakv": of_file("adakv:AdaKV", None, inner=_PER_HEAD),
+    "chunkkv": of_file("chunkkv:ChunkKV", None, inner=_SHARED),
+    "dms": of_file("dms:DMS", EVERY_ROW, inner=_PER_HEAD),
+    "paged": of_file("paged:Paged", Schedule(interval=16), inner=_SHARED, default="norm_ratio"),
+    "asl": of_file("asl:ASL", PROMPT, default="snapkv", shares=_WINDOW, meant_for=_AT_2048),
     "asl_2pass": Entry(
         "the tokens of asl, which run through all layers again",
         "asl:TwoPass",
         PROMPT,
         meant_for=_AT_2048,
     ),
-    "fastkv": Entry(
-        "a budget of entries; only some tokens propagate beyond a given layer",
+    "fastkv": of_file(
         "fastkv:FastKV",
         PROMPT,
         default="snapkv",
         shares=_WINDOW,
         meant_for={"window": 512, "rows": 512},
     ),
-    "gemfilter": Entry(
-        "tokens with the last row's largest logits in an early layer, run through all layers again",
-        "gemfilter:GemFilter",
-        PROMPT,
-    ),
-    "pyramidinfer": Entry(
-        "fewer tokens from layer to layer, by the attention of recent rows; no budget",
-        "pyramidinfer:PyramidInfer",
-        PROMPT,
-    ),
+    "gemfilter": of_file("gemfilter:GemFilter", PROMPT),
+    "pyramidinfer": of_file("pyramidinfer:PyramidInfer", PROMPT),
 }
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -30,7 +30,7 @@ class Description:
     kind: str
     innermost: bool
     default: str
-    keeps: str
+    rule: str
     params: dict[str, Any]
     accepts: dict[str, str]
     required: dict[str, str]
@@ -71,7 +71,7 @@ def describe(name: str) -> Description:
         kind=entry.kind,
         innermost=entry.innermost,
         default=entry.default,
-        keeps=entry.summary,
+        rule=entry.rule,
         params=params,
         accepts={key: accepted[key].expected for key in params},
         required={key: str(value) for key, value in entry.required.items()},

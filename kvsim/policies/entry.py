@@ -26,6 +26,11 @@ def load(given: Class) -> type[Any]:
     return loaded
 
 
+def of_file(target: str, schedule: Schedule | None = None, **fields: Any) -> Entry:
+    """An entry whose summary is the first line of its file."""
+    return Entry("", target, schedule, **fields)
+
+
 def variant(summary: str, **changes: Any) -> Mapping[str, Any]:
     """A preset: the fields of an Entry in which an implementation differs, and parameters."""
     of_entry = {key: changes.pop(key) for key in changes.keys() & Entry.__dataclass_fields__.keys()}
@@ -88,11 +93,19 @@ class Entry:
     @property
     def paper(self) -> str:
         """The paper, such as `arXiv 2404.14469`; empty without one."""
-        kind = self.piece if self.layer_budgets is Even else self.layer_budgets
-        module = sys.modules.get(kind.__module__)
-        head = (getattr(module, "__doc__", None) or "").split("\n\n")[:2]
+        head = self._docstring.split("\n\n")[:2]
         cited = re.search(r"(arXiv|openreview) [\w.]*\w", " ".join(" ".join(head).split()))
         return self.cites or (cited[0] if cited else "")
+
+    @property
+    def rule(self) -> str:
+        """Its summary, or else the first line of the piece's file without the name."""
+        return self.summary or self._docstring.partition("\n")[0].partition(": ")[2].rstrip(".")
+
+    @property
+    def _docstring(self) -> str:
+        kind = self.piece if self.layer_budgets is Even else self.layer_budgets
+        return getattr(sys.modules.get(kind.__module__), "__doc__", None) or ""
 
     @property
     def kind(self) -> str:
