@@ -52,7 +52,7 @@ def info(
             if not as_json:
                 echo_run(document, table, shown, whole=show_text)
             continue
-        parts[given] = [_facts(path, deep=deep) for path in _paths(given)]
+        parts[given] = [_facts(path, deep=deep) for path in _in_folder(given) or paths_of([given])]
     documents = [facts for part in parts.values() for facts in part]
     bad = [facts for facts in documents if facts.get("problems")]
     problem = show.one_line(bad[0]["problems"][0]) if bad else ""
@@ -64,7 +64,7 @@ def info(
         for given, part in parts.items():
             if is_run(given):
                 continue
-            if _is_folder(given):
+            if _in_folder(given):
                 _echo_list(given, part)
             else:
                 for facts in part:
@@ -74,18 +74,13 @@ def info(
         raise Stop(f"error: {of}{problem}", 2)
 
 
-def _is_folder(given: str) -> bool:
-    """Whether a path is a folder with traces, and none itself."""
+def _in_folder(given: str) -> list[Path]:
+    """Return the traces of a folder that is none itself."""
     from kvsim.store.index import find_traces
 
     path = Path(given)
-    return path.is_dir() and not (path / "zarr.json").exists() and bool(find_traces(path))
-
-
-def _paths(given: str) -> list[Path | str]:
-    from kvsim.store.index import find_traces
-
-    return [*find_traces(Path(given)).values()] if _is_folder(given) else paths_of([given])
+    whole = not path.is_dir() or (path / "zarr.json").exists()
+    return [] if whole else [*find_traces(path).values()]
 
 
 def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,29 +35,14 @@ def report(
     Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
     evicts. Traces next to runs have to be those that the runs replayed.
     """
+    from kvsim.analysis.folder import is_run
     from kvsim.report import METRICS, write_report
     from kvsim.store import open_trace
 
     paths = paths_of(given)
-    is_trace = [_is_trace(path) for path in paths]
-    traces = [open_trace(path) for path in compress(paths, is_trace)]
-    runs = list(compress(paths, (not each for each in is_trace)))
+    runs = [x for x in paths if is_run(x) or Path(x).suffix == ".parquet"]
+    traces = [open_trace(path) for path in paths if path not in runs]
     with bar("steps") as progress:
-        page = write_report(
-            runs,
-            out,
-            metrics=metric or METRICS,
-            traces=traces,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        options: dict[str, Any] = {"metrics": metric or METRICS, "traces": traces}
+        page = write_report(runs, out, **options, overwrite=overwrite, progress=progress)
     typer.echo(f"Written to {page}.")
-
-
-def _is_trace(path: Path | str) -> bool:
-    """Return whether a path or URL is meant as a trace, by its name or by what lies in it."""
-    if isinstance(path, str):
-        from kvsim.analysis.folder import is_run
-
-        return not is_run(path)
-    return path.suffix in (".zarr", ".zip") or (path / "zarr.json").is_file()

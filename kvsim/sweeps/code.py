@@ -61,13 +61,11 @@ def _files(name: str) -> set[Path]:
     root = file.absolute().parents[name.count(".") + (file.stem == "__init__")]
     if root.name.endswith("-packages"):  # of an installed package all files, and nothing else
         return {file, *(root / name.partition(".")[0]).rglob("*.py")}
-    finder = ModuleFinder([str(root)])
+    finder = ModuleFinder([str(root)], excludes=[*_LIBRARIES])
     with suppress(Exception):  # no Python, or a part that is not there
         finder.run_script(str(file)) if name == "__main__" else finder.import_hook(name)
-    return {
-        file,
-        *(Path(str(file)) for each in finder.modules.values() if (file := vars(each)["__file__"])),
-    }
+    found = (vars(each)["__file__"] for each in finder.modules.values())
+    return {file, *(Path(each) for each in found if each)}
 
 
 def _codes(thing: Any) -> Iterator[str]:

@@ -108,7 +108,8 @@ def grid_of(document: object, folder: Path = Path(), *, where: str = "the grid")
             continue
         reader, expected = _READERS.get(key, (lambda given: given, ""))
         read[key] = taken = reader(value)
-        if taken is None or (isinstance(taken, tuple) and (not taken or None in taken)):
+        empty = taken == () and key != "metrics"  # figures of kept sets need no values
+        if taken is None or empty or (isinstance(taken, tuple) and None in taken):
             raise ConfigError(f"{where}: {key} is {value!r}; expected {expected}")
     if missing := [key for key in ("traces", "policies", "budgets") if key not in read]:
         raise ConfigError(f"{where}: {missing[0]} is missing; expected one or a list")

@@ -76,7 +76,7 @@ def in_processes(
     tasks: are taken as processes become free. Closing the generator stops the processes.
     """
     todo = iter(tasks)
-    suspects = [*islice(todo, 0)]
+    suspects: list[Task] = []
     while True:
         with _pool(jobs) as pool:
             for task, result in on_executor(function, todo, pool, jobs * _AHEAD):
