@@ -88,18 +88,13 @@ def check_writable(folder: Path) -> None:
     nearest = folder
     try:
         nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-        if nearest.is_dir():
-            with TemporaryFile(dir=nearest, prefix=_PREFIX) as probe:
-                probe.write(_PROBE)
-            return
+        with TemporaryFile(dir=nearest, prefix=_PREFIX) as probe:
+            probe.write(_PROBE)
     except OSError as error:
-        raise OutputError(
-            f"{nearest} cannot be written to ({error.strerror or error}), expected a writable "
-            "folder; change that or give another output path"
-        ) from error
-    raise OutputError(
-        f"{nearest} is a file; expected a folder to write to, give another output path"
-    )
+        problem = f"cannot be written to ({error.strerror or error}), expected a writable folder"
+        if isinstance(error, NotADirectoryError):
+            problem = "is a file; expected a folder to write to"
+        raise OutputError(f"{nearest} {problem}; give another output path") from error
 
 
 def write_file(path: Path, content: bytes | str, *, overwrite: bool = False) -> None:

@@ -284,20 +284,18 @@ class Decoding:
     @contextmanager
     def _adding(self, n: int, *, forwards: bool = True) -> Iterator[None]:
         """Add n rows; an error in between leaves caches that are of no use any more."""
+        start, least = len(self.tokens), 1
+        if self._decoder is not None and not start:  # which drops rows of the prompt
+            least = self.sketch.prompt_len
         if (forwards and not self._open) or self._busy:
             raise ValueError(
                 "rows are added outside the `with` block, or after an error; expected a new "
                 "Decoding in its `with` block"
             )
-        if not 0 < n <= self.sketch.n_pos - len(self.tokens):
+        if not least <= n <= self.sketch.n_pos - start:
             raise ValueError(
-                f"{n} tokens are given after {len(self.tokens)}; expected at least one, and at "
-                f"most {self.sketch.n_pos} (n_pos) together"
-            )
-        if self._decoder is not None and not self.tokens and n < self.sketch.prompt_len:
-            raise ValueError(
-                f"{n} tokens are given of a prompt of {self.sketch.prompt_len}; expected all of "
-                f"them at once, because {self.policy.name} drops rows of it"
+                f"{n} tokens are given after {start}; expected at least {least}, and at most "
+                f"{self.sketch.n_pos} (n_pos) together"
             )
         self._busy = True
         yield

@@ -75,15 +75,16 @@ class Judge:
     def __init__(self, running: RunningModel, trace: Trace, memory: int | None = None) -> None:
         self._ids = check_recorded(trace, running.described)
         running.check_length(trace.n_pos)
+        problem = "" if running.continues else "a forward of several rows starts from empty states"
         if scales_by_cache(running.model, trace.n_pos):
+            problem = "queries have a factor of the length of the cache, and rows run without one"
+        if problem:
             raise CaptureError(
-                f"queries of {trace.name} have a factor of the length of the cache, and the judge "
-                "runs rows without one; expected a shorter text; run the policy live"
+                f"{trace.name}: the judge cannot run its model: {problem}; compare live runs"
             )
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
         self._residual, self._pass = Residual(running.model), cast("FullPass | None", None)
-        running.check_states()
 
     def check(self, schedules: Iterable[Schedule] = ()) -> FullPass:
         """Raise CaptureError unless the model computes what was recorded, with the full cache.
@@ -115,7 +116,7 @@ class Judge:
     def outcomes(self, records: Sequence[Record]) -> list[Outcome]:
         """Judge replays of the trace; returns their outcomes in the same order.
 
-        Raises PolicyError for a record that a forward pass cannot show (`check_judged`).
+        Raises PolicyError for a record that a forward pass cannot show (`unjudged`).
         """
         out: dict[int, Outcome] = {}
         end = self.trace.prompt_len
@@ -136,7 +137,13 @@ class Judge:
         """Yield the numbers of records that are judged together, and what `_judge` predicts."""
         kinds = []
         for number, record in enumerate(records, 1):
-            check_judged(record, self.trace)
+            if record.trace != self.trace.name or record.n_pos != self.trace.n_pos:
+                raise PolicyError(
+                    f"{record.policy}: the record is of {record.n_pos} tokens of {record.trace}; "
+                    f"expected {self.trace.n_pos} of {self.trace.name}"
+                )
+            if reason := unjudged(record):
+                raise PolicyError(reason)
             codec = None if record.codec is None else stored_piece(record.codec)
             compared_from = first_compared(self.running, self.trace, [record.schedule])
             start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
@@ -225,19 +232,6 @@ class Judge:
             )
         hidden: Tensor = outputs[0].unflatten(0, (count, -1))
         return hidden[:, first:-1]
-
-
-def check_judged(record: Record, trace: Trace) -> None:
-    """Raise PolicyError for a record that a forward pass over the recorded tokens cannot show."""
-    shape = (trace.n_pos, trace.prompt_len, trace.name)
-    given = (record.n_pos, record.prompt_len, record.trace)
-    if shape != given:
-        raise PolicyError(
-            f"{record.policy}: the record is of {given[0]} tokens ({given[1]} of the prompt) of "
-            f"{given[2]}; expected {shape[0]} ({shape[1]}) of {shape[2]}"
-        )
-    if reason := unjudged(record):
-        raise PolicyError(reason)
 
 
 def unjudged(record: Record) -> str:

@@ -50,23 +50,18 @@ class RunningModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = unwrapped(model)
-        kernel = kernel_name(model)
-        if kernel not in KERNELS:
-            raise CaptureError(
-                f"{model_name(model)} attends by {kernel!r}; expected one of "
-                f"{', '.join(KERNELS)}: load it with attn_implementation='sdpa'"
-            )
-        if indexed(model) is not None:
-            raise CaptureError(
-                f"{model_name(model)} has an indexer that chooses entries for each row, with a "
-                "cache of its own; expected a model without: its traces can be replayed, no more"
-            )
-        devices = {str(parameter.device) for parameter in model.parameters()}
-        if len(devices) > 1:
-            raise CaptureError(
-                f"{model_name(model)} is on {', '.join(sorted(devices))}; expected one device, "
-                "which the layers of a cache share; load it without a device map"
-            )
+        kernel, devices = kernel_name(model), sorted({str(x.device) for x in model.parameters()})
+        problems = {
+            f"attends by {kernel!r}; expected one of {', '.join(KERNELS)}: load it with "
+            "attn_implementation='sdpa'": kernel not in KERNELS,
+            "has an indexer that chooses entries for each row, with a cache of its own; expected a "
+            "model without: its traces can be replayed, no more": indexed(model) is not None,
+            f"is on {', '.join(devices)}; expected one device, which the layers of a cache share; "
+            "load it without a device map": len(devices) > 1,
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise CaptureError(f"{model_name(model)} {problem}")
         self.model = model
         self.device = device_of(model)
         self.added = kernel == "eager"  # masks are added to logits
@@ -82,14 +77,6 @@ class RunningModel:
     def continues(self) -> bool:
         """Whether a forward of several rows goes on from the states of the rows before."""
         return not self.has_states or continues(self.model, range(1, 7))
-
-    def check_states(self) -> None:
-        """Raise CaptureError where a forward of several rows starts from empty states."""
-        if not self.continues:
-            raise CaptureError(
-                f"{model_name(self.model)} starts from empty states in a forward of several rows, "
-                "expected those of the rows before; compare live runs (kvsim live)"
-            )
 
     def filled(self, ids: Sequence[int]) -> Cache:
         """Return a cache of all of these tokens."""

@@ -138,5 +138,5 @@ def test_a_judge_without_states_of_the_rows_before_is_refused(monkeypatch):
     _, running, trace = recorded("lfm2")
     monkeypatch.setitem(running.__dict__, "continues", [])
 
-    with pytest.raises(CaptureError, match="starts from empty states in a forward of several rows"):
+    with pytest.raises(CaptureError, match="a forward of several rows starts from empty states"):
         Judge(running, trace)

@@ -233,7 +233,7 @@ def test_a_prompt_that_is_dropped_from_comes_whole():
     """Half a prompt has no selection, and a shared prefix has all rows."""
     run, options = running("llama"), {"prompt_len": PROMPT, "n_pos": LENGTH}
     with Decoding(run, kvsim.policy("fastkv"), BUDGET, **options) as live:
-        with pytest.raises(ValueError, match="40 tokens are given of a prompt of 80"):
+        with pytest.raises(ValueError, match="40 tokens are given after 0; expected at least 80"):
             live.feed(TOKENS[:40])
         with pytest.raises(ValueError, match="rows are dropped"):
             live.begin(prefill(run, TOKENS[:PROMPT]))

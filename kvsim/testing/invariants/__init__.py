@@ -20,7 +20,6 @@ INVARIANTS: Mapping[str, Invariant] = {
         results.exact_size,
         results.nothing_returns,
         results.protected_survive,
-        results.no_effect_while_there_is_room,
         results.full_budget,
         results.finite,
         results.declared_sign,
@@ -56,5 +55,5 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
     # it propagates a fixed number of rows even if the prompt just fills the budget
-    "fastkv": {"full_budget", "no_effect_while_there_is_room"},
+    "fastkv": {"full_budget"},
 }

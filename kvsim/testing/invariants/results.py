@@ -90,9 +90,11 @@ def protected_survive(trial: Trial) -> None:
 
 
 def full_budget(trial: Trial) -> None:
-    """With room for everything nothing leaves, and the output error is exactly 0."""
+    """While there is room nothing leaves, and the output error is exactly 0."""
     if not trial.policy.bounded:
         return
+    first = int(trial.record.gone_after.min())
+    require(first >= trial.budget, f"an entry left after row {first}, which had room")
     for budget in (trial.case.n, trial.case.n + 3):
         record = replace(trial, budget=budget).replay()
         require((record.evicted_at == NEVER).all(), f"an entry left at budget {budget}")
@@ -101,13 +103,6 @@ def full_budget(trial: Trial) -> None:
     error = output_error(trial.case.trace(), [record])[0]
     require((error.error == 0).all(), f"output error {error.error.max()} with nothing evicted")
     require((error.mass == 1).all(), f"retained mass {error.mass.min()} with nothing evicted")
-
-
-def no_effect_while_there_is_room(trial: Trial) -> None:
-    """As long as no more than the budget exists nothing leaves."""
-    if trial.policy.bounded:
-        first = int(trial.record.gone_after.min())
-        require(first >= trial.budget, f"an entry left after row {first}, which had room")
 
 
 def tie_rule(trial: Trial) -> None:
