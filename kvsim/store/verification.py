@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +20,15 @@ from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK, object_at
 from kvsim.store.group import ROOT
+from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
+
+#: Attributes that a description has in another form, and checks of what was recorded.
+_APART = ("kvsim_format", "attention", "ropes", "meta")
+_CHECKS = ("agreement", "answer_check", "capture_check")
 
 #: Rows of a block that is read and recomputed at once.
 ROWS = 16 * CHUNK
@@ -233,100 +238,69 @@ def describe(path: str | Path) -> dict[str, Any]:
     Sizes are without the document of the group. Raises TraceError as `open_trace`.
     """
     stored = StoredTrace(path)
-    sizes = stored.sizes
-    meta = stored.header.meta
-    text = object_at(meta, "text")
-    notes = meta.get("notes")
+    header, sizes, meta = stored.header, stored.sizes, stored.header.meta
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
-    latent = stored.header.latent
+    attributes, probe = attributes_of(header), header.probe
     turns = [
-        {"answer": span, "right": object_at(stored.header.turn(n), "answer_check").get("right")}
-        for n, span in enumerate(map(list, stored.header.answers(n_pos)), start=1)
+        {"answer": span, "right": object_at(header.turn(n), "answer_check").get("right")}
+        for n, span in enumerate(map(list, header.answers(n_pos)), start=1)
     ]
+    rows, chunks = (0, ()) if probe is None else (len(probe.tokens), [*map(list, probe.chunks)])
+    notes = meta.get("notes")
     return {
         "path": stored.where,
-        "name": stored.header.name,
         "format": stored.attributes["kvsim_format"],
         "digest": stored.digest,
         "tokens": n_pos,
-        "prompt_len": stored.header.prompt_len,
-        "context_len": stored.header.context_len,
-        **({"turns": turns} if stored.header.questions else {}),
-        **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
+        "context_len": None,
+        **{key: x for key, x in attributes.items() if key not in _APART},
+        **({"turns": turns} if header.questions else {}),
         "layers": n_layers,
-        "layer_ids": list(stored.header.layer_ids),
         "qheads": n_qheads,
         "heads": stored.shapes["k"][1],
         "dim": dim,
-        **({"value_dim": stored.shapes["v"][3]} if stored.shapes["v"][3] != dim else {}),
-        **({} if latent is None else {"latent": latent}),
-        **({"sizes": [*map(list, stored.header.sizes)]} if stored.header.sizes else {}),
-        "attention": _kinds(stored.header),
+        "value_dim": stored.shapes["v"][3],
+        "latent": header.latent,
+        "attention": _kinds(header),
         "arrays": {
             name: {
                 "shape": list(array.shape),
                 "dtype": stored.numbers[name],
-                "source_dtype": stored.header.source_dtypes.get(name),
-                "bytes": _bytes(sizes, f"{name}/"),
+                "source_dtype": header.source_dtypes.get(name),
+                "bytes": sum(size for key, size in sizes.items() if key.startswith(f"{name}/")),
             }
             for name, array in stored.arrays.items()
         },
         "projections": _projections(stored),
-        "probe": _probe(stored.header),
-        "bytes": _bytes(sizes),
+        "probe": None if probe is None else {"kind": probe.kind, "rows": rows, "chunks": chunks},
+        "bytes": sum(sizes.values()),
         "files": 1 + len(sizes),
         "model": {key: value for key, value in object_at(meta, "model").items() if key != "config"},
-        "versions": object_at(meta, "versions"),
-        "generation": object_at(meta, "generation"),
-        "labels": stored.header.labels,
-        "spans": stored.header.spans,
-        "response_logprobs": list(stored.header.response_logprobs),
-        "agreement": object_at(meta, "agreement") or None,
-        "prompt": _head(text.get("prompt")),
-        "response": _head(text.get("response")),
-        "answer_check": object_at(meta, "answer_check") or None,
-        "capture_check": object_at(meta, "capture_check") or None,
+        "labels": header.labels,
+        "spans": header.spans,
+        "response_logprobs": list(header.response_logprobs),
+        **{key: object_at(meta, key) for key in ("versions", "generation")},
+        **{key: object_at(meta, key) or None for key in _CHECKS},
+        **{key: _head(object_at(meta, "text").get(key)) for key in ("prompt", "response")},
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
 
 
 def _projections(stored: StoredTrace) -> dict[str, Any] | None:
-    facts = Facts.named(stored.header.meta, stored.where)
+    facts, files = Facts.named(stored.header.meta, stored.where), None
     if facts is None:
         return None
-    files = None if stored.projections is None else stored.projections.store.files
-    return {
-        **asdict(facts),
-        "folder": facts.folder,
-        "present": files is not None,
-        "bytes": None if files is None else sum(size for size, _ in files.values()),
-    }
-
-
-def _probe(header: Header) -> dict[str, Any] | None:
-    probe = header.probe
-    if probe is None:
-        return None
-    return {"kind": probe.kind, "rows": len(probe.tokens), "chunks": [*map(list, probe.chunks)]}
-
-
-def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:
-    return sum(size for key, size in sizes.items() if key.startswith(prefix))
+    if stored.projections is not None:
+        files = sum(size for size, _ in stored.projections.store.files.values())
+    return {**asdict(facts), "folder": facts.folder, "present": files is not None, "bytes": files}
 
 
 def _kinds(header: Header) -> list[dict[str, Any]]:
     """Return each kind of attention and RoPE, with the model's numbers of its layers."""
     kinds: dict[str, dict[str, Any]] = {}
     for number, formula, rope in zip(header.layer_ids, header.formulas, header.ropes, strict=True):
-        kind = {
-            "scale": formula.scale,
-            "softcap": formula.softcap,
-            "window": formula.window,
-            "chunk": formula.chunk,
-            "sinks": bool(formula.sinks),
-            "rotary_dim": rope.rotary_dim,
-            "layout": rope.layout,
-        }
+        of_rope = {"rotary_dim": rope.rotary_dim, "layout": rope.layout}
+        kind = {**asdict(formula), "sinks": bool(formula.sinks), **of_rope}
         kinds.setdefault(repr(kind), {"layers": [], **kind})["layers"].append(number)
     return list(kinds.values())
 
