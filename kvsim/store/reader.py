@@ -10,7 +10,6 @@ from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
-import zarr
 
 from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts
 from kvsim.core.digest import fingerprint
@@ -133,12 +132,6 @@ class StoredTrace:
         first_pos = range(self.shapes[name][axis])[pos].start
         check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
-
-    def array(self, name: str) -> tuple[zarr.Array[Any], str]:
-        """Return an array that `read` reads, and the dtype of its numbers."""
-        if name == "o_proj" and self.projections is not None:
-            return self.projections.array, self.projections.facts.dtype
-        return self.arrays[name], self.numbers[name]
 
     def _number(self, name: str) -> str:
         array, source = self.arrays[name], self.arrays[name].attrs.get("source_dtype")
