@@ -13,7 +13,7 @@ from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.runner.decoding import RunningModel
 from kvsim.runner.judging import Judge
-from live_runs import run_live
+from live_runs import judged_logits, run_live
 
 CHUNK, PROMPT, LENGTH, BUDGET = 16, 40, 60, 24
 IDS = [(7 * i * i + 3 * i) % 64 for i in range(LENGTH)]
@@ -76,5 +76,5 @@ def test_the_layer_that_sees_the_whole_text_evicts(floor_scale):
         with pytest.raises(CaptureError, match="have a factor of the length of the cache"):
             Judge(running, trace)
         return
-    logits = Judge(running, trace).logits([record])[0]
+    logits = judged_logits(Judge(running, trace), [record])[0]
     torch.testing.assert_close(logits, live.logits[PROMPT - 1 : -1], atol=1e-4, rtol=1e-4)

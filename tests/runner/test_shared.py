@@ -12,7 +12,7 @@ from kvsim.errors import CaptureError, PolicyError
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
 from kvsim.runner.paged import Paging
-from live_runs import output_gap, run_live
+from live_runs import judged_logits, output_gap, run_live
 
 PROMPT, LENGTH, BUDGET = 40, 60, 24
 TOKENS = torch.randperm(64, generator=torch.Generator().manual_seed(0))[:LENGTH].tolist()
@@ -75,10 +75,10 @@ def test_the_judge_gives_the_logits_of_a_live_run(name):
     judge = Judge(running(name), trace(name))
     if name == "Gemma3n":  # several streams
         with pytest.raises(CaptureError, match="one stream, which judged and live runs need"):
-            judge.logits([record])
+            judged_logits(judge, [record])
         return
 
-    logits = judge.logits([record])[0]
+    logits = judged_logits(judge, [record])[0]
 
     torch.testing.assert_close(logits, live.logits[PROMPT - 1 : -1], atol=1e-4, rtol=1e-4)
 
