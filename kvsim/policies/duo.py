@@ -130,6 +130,13 @@ class Planned(Allocator):
                 f"KV heads, and {trace.name} is of {found}; give a plan of the same model"
             )
 
+    def _shared(self, view: View, weight: Tensor, floor: Tensor) -> Plan:
+        """At least `floor`, the rest of all layers by weight [L, H]; layers x heads x budget."""
+        count = view.count
+        total = view.budget.expand_as(count).sum().minimum(count.sum())
+        flat = (x.flatten() for x in (weight, floor.minimum(count), count))
+        return Plan(apportion(total, *flat).view_as(count))
+
     @cached_property
     def _plan(self) -> HeadPlan:
         return HeadPlan.open(Path(self.file), self.label, self.percents)

@@ -25,7 +25,6 @@ from typing import Annotated, ClassVar
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Plan
-from kvsim.core.select import apportion
 from kvsim.core.view import View
 from kvsim.policies.duo import Planned
 
@@ -41,9 +40,7 @@ class HeadKV(Planned):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], layers x heads x budget in all."""
         weight = torch.tensor(self._plan.scores, dtype=torch.float64, device=view.pos.device)
-        always, count = protected.sum(-1), view.count
+        always = protected.sum(-1)
         rest = view.budget - always
         floor = always + (rest - (rest / self.beta).ceil().long())
-        total = view.budget.expand_as(count).sum().minimum(count.sum())
-        flat = (x.flatten() for x in (weight[view.layers], floor.minimum(count), count))
-        return Plan(apportion(total, *flat).view_as(count))
+        return self._shared(view, weight[view.layers], floor)

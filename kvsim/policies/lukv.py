@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Plan, Protection
-from kvsim.core.select import apportion, select
+from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.duo import HeadPlan, Planned
 
@@ -85,10 +85,7 @@ class LUKV(Planned):
             kept = select(first, quotas, torch.zeros_like(protected), view.live)
             return Plan(quotas, eligible=kept)
         floor = protected.sum(-1).maximum(count.clamp(max=1))
-        total = view.budget.expand_as(count).sum().minimum(count.sum())
-        above = (ideal.double() - floor).clamp(min=0)
-        flat = (x.flatten() for x in (above, floor, count))
-        return Plan(apportion(total, *flat).view_as(count))
+        return self._shared(view, (ideal.double() - floor).clamp(min=0), floor)
 
 
 def _rounded(ideal: Tensor, tokens: int) -> Tensor:

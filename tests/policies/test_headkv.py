@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.errors import PolicyError
 from kvsim.policies.duo import HeadPlan
 from kvsim.testing.invariants import INVARIANTS
 from kvsim.testing.invariants.trial import Trial
@@ -77,12 +76,3 @@ def test_headkv_satisfies_the_invariants(plan):
         for name, invariant in INVARIANTS.items():
             if name != "head_permutation":
                 invariant(trial)
-
-
-def test_another_shape_and_an_unknown_parameter_are_refused(plan, case):
-    """Errors name the policy and the plan."""
-    other = make_case("normal", layers=1, heads=2, n=20, prompt_len=10).trace()
-    with pytest.raises(PolicyError, match=r"headkv: .*2 layers of 3 KV heads"):
-        replayed(other, plan, budget=5)
-    with pytest.raises(PolicyError, match="no parameter 'bet'; did you mean 'beta'"):
-        replayed(case.trace(), plan, bet=2)
