@@ -201,7 +201,7 @@ def against_entries(
 ) -> go.Figure:
     """Return a panel per metric, one below another: its mean against a cost; filled: on the front.
 
-    panels: by label, of `fronts.against_entries`. cost: its label.
+    panels: by label, of `against_entries`. cost: its label.
     """
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.06)
     for place, (label, points) in enumerate(panels.items()):

@@ -7,11 +7,12 @@ be a regular file of reasonable size with its digest.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -20,9 +21,8 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.results import by_model
-from kvsim.analysis.table import COLUMNS, in_order
+from kvsim.analysis.table import COLUMNS, TYPES, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
@@ -41,8 +41,46 @@ TOLERANCE, _LEAST = 1e-5, 1e-3
 
 _AGAIN = "give the command that wrote it again, which continues"
 
-#: Most bytes of the results; what they decode to is bounded by them (`kvsim.analysis.parquet`).
+#: Most bytes of the results; what they decode to is bounded by them.
 _RESULTS = 8 << 30
+
+
+#: Most rows: a number for each byte of the file (real ones have 1/4), and one for any size.
+_ROWS_PER_BYTE, _ROWS = 4, 250_000
+
+
+def encode_table(table: pl.DataFrame) -> bytes:
+    """Return a table as Parquet that `decode_table` reads."""
+    data = io.BytesIO()
+    table.write_parquet(data)
+    if table.height > _limit(data.getvalue()):  # many rows of equal values
+        data = io.BytesIO()
+        table.write_parquet(data, compression="uncompressed")
+    return data.getvalue()
+
+
+def decode_table(data: bytes, names: Collection[str] = TYPES.keys()) -> pl.DataFrame:
+    """Return the columns with some names, a Table's, that Parquet has; they may have other types.
+
+    Raises ValueError for damaged data, and for more rows than files of this size have.
+    """
+    try:
+        table = pl.scan_parquet(io.BytesIO(data))
+        schema = table.collect_schema()
+        columns = [name for name in names if name in schema]
+        for name in columns:
+            if schema[name].is_nested() or schema[name] == pl.Binary:
+                raise ValueError(f"column {name} has type {schema[name]}")
+        rows = table.select(pl.len()).collect().item()
+        if rows > _limit(data):
+            raise ValueError(f"it has {rows} rows in {len(data)} bytes, at most {_limit(data)} fit")
+        return table.select(columns).collect()
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise ValueError(str(error)) from error
+
+
+def _limit(data: bytes) -> int:
+    return _ROWS + _ROWS_PER_BYTE * len(data)
 
 
 @dataclass(frozen=True)

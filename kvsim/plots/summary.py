@@ -18,13 +18,12 @@ from kvsim.analysis.comparison import compare
 from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.evidence import ranking as ranks
 from kvsim.analysis.folder import Tabular, as_table
-from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, check_models, labelled, of_policies
-from kvsim.analysis.summaries import averages, main_variants, split_by
+from kvsim.analysis.summaries import COSTS, against_entries, averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.folder import CONFIG, is_run, replace_run, writing
-from kvsim.analysis.parquet import decode_table
+from kvsim.analysis.folder import CONFIG, decode_table, is_run, replace_run, writing
 from kvsim.core.record import Record, record_document, record_of
 from kvsim.errors import OutputError, local_path
 from kvsim.files import check_writable, lock, read_input, replace_file

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsim.analysis.fronts import against_entries, front
+from kvsim.analysis.summaries import against_entries, front
 
 KEYS = {"params": "{}", "requested": "8", "interval": 4, "prefill": None}
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvsim.analysis.parquet import decode_table, encode_table
+from kvsim.analysis.folder import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, in_order
 
 
@@ -30,7 +30,7 @@ def results(rows=100, **columns):
 MEASURE = """
 import sys
 from pathlib import Path
-from kvsim.analysis.parquet import decode_table
+from kvsim.analysis.folder import decode_table
 
 def peak():
     status = Path("/proc/self/status").read_text()

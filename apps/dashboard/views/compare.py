@@ -9,8 +9,8 @@ import polars as pl
 import streamlit as st
 
 from kvsim.analysis.evidence import EVIDENCE
-from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import COSTS, against_entries
 from kvsim.schema import LABELS, visible
 
 from .. import controls, downloads, elements, line_charts, readings, runs

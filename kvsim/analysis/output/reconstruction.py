@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.results import task_of
+from kvsim.analysis.results import task_of, wide
 from kvsim.analysis.table import columns_of, measure
-from kvsim.analysis.wide_table import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay

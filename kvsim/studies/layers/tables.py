@@ -11,8 +11,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, share
-from kvsim.analysis.results import REQUESTED, task_of
-from kvsim.analysis.wide_table import wide
+from kvsim.analysis.results import REQUESTED, task_of, wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
