@@ -101,10 +101,18 @@ def _expected(
 ) -> tuple[float, float]:
     """The log of the expected score of one key, and the size of its terms."""
     rope, s, count = event.rotary(), event.scale, int(event.params["n_future"])
-    mean_matrix = mean_rotation(rope, len(key), start, count)
-    line = s * float(key @ mean_matrix @ mean)
-    square = s**2 / 2 * float(key @ mean_matrix @ spread @ mean_matrix.T @ key)
-    return line + square, abs(line) + abs(square)
+    if event.params["rope"] == "mean":
+        mean_matrix = mean_rotation(rope, len(key), start, count)
+        line = s * float(key @ mean_matrix @ mean)
+        square = s**2 / 2 * float(key @ mean_matrix @ spread @ mean_matrix.T @ key)
+        return line + square, abs(line) + abs(square)
+    each = []
+    for pos in range(start, start + count):
+        back = key @ rotation(rope, len(key), pos)
+        each.append(s * float(back @ mean) + s**2 / 2 * float(back @ spread @ back))
+    x = np.array(each)
+    top = float(x.max())
+    return top + float(np.log(np.exp(x - top).mean())), float(np.abs(x).max())
 
 
 def _logarithms(

@@ -53,6 +53,7 @@ _EXPECTED = {
     "covariance": True,
     "value_norm": "v",
     "query_buffer": 256,
+    "rope": "mean",
     "origin": "next",
     "log": False,
 }

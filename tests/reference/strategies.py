@@ -101,6 +101,7 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "covariance": _one(*_SWITCH),
     "value_norm": _one("v", "none", "wo_v"),
     "query_buffer": _whole(2, 12),
+    "rope": _one("mean", "mixture"),
     "calibration": _one("prefix:1", "prefix:3", "prefix:8", "oracle"),
     "protect_prompt": _one(*_SWITCH),
     "offsets": _one("mean", "max"),

@@ -165,7 +165,7 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
         ("adakv+snapkv", {"floor": 0.0, "window": 2}),
         more("adakv+snapkv", {"floor": 1.0, "window": 2}),
         ("gkv", {"mix_lambda": 0.0, "window": 2}),
-        ("expected_attention", {"covariance": False, "n_future": 3, "sink": 0}),
+        ("expected_attention", {"rope": "mixture", "n_future": 3, "sink": 0}),
         ("union+keydiff", {"across": "layers", "reduction": "rank"}),
         ("paged+h2o", {"heads": "group", "reduction": "max", "prompt": "pages", "page": 4}),
         ("tova", {"protect": {"sink": 1, "recent": 1, "prompt": True}}),

@@ -160,9 +160,10 @@ def _expected_attention(p: Any, e: Event) -> Flops:
         m = min(p.query_buffer, m)
     elif not e.prompt:
         m = min(e.since, p.query_buffer + 1) - p.sink
-    out = Flops(2 * n * h * d, 3 * h * n + 3 * g * n * d + m * h * d)
+    times = p.n_future if p.rope == "mixture" else 1  # one per position of the future
+    out = Flops(2 * n * h * d * times, (3 * h * n + 3 * g * n * d) * times + m * h * d)
     if p.covariance:
-        out += Flops(2 * h * d**2 * (m + n), (m + 2 * n) * h * d)
+        out += Flops(2 * h * d**2 * (m + n * times), (m + 2 * n * times) * h * d)
     if p.value_norm == "v":
         out += Flops(0, 2 * g * n * d)
     if p.value_norm == "wo_v":  # W W^T, and v.(W W^T) v
