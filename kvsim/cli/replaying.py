@@ -103,7 +103,7 @@ def replay(
 def begun(plan: Plan, folder: Folder) -> Parts:
     """Return what of a plan is done in the run folder, and say so."""
     parts = plan.begin(folder.out, overwrite=folder.overwrite)
-    if done := {number for each in plan.tasks for number in parts.done(each)}:
+    if done := {number for each in plan.tasks for number in parts.done(each)} - {-1}:
         show.echo_error(f"{folder.out} has results of {plural(len(done), 'cell')}; continuing")
     return parts
 

@@ -143,14 +143,7 @@ class Parts:
                 outcome = Outcome(decode_table(data), done=done, remarks=document["remarks"])
                 outcome.records = decode_records(records) if records else []
                 self.outcomes.setdefault(int(number), []).append(outcome)
-        except (
-            OSError,
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            pl.exceptions.PolarsError,
-        ):
+        except _DAMAGES:
             return
 
 
