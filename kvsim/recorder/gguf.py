@@ -25,8 +25,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.files import lock, published, refused
@@ -228,20 +226,31 @@ def _manifest(folder: Path, digest: str) -> dict[str, str]:
     return {"source": digest, "weights": _digest(folder / _WEIGHTS)}
 
 
+def _head(parts: Mapping[str, Weight]) -> bytes:
+    """Return the begin of a safetensors file: the length of its index, and the index."""
+    index, end = dict[str, Any](), 0
+    for name, (tensor, _) in parts.items():
+        begin, end = end, end + 4 * math.prod(tensor.shape)
+        index[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **index}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
-    """Dequantise a GGUF file into its cache folder."""
+    """Dequantise a GGUF file into its cache folder, one weight after another."""
     with published(folder, overwrite=True) as draft:
         draft.mkdir()
         for name, text in content.files.items():
             (draft / name).write_bytes(text)
-        with _usable(path):
-            values = {name: part() for name, part in content.weights.items()}
-            if wrong := [name for name, array in values.items() if not np.isfinite(array).all()]:
-                raise ValueError(f"{wrong[0]} has values that are not finite")
-        try:
-            save_file(values, draft / _WEIGHTS, {"format": "pt"})
-        except SafetensorError as error:  # such as a full disk
-            raise refused(folder, OSError(error_line(error))) from error
+        with (draft / _WEIGHTS).open("wb") as file:
+            file.write(_head(content.weights))
+            for name, (tensor, rows) in content.weights.items():
+                with _usable(path):
+                    values = tensor.values(rows)
+                    if not np.isfinite(values).all():
+                        raise ValueError(f"{name} has values that are not finite")
+                file.write(values.tobytes())
         (draft / _MANIFEST).write_text(json.dumps(_manifest(draft, digest)) + "\n", "ascii")
         if _digest(path) != digest:
             raise CaptureError(f"{path} changed while it was read, expected one content; try again")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,8 +72,8 @@ class StoredTensor:
         return np.asarray(values, "<f4").reshape(self.shape)
 
 
-#: Returns a parameter of the model, with the rows of its tensor in the order of transformers.
-Weight = Callable[[], NDArray[np.float32]]
+#: A parameter of the model: a tensor, and its rows in the order of transformers.
+Weight = tuple[StoredTensor, NDArray[np.int64]]
 
 
 class _Bytes:
@@ -240,5 +239,5 @@ def weights(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> d
         count = heads.get(each.split(".")[-2]) if name == "llama" else None
         if count:  # the two halves of a head are interleaved, as llama.cpp rotates them
             rows = rows.reshape(count, -1, 2).swapaxes(1, 2).ravel()
-        parts[ours] = partial(tensors[each].values, rows)
+        parts[ours] = tensors[each], rows
     return parts
