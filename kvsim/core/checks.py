@@ -335,13 +335,11 @@ def as_positions(at: Positions, n_pos: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         given = torch.zeros(1)  # no integer either
     integers = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    if given.ndim != 1 or (given.numel() and not integers):
-        raise PositionError(
-            f"positions are {reprlib.repr(at)}; expected a list of integers or a slice"
-        )
-    given = given.to(torch.int64)
+    listed = given.ndim == 1 and (integers or not given.numel())
+    given = given.to(torch.int64) if listed else given.new_full((1,), n_pos)
     index = torch.where(given < 0, given + n_pos, given)
-    outside = given[(index < 0) | (index >= n_pos)]
-    if len(outside):
-        raise PositionError(f"position {int(outside[0])} is not there; expected 0..{n_pos - 1}")
+    if bool(((index < 0) | (index >= n_pos)).any()):
+        raise PositionError(
+            f"positions are {reprlib.repr(at)}; expected a slice or integers in 0..{n_pos - 1}"
+        )
     return index

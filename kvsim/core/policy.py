@@ -258,15 +258,12 @@ class Policy:
             context_len: tokens before the question; None without one.
             end: tokens that an event takes for the prompt; None for the prompt.
         """
-        if budget < 1:
-            raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
         across = self.at(budget).propagation
-        if across is not None and budget < across.least_budget:
+        least = 1 if across is None else across.least_budget
+        if budget < least:
             raise BudgetError(
-                f"{self.name}: budget {budget} selects no token beside the window of rows that "
-                f"always propagates; the smallest budget that works is {across.least_budget}"
+                f"{self.name}: budget is {budget}; the smallest budget that works is {least}"
             )
-
         events = schedule or self.schedule
 
         def exceeded(total: int) -> tuple[int, int] | None:

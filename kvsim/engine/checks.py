@@ -11,7 +11,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
 from kvsim.engine.source import ended, windows
-from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
+from kvsim.errors import BudgetError, NeedsError, PolicyError
 from kvsim.schema import NEVER
 
 
@@ -26,12 +26,12 @@ def whole(budget: int) -> int:
 
 
 def check_options(memory: object, internals: object) -> None:
-    """Raise a KvsimError where an option of `replay` is of another kind than it says."""
-    if memory is not None and not is_finite(memory):
-        raise MemoryLimitError(f"memory is {memory!r}; expected a number of bytes, or None")
-    if not isinstance(internals, bool | Collection) or isinstance(internals, str):
+    """Raise PolicyError where an option of `replay` is of another kind than it says."""
+    named = isinstance(internals, bool | Collection) and not isinstance(internals, str)
+    if not named or not (memory is None or is_finite(memory)):
         raise PolicyError(
-            f"internals are {internals!r}; expected True, False or a set of names of notes"
+            f"memory is {memory!r}, and internals are {internals!r}; expected bytes or None, and "
+            "True, False or names of notes"
         )
 
 

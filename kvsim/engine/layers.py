@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvsim.core.lazy import Tensor
@@ -33,18 +33,15 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
                 "record other layers of the model, or a shorter text"
             )
         return chosen
-    if not isinstance(layers, Iterable):
-        raise PolicyError(f"layers are {layers!r}; expected a list of layers, such as [0, 1]")
-    numbers: list[int] = []
-    for layer in layers:
-        number = integer(layer)
-        if number is None or not 0 <= number < trace.n_layers:
-            raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
+    numbers = [*map(integer, layers)] if hasattr(layers, "__iter__") else []
+    known = tuple(x for x in numbers if x is not None and 0 <= x < trace.n_layers)
+    if not known or len({*known}) < len(numbers):
+        raise PolicyError(
+            f"layers are {layers!r}; expected some of 0..{trace.n_layers - 1}, each of them once"
+        )
+    for number in known:
         check_unwindowed(trace, number)
-        numbers.append(number)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise PolicyError(f"layers are {numbers}; expected some layers, each of them once")
-    return tuple(numbers)
+    return known
 
 
 def sharing(trace: Trace) -> int:

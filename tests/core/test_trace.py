@@ -87,8 +87,8 @@ def test_attention_rows_equal_the_definition(rows, pos, layer):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (3, "expected a list of integers"),
-        ([0, -99], r"position -99 is not there; expected 0\.\."),
+        (3, "positions are 3; expected"),
+        ([0, -99], r"positions are \[0, -99\]; expected a slice or integers in 0\.\."),
     ],
 )
 def test_positions_are_a_list_of_integers(at, message):

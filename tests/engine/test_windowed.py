@@ -87,9 +87,7 @@ def test_refusals_name_the_windows_and_a_way_out():
     with pytest.raises(PolicyError) as differ:
         kvsim.replay(make((WINDOW, PLAIN, WINDOW, sinks)), cake, 40)
     assert "layers 1 and 3 of long differ" in str(differ.value)
-    assert "in their sinks, beside a sliding window in layers 0, 2 (50 tokens);" in str(
-        differ.value
-    )
+    assert "in their sinks;" in str(differ.value)
     assert "such as snapkv" in str(differ.value)
 
     narrow = Formula(0.3, window=20)

@@ -66,7 +66,7 @@ def test_a_policy_is_its_name_and_its_parameters(name):
     assert found.rule
     assert found.params.items() <= policy.params.items()
     assert sys.modules[piece.__module__].__doc__
-    with pytest.raises(BudgetError, match="expected at least 1 entry"):
+    with pytest.raises(BudgetError, match="budget is 0; the smallest budget"):
         policy.check_budget(0)
 
 
