@@ -15,7 +15,6 @@ from kvsim.experiment import Experiment, LiveOptions, ReplayOptions, SweepOption
 from kvsim.sweeps import replay_all
 
 FILES = [*Path(kvsim.__file__).parent.rglob("cli/*.py")]
-FILES += Path(kvsim.__file__).parent.glob("studies/*/command.py")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -39,7 +39,7 @@ REFUSED = {
     f"{REPLAY} --policy mine:not_a_policy": "expected a kvsim.Policy",
     f"{REPLAY} --set windw=3 --policy snapkv": "did you mean 'window'?",
     f"{REPLAY} --set window": "--set is 'window'; expected KEY=VALUE",
-    f"{REPLAY} --policy adakv": "name a scorer too, such as adakv+tova",
+    f"{REPLAY} --policy adakv": "such as adakv+tova",
     f"{REPLAY} --policy qfilter": "calibration is missing; give calibration=",
     f"{REPLAY} --set protect_last=7.5": "protect_last is 7.5; expected True or False",
     f"{REPLAY} --metric output_eror": "did you mean 'output_error'?",
