@@ -67,7 +67,6 @@ REFUSED = {
     # ------------------------------------------------------------------------------------ live
     f"{LIVE} --policy oracle": "reads rows of the future",
     f"{LIVE} --prompts x": "--prompts was removed: kvsim capture records prompts",
-    f"{LIVE} --layers 7": "expected 0..2",
     f"{LIVE} --metric retained_mass": "computed from recorded attention",
     f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
     # --------------------------------------------------------------------------------- compare
