@@ -11,9 +11,10 @@ from plotly.colors import hex_to_rgb
 from plotly.subplots import make_subplots
 
 from kvsim.plots.style import COLOURS, KEPT, MISSED
-from kvsim.studies.segments.segmentation import Segmented, thinned
+from kvsim.studies.segments.segmentation import Segmented
 
 from . import elements
+from .cuts import curve, moves, spread, thinned
 from .tiles import READ_STATES, SIDE, STATES, Tile
 
 Ints = NDArray[np.int64]
@@ -150,7 +151,7 @@ def _masses(
         ("mass", "mass that is cut", MASS, "solid", 2.5),
     )
     for name, label, colour, dash, width in curves:
-        pos, share = event.curve(name, SIDE)
+        pos, share = curve(event, name, SIDE)
         figure.add_scatter(
             x=pos,
             y=share.astype(np.float32),
@@ -185,7 +186,7 @@ def _uprights(
 def _moves(figure: go.Figure, event: Segmented, before: Segmented | None) -> None:
     """A line from the nearest boundary before to each boundary that the event before could have."""
     if before is not None:
-        pairs = event.moves(before)
+        pairs = moves(event, before)
         gap = np.full(len(pairs), np.nan)
         figure.add_scatter(
             x=np.concatenate([pairs, gap[:, None]], axis=1).ravel(),
@@ -243,7 +244,7 @@ def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None
     quota = {"symbol": "line-ew", "size": 12, "line": {"width": 3, "color": QUOTA}}
     quota["color"] = QUOTA
     holds = {"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}}
-    marks = (("quota", event.quota, quota), (f"{scorer} alone holds", event.spread(alone), holds))
+    marks = (("quota", event.quota, quota), (f"{scorer} alone holds", spread(event, alone), holds))
     for label, heights, marker in marks:
         figure.add_scatter(
             x=middle,

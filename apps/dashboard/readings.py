@@ -16,6 +16,7 @@ from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
 from kvsim.studies.segments.segmentation import Segmented
 
+from .cuts import spread
 from .elements import excerpt
 
 _MISSED, _UNREAD = TOKEN_STATES.index("missed"), TOKEN_STATES.index("held, not read")
@@ -69,7 +70,7 @@ def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "pos
 def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | None) -> str:
     """Say what the segments of an event are, and where AMS and its scorer differ most."""
     counts, kept = event.counts(), event.counts(event.kept)
-    held = event.spread(alone)
+    held = spread(event, alone)
     edges = np.append(event.starts, event.row + 1)
     if len(counts) == 1:
         meaning = f"All {counts[0]} entries of this head are one segment, so no part has a quota"

@@ -21,9 +21,9 @@ from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
-from kvsim.studies.segments.segmentation import Segmented, cut_table, segmented
+from kvsim.studies.segments.segmentation import Segmented, segmented
 
-from .. import cache, controls, elements, event_charts, readings
+from .. import cache, controls, cuts, elements, event_charts, readings
 from ..tiles import SIDE
 
 #: Entries of all heads at all events up to which a replay keeps the decisions of its events (some
@@ -114,7 +114,7 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
     else:
         names = ("ams", replays.scorer)
         elements.chart(event_charts.segments(event, before, alone, names, texts), "segments")
-    _cut(replays, row)
+    _cut(replays, event, before)
     if replays.ams.remark:
         elements.reading(replays.ams.remark)
     records = (replays.ams, replays.alone)
@@ -122,18 +122,16 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
     _downloads(replays, event, before)
 
 
-def _cut(replays: Replays, row: int) -> None:
-    cuts = cut_table(replays.ams, replays.layer, replays.head)
-    cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
-    shift = cut["shift"]
-    moved = "-" if shift is None else f"{shift:.1f}"
-    again = "first event" if row == cuts["event"][0] else "no boundaries" * (shift is None)
-    counted = f"counted as {replays.ams.params['suffix_fill']}"
+def _cut(replays: Replays, event: Segmented, before: Segmented | None) -> None:
+    shifts = np.abs(np.diff(cuts.moves(event, before))) if before else np.zeros(0)
+    moved = f"{shifts.mean():.1f}" if shifts.size else "-"
+    again = "first event" if before is None else "no boundaries" * (not shifts.size)
+    size, counted = len(event.quota), f"counted as {replays.ams.params['suffix_fill']}"
     cells = (
-        ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
+        ("Segments", f"{size}", f"{len(event.pos) / size:.1f} entries each"),
         ("Boundaries moved, positions", moved, again),
-        ("Credit held", f"{cut['credit']:.3f}", "of 1; what was evicted is lost"),
-        ("Mass of recent rows", f"{cut['suffix']:.1%}", counted),
+        ("Credit held", f"{event.credit.sum():.3f}", "of 1; what was evicted is lost"),
+        ("Mass of recent rows", f"{event.suffix:.1%}", counted),
     )
     helps = (
         "and their mean length",
@@ -153,7 +151,7 @@ def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> 
         with tempfile.TemporaryDirectory() as folder:
             return save(drawing, Path(folder) / "segments.png").read_bytes()
 
-    table = pl.concat([cut.table() for cut in replays.events])
+    table = pl.concat([cuts.table(each) for each in replays.events])
     name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"
     left, right, _ = st.columns([3, 2, 3])
     left.download_button(
@@ -163,5 +161,5 @@ def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> 
         "Figure as PNG", figure, f"{name}-row-{event.row}.png", "image/png", on_click="ignore"
     )
     with st.expander("Segments of this event, and the parameters"):
-        st.dataframe(event.table(), hide_index=True)
+        st.dataframe(cuts.table(event), hide_index=True)
         st.json(dict(replays.ams.params), expanded=False)

@@ -31,24 +31,18 @@ FLOOR: Final = 1e-12
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 
 
-def expected_observed(
-    expectation: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
-) -> Figure:
+def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None = None) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
     arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
     expected attention sums to 1 over the keys, observed attention to the share that they get.
 
-    layers: all by default. qhead: by default the head of each layer with the median Spearman
-    correlation of the last step, the lower one of two.
+    The head of each layer is that with the median Spearman correlation of the last step, the lower
+    one of two. layers: all by default.
     """
-    count, heads, keys = expectation.observed.shape
-    every, owner = range(count), expectation.trace
-    shown = [
-        checked_index("layer", at, count, owner) for at in (every if layers is None else layers)
-    ]
-    if qhead is not None:
-        qhead = checked_index("query head", qhead, heads, owner)
+    count, _, keys = expectation.observed.shape
+    wanted = range(count) if layers is None else layers
+    shown = [checked_index("layer", at, count, expectation.trace) for at in wanted]
     size = len(shown) * len(STEPS)
     figure, axes = panels(size, columns=len(STEPS), size=(2.1, 2.0), share="row")
     at = np.arange(expectation.sink, expectation.cut)
@@ -57,7 +51,7 @@ def expected_observed(
     for place, axis in enumerate(axes):
         row, step = divmod(place, len(STEPS))
         layer = shown[row]
-        head = _middle(expectation.spearman[-1, layer]) if qhead is None else qhead
+        head = _middle(expectation.spearman[-1, layer])
         observed = np.exp(expectation.observed[layer, head])
         expected = np.exp(expectation.expected[:, layer, head])
         look: dict[str, Any] = {"s": 7, "lw": 0, "cmap": "viridis", "norm": scale, "zorder": 3}

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
+from apps.dashboard import cuts
 from kvsim.errors import PolicyError
-from kvsim.studies.segments.segmentation import cut_table, segmented
+from kvsim.studies.segments.segmentation import segmented
 from traces import random_trace
 
 EPSILON = 1e-12
@@ -70,27 +71,26 @@ def test_numbers_of_segments_are_those_of_their_entries(mode):
             given = plans.notes["segment"], plans.notes["quota"]
         assert one.segment.tolist() == given[0][at][plans.pos[at] >= 0].tolist()
         assert one.quota.tolist() == given[1][at][: len(one.quota)].tolist()
-        table = one.table().to_dicts()
+        table = cuts.table(one).to_dicts()
         assert len(table) == len(one.quota) == one.segment.max() + 1
         for number, row in enumerate(table):
             inside = [i for i, segment in enumerate(one.segment) if segment == number]
-            assert row["event"] == one.row
-            assert row["segment"] == number
-            assert row["first"] == one.pos[inside[0]] == one.starts[number]
             behind = inside[-1] + 1
             end = one.pos[behind] if behind < len(one.pos) else one.row + 1
-            assert row["last"] == end - 1
+            places = [one.row, number, one.starts[number], end - 1]
+            assert [row[name] for name in ("event", "segment", "first", "last")] == places
+            assert row["first"] == one.pos[inside[0]]
             assert row["entries"] == len(inside) == one.counts()[number]
             assert row["quota"] == one.quota[number]
-            assert row["kept"] == sum(bool(one.kept[i]) for i in inside)
-            assert row["protected"] == sum(bool(one.protected[i]) for i in inside)
+            for name in ("kept", "protected"):
+                assert row[name] == sum(bool(getattr(one, name)[i]) for i in inside)
             for name in ("observed", "credit", "mass"):
                 total = sum(getattr(one, name)[i] for i in inside)
                 assert row[name] == pytest.approx(total, abs=1e-12)
+        suffix = one.mass[one.pos > one.row - 8].sum()
+        assert one.suffix == pytest.approx(suffix, abs=1e-9)
         kept = np.flatnonzero(record.retained(one.row)[1, 0])
         assert one.pos[one.kept].tolist() == kept.tolist()
-        assert one.spread(one.pos).tolist() == one.counts().tolist()
-        assert one.spread(np.arange(120)).sum() == one.row + 1
         if mode == "strict":
             assert one.counts(one.kept).tolist() == one.quota.tolist()
 
@@ -109,21 +109,3 @@ def test_a_record_without_segments_is_refused():
     )
     with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
         segmented(bare, 0, 0)
-
-
-@pytest.mark.parametrize("head", [0, 1])
-def test_the_table_of_cuts_is_that_of_the_segments(head):
-    """A row for each event of the head; boundaries are compared with those of the event before."""
-    record = replayed()
-    events, table = segmented(record, 1, head), cut_table(record, 1, head)
-
-    assert table["event"].to_list() == [one.row for one in events]
-    assert table["segments"].to_list() == [len(one.quota) for one in events]
-    np.testing.assert_allclose(table["length"], [len(one.pos) / len(one.quota) for one in events])
-    np.testing.assert_allclose(table["credit"], [one.credit.sum() for one in events])
-    suffix = [one.mass[one.pos > one.row - 8].sum() for one in events]
-    np.testing.assert_allclose(table["suffix"], suffix)
-    assert table["shift"][0] is None
-    for before, one, shift in zip(events, events[1:], table["shift"][1:], strict=False):
-        gaps = np.abs(np.diff(one.moves(before))).ravel()
-        assert shift == (pytest.approx(gaps.mean()) if len(gaps) else None)
