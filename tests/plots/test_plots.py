@@ -9,7 +9,7 @@ import kvsim
 from kvsim import plots
 from kvsim.policies.asl import ASL
 from kvsim.studies.layers.ranking import ranking
-from kvsim.studies.layers.tables import diagnose, distribution, selection_table
+from kvsim.studies.layers.tables import distribution, selection_table
 from traces import random_trace
 
 
@@ -91,10 +91,10 @@ def deep(seed=0, layers=12, n=90, name="deep"):
 
 @pytest.fixture(scope="module")
 def layered():
-    """A trace and its diagnosis at two budgets."""
+    """A trace and its curves at two budgets."""
     trace = deep()
     ranked = ranking(trace, ASL(window=16))
-    return trace, [diagnose(trace, ranked, b) for b in (32, 50)]
+    return trace, [ranked.curve(b) for b in (32, 50)]
 
 
 def drawn_text(figure):
@@ -110,16 +110,16 @@ def test_variance_curves_show_threshold_and_selection(layered):
 
     (axis,) = figure.axes
     for one in found:
-        assert one.layer is not None
+        assert one.selected() is not None
         (line,) = (x for x in axis.get_lines() if f"budget {one.requested}" in str(x.get_label()))
-        first = one.curve.first_layer
+        first = one.first_layer
         np.testing.assert_array_equal(line.get_xdata(), range(first, 12))
-        np.testing.assert_array_equal(line.get_ydata(), one.curve.relative[first:])
+        np.testing.assert_array_equal(line.get_ydata(), one.relative[first:])
         marks = [(x.get_xdata()[0], x.get_ydata()[0]) for x in axis.get_lines() if x.get_ms() == 9]
-        assert (one.layer, one.curve.relative[one.layer]) in marks
+        assert (one.selected(), one.relative[one.selected()]) in marks
     assert any(list(line.get_ydata()) == [0.3, 0.3] for line in axis.get_lines())
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        f"budget {one.requested}: selects after layer {one.layer}" for one in found
+        f"budget {one.requested}: selects after layer {one.selected()}" for one in found
     ]
     assert figure.get_suptitle() == (
         "deep: do ranks settle? circle: selection layer\n"
@@ -153,8 +153,8 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
 
     axis, bar = figure.axes
     image = np.asarray(axis.images[0].get_array())
-    back, ranked = one.curve.look_back, one.ranking.ranks.numpy()
-    union = np.flatnonzero((ranked[-back:] <= one.curve.k).any(0))
+    back, ranked = one.look_back, one.ranking.ranks.numpy()
+    union = np.flatnonzero((ranked[-back:] <= one.k).any(0))
     assert image.shape == (12, len(union))
     assert (np.diff(image[-1]) > 0).all()
     np.testing.assert_allclose(sorted(image[-1]), sorted(ranked[-1, union]))
@@ -175,11 +175,11 @@ def test_the_histogram_counts_traces(layered):
     bars = sorted(
         (round(bar.get_x() + bar.get_width() / 2), bar.get_height()) for bar in axis.patches
     )
-    assert bars == sorted([(one.layer, 1) for one in found] + [(12, 1), (12, 1)])
+    assert bars == sorted([(one.selected(), 1) for one in found] + [(12, 1), (12, 1)])
     assert [t.get_text() for t in axis.get_xticklabels()][-1] == "never"
     assert axis.get_title() == "deep, 2 traces"
     means = [line.get_xdata()[0] for line in axis.get_lines()]
-    assert means == [one.layer for one in found]
+    assert means == [one.selected() for one in found]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -187,7 +187,7 @@ def test_shallow_models_have_every_figure(layers):
     """One layer, or three: nothing to select, and no figure fails or warns."""
     trace = deep(layers=layers)
     ranked = ranking(trace, ASL(window=16))
-    found = [diagnose(trace, ranked, b) for b in (17, 32, 100)]
+    found = [ranked.curve(b) for b in (17, 32, 100)]
     counts = distribution(selection_table(found))
 
     for figure in (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.core.trace import Trace
-    from kvsim.studies.layers.tables import Diagnosis
+    from kvsim.studies.layers.ranking import Curve
 
 
 def layers(
@@ -56,14 +56,14 @@ def layers(
 
     from kvsim.core.arguments import resolve_budget
     from kvsim.studies.layers.ranking import ranking
-    from kvsim.studies.layers.tables import diagnose, distribution, layer_table, selection_table
+    from kvsim.studies.layers.tables import distribution, layer_table, selection_table
 
     policies = shared.build_policies(["asl"], settings)
     if len(policies) != 1:
         raise OptionError(f"--set names {len(policies)} rules; expected one value for each key")
     rule: Any = policies[0].propagation
     opened = shared.open_traces(traces)
-    diagnoses: list[Diagnosis] = []
+    curves: list[Curve] = []
     with show.bar("layers") as report:
         for trace in opened:
 
@@ -73,8 +73,8 @@ def layers(
             ranked = ranking(trace, rule, device=device, progress=step)
             for text in budget:
                 size, share = resolve_budget(text, trace.n_pos), text if "%" in text else None
-                diagnoses.append(diagnose(trace, ranked, size, share=share))
-    selections = selection_table(diagnoses)
+                curves.append(ranked.curve(size, share=share))
+    selections = selection_table(curves)
     counts = distribution(selections)
     written: list[Path] = []
     if figures is not None:
@@ -82,11 +82,11 @@ def layers(
 
         with published(figures) as draft:
             draft.mkdir()
-            for name, figure in _figures(opened, diagnoses, counts, device):
+            for name, figure in _figures(opened, curves, counts, device):
                 written.append(figures / f"{name}.{form}")
                 (draft / written[-1].name).write_bytes(picture(figure, form))
     if as_json:
-        ranked_tokens = {each.trace: each.ranking.ranked for each in diagnoses}
+        ranked_tokens = {each.trace: each.ranking.ranked for each in curves}
         of_traces = [
             {
                 "name": trace.name,
@@ -99,7 +99,7 @@ def layers(
         ]
         parameters = asdict(rule)
         del parameters["kv_before"]  # about caches, which no table here shows
-        tables = {"selections": selections, "layers": layer_table(diagnoses)}
+        tables = {"selections": selections, "layers": layer_table(curves)}
         rows = {name: table.to_dicts() for name, table in tables.items()}
         rows["distribution"] = counts.to_dicts()
         paths = {"figures": [str(path) for path in written]}
@@ -112,7 +112,7 @@ def layers(
         "summed over query heads."
     )
     if len(opened) == 1:
-        _print_layers(opened[0], diagnoses)
+        _print_layers(opened[0], curves)
     else:
         _print_selections(selections, counts)
     echo_text(
@@ -123,16 +123,16 @@ def layers(
         echo_text(f"Written to {figures}: {', '.join(path.name for path in written)}.")
 
 
-def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
+def _print_layers(trace: Trace, curves: Sequence[Curve]) -> None:
     from kvsim.studies.layers.tables import layer_table
 
     echo_text(
         f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
-        f"{diagnoses[0].ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}"
+        f"{curves[0].ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}"
     )
-    for diagnosis in diagnoses:
-        curve, table = diagnosis.curve, layer_table([diagnosis])
-        size = show.budget_text(curve.budget, diagnosis.share)
+    for curve in curves:
+        table = layer_table([curve])
+        size = show.budget_text(curve.budget, curve.share)
         echo_text(f"\nBudget {size}, k = {curve.k}: {curve.verdict()}.\n")
         rows = [
             {
@@ -150,7 +150,7 @@ def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
         overlap = ""
         if curve.k:
             tokens = plural(curve.k, "token")
-            chance = f"{diagnosis.jaccard_chance:.2f} by chance"
+            chance = f"{curve.jaccard_chance:.2f} by chance"
             overlap = f"; Jaccard index of the first {tokens}, {chance}"
         uniform = table["entropy_uniform"][0]
         echo_text(f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal{overlap}.")
@@ -184,20 +184,23 @@ def _print_selections(selections: pl.DataFrame, counts: pl.DataFrame) -> None:
 
 
 def _figures(
-    traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], counts: pl.DataFrame, device: str
+    traces: Sequence[Trace], curves: Sequence[Curve], counts: pl.DataFrame, device: str
 ) -> Iterator[tuple[str, Any]]:
     from kvsim import plots
 
-    yield "variance", plots.variance_curves(diagnoses)
+    yield "variance", plots.variance_curves(curves)
     if len(traces) > 1:
         yield "selection", plots.selection_histogram(counts, max(x.n_layers for x in traces))
         return
-    trace, first = traces[0], diagnoses[0]
+    trace, first = traces[0], curves[0]
     window = first.ranking.rule.window
-    yield "attention", plots.layer_attention(trace, window, selected=first.layer, device=device)
-    for diagnosis in diagnoses:
-        size = diagnosis.requested.replace("%", "pct")
-        grid = diagnosis.ranking.grid(diagnosis.curve.budget)
-        if len(grid.first_layers) > 1 and not diagnosis.curve.fits:  # else nothing can be chosen
+    yield (
+        "attention",
+        plots.layer_attention(trace, window, selected=first.selected(), device=device),
+    )
+    for curve in curves:
+        size = curve.requested.replace("%", "pct")
+        grid = curve.ranking.grid(curve.budget)
+        if len(grid.first_layers) > 1 and not curve.fits:  # else nothing can be chosen
             yield f"grid-{size}", plots.selection_grid(trace.name, grid)
-        yield f"ranks-{size}", plots.rank_pattern(diagnosis)
+        yield f"ranks-{size}", plots.rank_pattern(curve)

@@ -15,7 +15,7 @@ _layers = partial(
 FIGURES: Final[Mapping[str, Figure]] = {
     "variance_curves": _layers(
         "Relative rank variance by layer, with the threshold and the selection layer.",
-        ("diagnoses",), source="ASL, Fig. 6"),
+        ("curves",), source="ASL, Fig. 6"),
     "selection_histogram": _layers(
         "Number of traces that select at each layer.",
         ("distribution",), source="ASL, Figs. 9-10"),
@@ -27,5 +27,5 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("grid",), source="ASL, Fig. 8"),
     "rank_pattern": _layers(
         "Ranks in every layer of the tokens that the last layers rank first.",
-        ("diagnosis",), source="ASL, Fig. 4"),
+        ("curve",), source="ASL, Fig. 4"),
 }  # fmt: skip

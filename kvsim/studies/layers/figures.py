@@ -32,9 +32,8 @@ from kvsim.plots.style import (
 )
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.layers.ranking import Grid, window_attention
+from kvsim.studies.layers.ranking import Curve, Grid, window_attention
 from kvsim.studies.layers.ranking import rank_pattern as pooled_ranks
-from kvsim.studies.layers.tables import Diagnosis
 
 LINE, NEVER = "#33608c", "#e4e1da"
 
@@ -50,21 +49,21 @@ _PIXELS = 1024
 _FAINT = 1e-5
 
 
-def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
+def variance_curves(curves: Sequence[Curve]) -> Figure:
     """Relative rank variance by layer, tau, and a marker at the selection layer of each line.
 
     ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
     shows how the layers would rank if no layer had selected.
     """
-    named = len(diagnoses) <= _NAMED
-    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * named)
-    several = len({x.trace for x in diagnoses}) > 1, len({x.requested for x in diagnoses}) > 1
-    styles = series(map(str, range(len(diagnoses)))).values()
-    for diagnosis, style in zip(diagnoses, styles, strict=True):
-        curve, selected = diagnosis.curve, diagnosis.layer
+    named = len(curves) <= _NAMED
+    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(curves) * named)
+    several = len({x.trace for x in curves}) > 1, len({x.requested for x in curves}) > 1
+    styles = series(map(str, range(len(curves)))).values()
+    for curve, style in zip(curves, styles, strict=True):
+        selected = curve.selected()
         layers = np.arange(curve.first_layer, curve.n_layers)
-        size = f"budget {diagnosis.requested}"
-        parts = [diagnosis.trace] * several[0] + [size] * (several[1] or not several[0])
+        size = f"budget {curve.requested}"
+        parts = [curve.trace] * several[0] + [size] * (several[1] or not several[0])
         end = f"selects after layer {selected}" if selected is not None else "never selects"
         look: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
         if named:
@@ -76,20 +75,20 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
             axis.plot(selected, curve.relative[selected], mec=ring, **_CIRCLE)
     right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
     right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
-    for tau in sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses}):
+    for tau in sorted({curve.rule.tau for curve in curves}):
         axis.axhline(tau, color=SELECTED, lw=1, ls="--")
         axis.annotate(f"tau {tau:g}", (1, tau), **right)
     axis.set_ylim(bottom=0)
     name_axes(axis, y="rank variance / that of the first tested layer")
-    layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in diagnoses), default=1))
+    layer_axis(axis, max((curve.n_layers for curve in curves), default=1))
     terms: dict[str, set[Any]] = {
-        "budget": {diagnosis.requested for diagnosis in diagnoses},
-        "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
-        "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
-        "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
+        "budget": {curve.requested for curve in curves},
+        "window": {curve.rule.window for curve in curves},
+        "first tested layer": {curve.first_layer for curve in curves},
+        "look-back": {curve.look_back for curve in curves},
     }
     shared = ", ".join(f"{name} {each.pop()}" for name, each in terms.items() if len(each) == 1)
-    traces = trace_label(each.trace for each in diagnoses)
+    traces = trace_label(each.trace for each in curves)
     text = f"{traces}: do ranks settle? circle: selection layer\n{shared}"
     if named:
         finish(figure, axis, text, ["exact"], columns=1)
@@ -166,13 +165,13 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     return figure
 
 
-def rank_pattern(diagnosis: Diagnosis) -> Figure:
+def rank_pattern(curve: Curve) -> Figure:
     """Rank of tokens in every layer, the tokens in the order of the last layer.
 
     ASL (arXiv 2601.07667), Fig. 4. The tokens are those that are among the first k in one of the
     last look-back layers.
     """
-    curve, ranking = diagnosis.curve, diagnosis.ranking
+    ranking, selected = curve.ranking, curve.selected()
     back, n_layers = curve.look_back, curve.n_layers
     pattern = pooled_ranks(ranking, back, curve.k, columns=_PIXELS)
     count = len(pattern.tokens)
@@ -183,8 +182,8 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
     extent = 0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5
     image = axis.imshow(ranks, cmap="viridis_r", norm=scale, extent=extent, **CELLS)
     axis.set_xlim(0.5, max(1, count) + 0.5)
-    if diagnosis.layer is not None:
-        axis.axhline(diagnosis.layer + 0.5, color=SELECTED, lw=1.2)
+    if selected is not None:
+        axis.axhline(selected + 0.5, color=SELECTED, lw=1.2)
     if curve.k < ranking.ranks.shape[1]:
         axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
     whole_ticks(axis.yaxis)
@@ -193,9 +192,9 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
     bar.yaxis.set_major_formatter(_PLAIN)
     bar.invert_yaxis()
     tail = f"; each column is the geometric mean of {pooling}" if pooling > 1 else ""
-    line = "" if diagnosis.layer is None else "; red: selected after"
+    line = "" if selected is None else "; red: selected after"
     last = "the last layer" if back == 1 else f"the last {back} layers"
-    subject = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
+    subject = f"{curve.trace}: ranks of what is among the first k in {last}{tail}"
     caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
     return figure
 

@@ -13,23 +13,22 @@ from kvsim.analysis.subject import Analysis
 from kvsim.policies.asl import Selecting
 from kvsim.studies.layers.ranking import Curve
 from kvsim.studies.layers.ranks import ranks
-from kvsim.studies.layers.tables import Diagnosis
 
 #: ASL's thresholds, Table 9.
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def _by_layer(
-    values: Callable[[Diagnosis], Floats], chance: Callable[[Diagnosis], float] | None = None
+    values: Callable[[Curve], Floats], chance: Callable[[Curve], float] | None = None
 ) -> Callable[[Analysis], Iterator[Cells]]:
-    """Values [L] of a Diagnosis at each k, of layers that have one; none if the prompt goes on."""
+    """Values [L] of a curve at each k, of layers that have one; none if the prompt goes on."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
-        for k, diagnosis in analysis.of(ranks).diagnoses.items():
-            if diagnosis.curve.fits:
+        for k, curve in analysis.of(ranks).curves.items():
+            if curve.fits:
                 continue
-            numbers = values(diagnosis)
-            random = None if chance is None else np.array([chance(diagnosis)])
+            numbers = values(curve)
+            random = None if chance is None else np.array([chance(curve)])
             for layer in np.flatnonzero(~np.isnan(numbers)).tolist():
                 yield Cells(layer, numbers[layer].reshape(1), variant=f"k={k}", chance=random)
 
@@ -46,12 +45,11 @@ def _selection(analysis: Analysis) -> Iterator[Cells]:
     rule, ranking = analysis.of(ranks).rule, analysis.of(ranks).ranking
     if ranking is None:
         return
-    for k, diagnosis in analysis.of(ranks).diagnoses.items():
-        curve = diagnosis.curve
+    for k, curve in analysis.of(ranks).curves.items():
         for tau in dict.fromkeys((*TAUS, rule.tau)):
             yield _number(curve.selected(tau), f"k={k},tau={tau:g}")
         for name, changed in _other_rules(rule, analysis.trace.n_layers):
-            other: Curve = ranking.curve(curve.budget, changed)
+            other = ranking.curve(curve.budget, changed)
             yield _number(other.selected(changed.tau), f"k={k},tau={rule.tau:g},{name}")
 
 
@@ -75,22 +73,22 @@ METRICS: Mapping[str, Metric] = {
     "rank_variance": Metric(
         "variance over neighbouring layers of a token's rank, mean over the tokens that rank high",
         "trace", "squared ranks", None, "ASL, section 4.1",
-        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False,
+        _by_layer(lambda curve: curve.variance), main="k=25%", default=False,
         after="concat_error"),
     "rank_relative": Metric(
         "rank variance over that of the first layer that ASL tests",
         "trace", "ratio", None, "ASL, Fig. 6",
-        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False,
+        _by_layer(lambda curve: curve.relative), main="k=25%", default=False,
         after="rank_variance"),
     "rank_union": Metric(
         "tokens among the first k of one of the layers compared, over k, next to chance",
         "trace", "ratio", None, "ASL, section 4.1",
-        _by_layer(lambda diagnosis: diagnosis.union, lambda diagnosis: diagnosis.union_chance),
+        _by_layer(lambda curve: curve.union_share, lambda curve: curve.union_chance),
         main="k=25%", default=False, after="rank_relative"),
     "rank_overlap": Metric(
         "Jaccard index of a layer's first k tokens and those of the layer before, next to chance",
         "trace", "share", None, "kvsim, after ASL",
-        _by_layer(lambda diagnosis: diagnosis.jaccard, lambda diagnosis: diagnosis.jaccard_chance),
+        _by_layer(lambda curve: curve.jaccard, lambda curve: curve.jaccard_chance),
         main="k=25%", default=False, after="rank_union"),
     "layer_entropy": Metric(
         "entropy of a layer's scores as a distribution over the prompt's tokens",

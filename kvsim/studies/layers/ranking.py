@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.arrays import Floats, Ints, share
+from kvsim.analysis.results import task_of
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
@@ -28,15 +30,16 @@ NEVER_SELECTS = -1
 
 @dataclass(frozen=True)
 class Curve:
-    """ASL's test at one budget, in all layers.
+    """ASL's test of one trace at one budget, in all layers.
 
     k: tokens next to the window that would propagate. first_layer, look_back: the rule as it was
     applied. variance [L]: V, in squared ranks, NaN before layer look_back - 1. relative [L]: rho,
     NaN before first_layer. union [L]: tokens that V is a mean over, 0 where it is NaN.
+    share: the budget as a share of the trace, if it was requested so.
     """
 
+    ranking: Ranking
     rule: Selecting
-    prompt_len: int
     budget: int
     k: int
     first_layer: int
@@ -44,11 +47,53 @@ class Curve:
     variance: Floats
     relative: Floats
     union: Ints
+    share: str | None = None
+
+    @property
+    def trace(self) -> str:
+        """The trace's name."""
+        return self.ranking.trace
+
+    @property
+    def requested(self) -> str:
+        """The budget as requested."""
+        return self.share or str(self.budget)
 
     @property
     def n_layers(self) -> int:
         """Layers of the model."""
         return len(self.variance)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.ranking.prompt_len
+
+    @property
+    def union_share(self) -> Floats:
+        """Tokens that the variance is a mean over, over k; [L], NaN as the variance."""
+        return np.where(np.isnan(self.variance), np.nan, self.union / self.k)
+
+    @property
+    def union_chance(self) -> float:
+        """The union of so many independent random rankings, over k."""
+        ranked = self.ranking.ranked
+        # a token is in none of the first k of independent random rankings with this probability
+        absent: float = (1 - self.k / ranked) ** self.look_back
+        return ranked * (1 - absent) / self.k
+
+    @cached_property
+    def jaccard(self) -> Floats:
+        """|A and B| / |A or B| [L] of first k tokens and the layer before's; NaN without any."""
+        top = (self.ranking.ranks <= self.k).numpy()
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
+
+    @property
+    def jaccard_chance(self) -> float:
+        """The index of two sets of k tokens that share as many as expected, k * k / m."""
+        shared = self.k * self.k / self.ranking.ranked
+        return shared / (2 * self.k - shared) if self.k else float("nan")
 
     @property
     def tested(self) -> range:
@@ -105,7 +150,8 @@ class Ranking:
     """Pooled scores and ranks of the tokens before the window, in every layer.
 
     scores [L, m], ranks int64 [L, m], 1 the best; m = prompt_len - window. rule: its window, pool
-    and kernel made the scores; its other parameters are the defaults of what is asked.
+    and kernel made the scores; its other parameters are the defaults of what is asked. task: the
+    group of traces.
     """
 
     trace: str
@@ -113,6 +159,7 @@ class Ranking:
     rule: Selecting
     scores: Tensor = field(repr=False)
     ranks: Tensor = field(repr=False)
+    task: str = ""
     _computed: dict[tuple[int, int], tuple[Floats, Ints]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -127,7 +174,9 @@ class Ranking:
         """m: tokens before the window."""
         return int(self.ranks.shape[1])
 
-    def curve(self, budget: int, rule: Selecting | None = None) -> Curve:
+    def curve(
+        self, budget: int, rule: Selecting | None = None, *, share: str | None = None
+    ) -> Curve:
         """The test in all layers, under another first layer, look-back or tau if `rule` is given.
 
         Raises BudgetError for a budget below the window, PolicyError for another window.
@@ -147,7 +196,8 @@ class Ranking:
         relative = np.full(self.n_layers, np.nan)
         base = variance[first_layer]
         relative[first_layer:] = variance[first_layer:] / base if base > 0 else 0.0
-        return Curve(rule, self.prompt_len, budget, k, first_layer, back, variance, relative, union)
+        terms = budget, k, first_layer, back, variance, relative, union
+        return Curve(self, rule, *terms, share)
 
     def grid(
         self,
@@ -220,7 +270,7 @@ def ranking(
             if progress is not None:
                 progress(layer + 1, trace.n_layers)
     by_layer, ranked = (torch.stack(part) for part in zip(*scored, strict=True))
-    return Ranking(trace.name, trace.prompt_len, rule, by_layer, ranked)
+    return Ranking(trace.name, trace.prompt_len, rule, by_layer, ranked, task_of(trace))
 
 
 def window_attention(

@@ -10,8 +10,7 @@ from kvsim.analysis.subject import Analysis
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import ASL, Selecting
-from kvsim.studies.layers.ranking import Ranking, ranking
-from kvsim.studies.layers.tables import Diagnosis, diagnose
+from kvsim.studies.layers.ranking import Curve, Ranking, ranking
 
 #: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
 SHARES = ("10%", "25%", "50%")
@@ -51,14 +50,13 @@ class Ranks:
         return ranking(trace, self.rule, device=self.device)
 
     @cached_property
-    def diagnoses(self) -> Mapping[str, Diagnosis]:
+    def curves(self) -> Mapping[str, Curve]:
         """ASL's test at each k, by k as it was given."""
         if (ranking := self.ranking) is None:
             return {}
         budgets = {k: resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
         return {
-            str(k): diagnose(self.trace, ranking, budget, share=budget_label(k))
-            for k, budget in budgets.items()
+            str(k): ranking.curve(budget, share=budget_label(k)) for k, budget in budgets.items()
         }
 
 

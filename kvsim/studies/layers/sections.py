@@ -12,22 +12,23 @@ from kvsim.report.html import details, image, interval, lines, section, table_of
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, trace_averages
+from kvsim.studies.layers.ranking import Curve
 from kvsim.studies.layers.ranks import SHARES, budget_label, ranks
-from kvsim.studies.layers.tables import Diagnosis, distribution, selection_table
+from kvsim.studies.layers.tables import distribution, selection_table
 
 
-def _diagnoses(analysis: Analysis) -> Sequence[Diagnosis]:
-    return [*analysis.of(ranks).diagnoses.values()]
+def _curves(analysis: Analysis) -> Sequence[Curve]:
+    return [*analysis.of(ranks).curves.values()]
 
 
-def _all(study: Study) -> list[Diagnosis]:
-    """Return the diagnoses of all traces that can be ranked, at each k."""
-    return [each for of_trace in study.collected[_diagnoses] for each in of_trace]
+def _all(study: Study) -> list[Curve]:
+    """Return the curves of all traces that can be ranked, at each k."""
+    return [each for of_trace in study.collected[_curves] for each in of_trace]
 
 
 def _layers(study: Study) -> str:
-    diagnoses = _all(study)
-    if not diagnoses:
+    curves = _all(study)
+    if not curves:
         return ""
     note = Markup(
         "The attention of the prompt's last {} rows ranks the tokens before them in every layer, "
@@ -39,14 +40,14 @@ def _layers(study: Study) -> str:
     head: list[Column] = [("entropy, nats", "layer_entropy", "", False)]
     head += [(f"relative, k={k}", "rank_relative", f"k={k}", False) for k in SHARES]
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
-    middle = [each for each in diagnoses if each.requested == budget_label(SHARES[1])]
+    middle = [each for each in curves if each.requested == budget_label(SHARES[1])]
     pictures = [
         image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
         image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),
     ]
     body = [by_layer(study, head, together=False), _selections(study), *pictures]
-    if any(each.layer is not None for each in diagnoses):
-        chosen = distribution(selection_table(diagnoses))
+    if any(each.selected() is not None for each in curves):
+        chosen = distribution(selection_table(curves))
         deepest = max(trace.n_layers for trace in study.traces)
         body.append(image("Selection layers", lambda: plots.selection_histogram(chosen, deepest)))
     return section("How layers rank the prompt", note, lines(body))
@@ -60,7 +61,7 @@ def _selections(study: Study) -> str:
         return tag(
             "p",
             "At no k, threshold or rule tried does ASL select on any of these prompts. "
-            f"{first.trace} at k={SHARES[0]}: {first.curve.verdict()}.",
+            f"{first.trace} at k={SHARES[0]}: {first.verdict()}.",
         )
     head = ["rule", "layer after which it selects", "prompts that select"]
     rows: dict[bool, list[list[str]]] = {True: [], False: []}
@@ -71,4 +72,4 @@ def _selections(study: Study) -> str:
     return table_of(head, rows[True]) + variants
 
 
-LAYERS = Section(_layers, after="expectation", collect=_diagnoses)
+LAYERS = Section(_layers, after="expectation", collect=_curves)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Floats, share
-from kvsim.analysis.results import REQUESTED, task_of, wide
-from kvsim.core.trace import Trace
-from kvsim.policies.asl import Selecting
+from kvsim.analysis.results import REQUESTED, wide
 from kvsim.schema import FIDELITY
-from kvsim.studies.layers.ranking import Curve, Ranking
+from kvsim.studies.layers.ranking import Curve
 
 _OF_TRACE = {"trace": pl.String, "task": pl.String, "budget": pl.Int64, "share": pl.String}
 #: Columns of `layer_table`.
@@ -41,83 +36,14 @@ SELECTION_COLUMNS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """One trace at one budget.
-
-    task: the group of traces. share: the budget as a share of the trace, if it was requested so.
-    """
-
-    ranking: Ranking
-    curve: Curve
-    task: str = ""
-    share: str | None = None
-
-    @property
-    def trace(self) -> str:
-        """The trace's name."""
-        return self.ranking.trace
-
-    @property
-    def requested(self) -> str:
-        """The budget as requested."""
-        return self.share or str(self.curve.budget)
-
-    @property
-    def layer(self) -> int | None:
-        """The selection layer."""
-        return self.curve.selected()
-
-    @property
-    def union(self) -> Floats:
-        """Tokens that the variance is a mean over, over k; [L], NaN as the variance."""
-        return np.where(np.isnan(self.curve.variance), np.nan, self.curve.union / self.curve.k)
-
-    @property
-    def union_chance(self) -> float:
-        """The union of so many independent random rankings, over k."""
-        ranked, k = self.ranking.ranked, self.curve.k
-        # a token is in none of the first k of independent random rankings with this probability
-        absent: float = (1 - k / ranked) ** self.curve.look_back
-        return ranked * (1 - absent) / k
-
-    @cached_property
-    def jaccard(self) -> Floats:
-        """|A and B| / |A or B| [L] of first k tokens and the layer before's; NaN without any."""
-        top = (self.ranking.ranks <= self.curve.k).numpy()
-        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
-        return np.concatenate([[np.nan], share(both, either)])
-
-    @property
-    def jaccard_chance(self) -> float:
-        """The index of two sets of k tokens that share as many as expected, k * k / m."""
-        k = self.curve.k
-        shared = k * k / self.ranking.ranked
-        return shared / (2 * k - shared) if k else float("nan")
-
-    def of_trace(self) -> dict[str, Any]:
-        """The columns that all rows share."""
-        budget = {"budget": self.curve.budget, "share": self.share, "k": self.curve.k}
-        return {"trace": self.trace, "task": self.task, "fidelity": "exact"} | budget
+def _of_trace(curve: Curve) -> dict[str, Any]:
+    """The columns that all rows share."""
+    ranking = curve.ranking
+    budget = {"budget": curve.budget, "share": curve.share, "k": curve.k}
+    return {"trace": ranking.trace, "task": ranking.task, "fidelity": "exact"} | budget
 
 
-def diagnose(
-    trace: Trace,
-    ranking: Ranking,
-    budget: int,
-    *,
-    share: str | None = None,
-    rule: Selecting | None = None,
-) -> Diagnosis:
-    """One trace at one budget, from its ranking; no array of the trace is read again.
-
-    rule: with another tau, first layer or
-    look-back than the ranking's; see `Ranking.curve`.
-    """
-    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), share)
-
-
-def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+def layer_table(curves: Sequence[Curve]) -> pl.DataFrame:
     """One row per trace, budget and layer; `LAYER_COLUMNS`.
 
     variance in squared ranks; relative_variance to that of the first layer that is tested; union:
@@ -125,35 +51,34 @@ def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     the layer before, next to chance.
     """
     parts = []
-    for diagnosis in diagnoses:
-        curve = diagnosis.curve
+    for curve in curves:
         layers = np.arange(curve.n_layers)
         of_layers = {
             "layer": layers,
             "variance": curve.variance,
             "relative_variance": curve.relative,
-            "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
+            "selected": layers == curve.selected(),
             "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
-            "entropy": diagnosis.ranking.entropy(),
-            "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
-            "jaccard": diagnosis.jaccard,
-            "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
+            "entropy": curve.ranking.entropy(),
+            "entropy_uniform": float(np.log(curve.ranking.ranked)),
+            "jaccard": curve.jaccard,
+            "jaccard_chance": np.where(layers > 0, curve.jaccard_chance, np.nan),
         }
-        parts.append(diagnosis.of_trace() | of_layers)
+        parts.append(_of_trace(curve) | of_layers)
     return wide(parts, LAYER_COLUMNS)
 
 
-def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+def selection_table(curves: Sequence[Curve]) -> pl.DataFrame:
     """One row per trace and budget; `SELECTION_COLUMNS`.
 
     layer: the selection layer, null where nothing is dropped (verdict says why).
     relative_variance is that of this layer.
     """
     rows = []
-    for diagnosis in diagnoses:
-        curve, layer = diagnosis.curve, diagnosis.layer
+    for curve in curves:
+        layer = curve.selected()
         terms = ("prompt_len", "n_layers", "first_layer", "look_back")
-        row = diagnosis.of_trace() | {name: getattr(curve, name) for name in terms}
+        row = _of_trace(curve) | {name: getattr(curve, name) for name in terms}
         row |= {
             "tau": curve.rule.tau,
             "layer": layer,

@@ -15,11 +15,7 @@ from matplotlib.figure import Figure
 import kvsim
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking
-from kvsim.studies.layers.tables import (
-    Diagnosis,
-    diagnose,
-    layer_table,
-)
+from kvsim.studies.layers.tables import layer_table
 from kvsim.testing.strategies import cases
 from reference import propagation
 from traces import settling_trace
@@ -120,8 +116,7 @@ def test_overlap_and_entropy_equal_loops(scores, data):
         for row in [propagation.ranks(row) for row in scores]
     ]
 
-    diagnosis = Diagnosis(one, one.curve(k + 4))
-    jaccard, entropy = diagnosis.jaccard, diagnosis.ranking.entropy()
+    jaccard, entropy = one.curve(k + 4).jaccard, one.entropy()
 
     assert np.isnan(jaccard[0])
     for layer in range(layers):
@@ -219,10 +214,7 @@ def several():
     for i, speed in enumerate((1.1, 1.2, 2.0, 0.1)):
         trace = settling_trace(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
         one = ranking(trace)
-        found += [
-            diagnose(trace, one, budget, share=share)
-            for budget, share in ((60, "50%"), (100, None))
-        ]
+        found += [one.curve(60, share="50%"), one.curve(100)]
     return found
 
 
@@ -233,15 +225,15 @@ def test_the_layer_table_has_every_layer(several):
     assert table.height == 4 * 2 * 24
     assert table["fidelity"].unique().to_list() == ["exact"]
     for one in several:
-        key = (pl.col("trace") == one.trace) & (pl.col("budget") == one.curve.budget)
+        key = (pl.col("trace") == one.trace) & (pl.col("budget") == one.budget)
         rows = table.filter(key)
         assert rows["layer"].to_list() == list(range(24))
         selected = rows.filter("selected")["layer"].to_list()
-        assert selected == ([] if one.layer is None else [one.layer])
+        assert selected == ([] if one.selected() is None else [one.selected()])
         np.testing.assert_array_equal(rows["jaccard"][1:].to_numpy(), one.jaccard[1:])
-        assert rows["relative_variance"].null_count() == one.curve.first_layer
-        assert rows["variance"].null_count() == one.curve.look_back - 1
-        assert rows["union"].null_count() == one.curve.look_back - 1
+        assert rows["relative_variance"].null_count() == one.first_layer
+        assert rows["variance"].null_count() == one.look_back - 1
+        assert rows["union"].null_count() == one.look_back - 1
 
 
 @pytest.fixture(scope="module")
