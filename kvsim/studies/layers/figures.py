@@ -173,10 +173,9 @@ def rank_pattern(curve: Curve) -> Figure:
     """
     ranking, selected = curve.ranking, curve.selected()
     back, n_layers = curve.look_back, curve.n_layers
-    pattern = pooled_ranks(ranking, back, curve.k, columns=_PIXELS)
-    count = len(pattern.tokens)
+    count, ranks = pooled_ranks(ranking, back, curve.k, columns=_PIXELS)
     pooling = max(1, -(-count // _PIXELS))
-    ranks = pattern.ranks if count else np.full((n_layers, 1), np.nan)
+    ranks = ranks if count else np.full((n_layers, 1), np.nan)
     figure, axis = single_panel(8, max(2.6, 0.14 * n_layers + 1.9))
     scale = LogNorm(1, max(2, ranking.ranked))
     extent = 0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5

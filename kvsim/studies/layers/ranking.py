@@ -288,37 +288,22 @@ def window_attention(
     return np.stack(windows)
 
 
-class RankPattern(NamedTuple):
-    """Ranks of some tokens in every layer.
-
-    tokens: positions, in the order of the columns. edges: the first token (its place among them) of
-    each column, and where the last column ends. ranks [L, column]: geometric means, 1 the best.
-    """
-
-    tokens: Ints
-    edges: Ints
-    ranks: Floats
-
-
 def rank_pattern(
-    ranking: Ranking, look_back: int, k: int, *, by: str = "rank", columns: int = 1024
-) -> RankPattern:
-    """Return the ranks of the tokens among the first k in one of the last `look_back` layers.
+    ranking: Ranking, look_back: int, k: int, *, columns: int = 1024
+) -> tuple[int, Floats]:
+    """Return how many tokens are among the first k in one of the last layers, and their ranks.
 
-    After ASL (arXiv 2601.07667), Fig. 4. by: the order of the tokens, `rank` in the last layer or
-    `position`. columns: at most; where there are more tokens, neighbours share a column.
+    After ASL (arXiv 2601.07667), Fig. 4. [L, column], by rank in the last layer, 1 the best; of
+    more tokens than `columns`, neighbours share a column, with the geometric mean of their ranks.
     """
-    tokens = np.flatnonzero((ranking.ranks[-look_back:] <= k).any(0).numpy())
-    if by == "rank":
-        tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
-    width = max(1, -(-len(tokens) // columns))
-    starts = np.arange(0, len(tokens), width)
-    edges = np.append(starts, len(tokens))
-    ranks = np.log(ranking.ranks[:, tokens].numpy().astype(np.float64))
-    if not len(tokens):
-        return RankPattern(tokens, edges, ranks)
-    means = np.add.reduceat(ranks, starts, axis=1) / np.diff(edges)
-    return RankPattern(tokens, edges, np.exp(means))
+    ranks = ranking.ranks.numpy()
+    tokens = np.flatnonzero((ranks[-look_back:] <= k).any(0))
+    if not (count := len(tokens)):
+        return 0, np.zeros((len(ranks), 0))
+    tokens = tokens[np.argsort(ranks[-1, tokens], kind="stable")]
+    starts = np.arange(0, count, -(-count // columns))
+    sums = np.add.reduceat(np.log(ranks[:, tokens].astype(np.float64)), starts, axis=1)
+    return count, np.exp(sums / np.diff(starts, append=count))
 
 
 def _look(trace: Trace, device: str) -> Look:
