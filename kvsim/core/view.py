@@ -251,14 +251,16 @@ class View:
     def scored(self, scorer: Any) -> Scores:
         """Return the scores of a scorer, which must not be written to.
 
-        Those of caches that nothing has left are the same for every policy with an equal scorer,
-        whatever keeps entries by them, and at every budget unless the scorer reads the budget.
+        Those of caches that nothing has left are the same for every policy with an equal scorer of
+        kvsim, whatever keeps entries by them, and at every budget unless the scorer reads it.
         """
         if self._source.parts is not None:
             parts = [part.scored(scorer) for part in self.parts()]
             of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
             return Scores(torch.cat([part.values for part in parts]), of_all)
-        if not self._entries.whole or type(scorer).__hash__ is None:
+        foreign = not type(scorer).__module__.startswith("kvsim.")
+        if foreign or not self._entries.whole:
+            self._reads_budget |= foreign  # or the prompt's length, or the time of day
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget
 

@@ -9,7 +9,7 @@ import torch
 
 import kvsim
 from kvsim.core.parameters import Between
-from kvsim.core.pieces import Allocator, Plan, Scores, Wrapper
+from kvsim.core.pieces import Allocator, Plan, Scorer, Scores, Wrapper
 from kvsim.errors import PolicyError
 from kvsim.sweeps import replay_all
 from kvsim.testing import strategies
@@ -48,6 +48,30 @@ class Doubled(Wrapper):
         """Return them with the columns of the scorer."""
         inner = self.inner(view)
         return Scores(2 * inner.values, inner.columns)
+
+
+@dataclass(frozen=True)
+class ByBudget(Scorer):
+    """The first entries at budgets below 10, else the last."""
+
+    def score(self, view):
+        """Positions, or their opposites."""
+        return view.pos.float() * (1 if view.setting.budget < 10 else -1)
+
+
+@pytest.mark.parametrize(
+    "name", ["{}:ByBudget", "criticalkv+{}:ByBudget", "{0}:Doubled+{0}:ByBudget"]
+)
+def test_scores_of_ones_own_are_not_shared(name):
+    """Budgets of one trace have those of a replay alone, whatever the scorer reads of its view."""
+    name = name.format(__name__)
+
+    def trace():
+        return strategies.make_case("normal", layers=2, n=40, prompt_len=25).trace()
+
+    for record in replay_all([trace()], [name], [8, 12], interval=5).records:
+        alone = kvsim.replay(trace(), name, record.budget, interval=5)
+        assert (alone.evicted_at == record.evicted_at).all()
 
 
 def flat():
