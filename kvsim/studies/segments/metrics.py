@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.chance import mean_run, n_runs
 from kvsim.analysis.subject import Layers, Subject
 from kvsim.studies.segments.segments import (
     AMS,
@@ -36,13 +40,13 @@ def segments(subject: Subject) -> list[tuple[Layers, str, Segments]]:
 def _segment_count(subject: Subject) -> Iterator[Cells]:
     for layers, kind, found in subject.of(segments):
         count = found.count.astype(np.float64)
-        yield Cells(layers, count, "head", kind, found.count_chance, found.rows)
+        yield Cells(layers, count, "head", kind, found.chance(n_runs), found.rows)
 
 
 def _segment_length(subject: Subject) -> Iterator[Cells]:
     for layers, kind, found in subject.of(segments):
         mean = f"{kind},mean"
-        yield Cells(layers, found.length, "head", mean, found.length_chance, found.rows)
+        yield Cells(layers, found.length, "head", mean, found.chance(mean_run), found.rows)
         yield Cells(layers, found.pooled_length, "head", f"{kind},pooled")
 
 
@@ -54,21 +58,23 @@ def _boundary_shift(subject: Subject) -> Iterator[Cells]:
 
 def _quota_share(subject: Subject) -> Iterator[Cells]:
     for layer in subject.record.layers:
-        mass, minimum, infeasible = (noted(subject.record, layer, name) for name in QUOTA_NOTES)
-        if mass is None or minimum is None or infeasible is None:
-            continue
-        shares = {"mass": mass.by_event, "minimum": minimum.by_event}
-        shares["rounding"] = 1.0 - shares["mass"] - shares["minimum"]
-        shares["infeasible"] = infeasible.by_event
-        for variant, values in shares.items():
-            yield Cells(layer, values, "head", variant, events=mass.rows)
+        notes = [noted(subject.record, layer, name) for name in QUOTA_NOTES]
+        if all(notes):
+            mass, minimum, infeasible = map(_by_event, notes)
+            shares = {"mass": mass, "minimum": minimum, "rounding": 1.0 - mass - minimum}
+            for variant, values in (shares | {"infeasible": infeasible}).items():
+                yield Cells(layer, values, "head", variant, events=np.array([*notes[0]]))
 
 
 def _suffix_mass(subject: Subject) -> Iterator[Cells]:
     for layer in subject.record.layers:
-        mass = noted(subject.record, layer, "suffix_mass")
-        if mass is not None:
-            yield Cells(layer, mass.by_event, "head", events=mass.rows)
+        if mass := noted(subject.record, layer, "suffix_mass"):
+            yield Cells(layer, _by_event(mass), "head", events=np.array([*mass]))
+
+
+def _by_event(notes: Mapping[int, NDArray[Any]]) -> Floats:
+    """Notes of heads [H] at each event; [H, E]."""
+    return np.stack([*notes.values()], axis=-1).astype(np.float64)
 
 
 METRICS: Mapping[str, Metric] = {

@@ -11,15 +11,16 @@ entries of the segments that follow each other in the live ones, 0 for none; `qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, present, share
 from kvsim.analysis.axes import record_layer
-from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.core.record import Record
 
@@ -52,64 +53,41 @@ class Segments:
         """Mean length of all segments of all events; [H]. By Jensen no more than mean `length`."""
         return share(self.entries.sum(-1), self.count.sum(-1))
 
-    @property
-    def count_chance(self) -> Floats | None:
-        """Expected `count` of random sets of the same size; [H, E]."""
-        if self.positions is None:
-            return None
-        return chance.n_runs(self.positions, self.positions - self.entries)
-
-    @property
-    def length_chance(self) -> Floats | None:
-        """Expected `length` of random sets of the same size; [H, E]."""
-        if self.positions is None:
-            return None
-        return chance.mean_run(self.positions, self.positions - self.entries)
+    def chance(self, form: Callable[[Ints, Ints], Floats]) -> Floats | None:
+        """Of random sets of the same size, by a form of `kept.chance`; [H, E]."""
+        drawn = self.positions
+        return None if drawn is None else form(drawn, drawn - self.entries)
 
 
-@dataclass(frozen=True)
-class Noted:
-    """Notes of a name at events on a layer: rows [E]; values, for each event [H] or [H, S]."""
-
-    rows: Ints
-    values: list[NDArray[np.generic]]
-
-    @property
-    def by_event(self) -> Floats:
-        """Numbers of heads; [H, E]."""
-        return np.stack(self.values, axis=-1).astype(np.float64)
-
-
-def noted(record: Record, layer: int, name: str) -> Noted | None:
+def noted(record: Record, layer: int, name: str) -> dict[int, NDArray[Any]]:
     """Return the notes called `name` of the events of a layer (index in the trace), by row.
 
-    None where nothing is: the policy notes no such thing, nothing left the layer, or the record
-    has no internals (`replay(..., internals=True)`).
+    Nothing where the policy notes no such thing, nothing left the layer, or the record has no
+    internals (`replay(..., internals=True)`).
     """
     rows = event_rows(record.evicted_at[record_layer(record, layer)])
-    values = {
+    return {
         plans.row: plans.notes[name][plans.layers.index(layer)]
         for plans in sorted(record.internals, key=lambda plans: plans.row)
         if layer in plans.layers and plans.row in rows and name in plans.notes
     }
-    return Noted(np.array([*values], np.int64), [*values.values()]) if values else None
 
 
 def ams_segments(record: Record, layer: int) -> Segments | None:
     """The segments that a policy made in a layer, None where it noted none (see `noted`)."""
     notes = noted(record, layer, "segment_length")
-    if notes is None:
+    if not notes:
         return None
     evicted_at = record.evicted_at[record_layer(record, layer)]
-    lengths = [np.asarray(x, np.int64) for x in notes.values]  # [H, S] of each event
+    lengths = [np.asarray(x, np.int64) for x in notes.values()]  # [H, S] of each event
     count = np.stack([(x > 0).sum(-1) for x in lengths], axis=-1)
     entries = np.stack([x.sum(-1) for x in lengths], axis=-1)
-    events = zip(notes.rows.tolist(), lengths, strict=True)
     cuts = [
         [_boundaries(*head, row) for head in zip(evicted_at, length, strict=True)]
-        for row, length in events
+        for row, length in zip(notes, lengths, strict=True)
     ]
-    return Segments(notes.rows, count, entries, _shift(cuts, notes.rows))
+    rows = np.array([*notes], np.int64)
+    return Segments(rows, count, entries, _shift(cuts, rows))
 
 
 def _boundaries(evicted_at: EvictedAt, length: Ints, row: int) -> Ints:

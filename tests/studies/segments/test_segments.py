@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.kept.chance import mean_run, n_runs
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.schema import NEVER
 from kvsim.studies.segments.segments import ams_segments, proxy_segments
@@ -141,8 +142,8 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
 
     found = proxy_segments(last)
 
-    for name in ("count", "length"):
-        chance, values = getattr(found, f"{name}_chance"), getattr(found, name)
+    for form, values in ((n_runs, found.count), (mean_run, found.length)):
+        chance = found.chance(form)
         np.testing.assert_allclose(chance, np.full_like(chance, values.mean()))
 
 
