@@ -53,19 +53,14 @@ class Projections(NamedTuple):
 
 
 def key_projections(
-    trace: Trace,
-    *,
-    skip: int = 4,
-    stop: int | None = None,
-    n_future: int = 512,
-    device: str = "cpu",
+    trace: Trace, *, skip: int = 4, n_future: int = 512, device: str = "cpu"
 ) -> Projections:
-    """The gap of every key of positions skip..stop-1 over the queries of the same rows.
+    """The gap of every key from position `skip` on over the queries of the same rows.
 
-    stop: all rows by default. All of these queries are taken for every key, those before it too:
-    they are samples of queries to come. Raises PolicyError for fewer than 2 rows.
+    All of these queries are taken for every key, those before it too: they are samples of queries
+    to come. Raises PolicyError for fewer than 2 rows.
     """
-    stop = trace.n_pos if stop is None else stop
+    stop = trace.n_pos
     check_rows(trace, skip, stop, 2)
     layers = []
     with torch.inference_mode():

@@ -22,19 +22,18 @@ LEAST_SAMPLES = 4
 _BY_CHANCE = 64
 
 
-def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Floats:
-    """Distance from normal of queries before RoPE over rows skip..stop-1; [layer, qhead, dim].
+def state_normality(trace: Trace, *, skip: int = 4) -> Floats:
+    """Distance from normal of queries before RoPE, rows from `skip` on; [layer, qhead, dim].
 
     NaN where all are equal. Raises PolicyError for fewer than 4 rows.
     """
-    stop = trace.n_pos if stop is None else stop
-    check_rows(trace, skip, stop, LEAST_SAMPLES)
-    rows, distances = slice(skip, stop), []
+    check_rows(trace, skip, trace.n_pos, LEAST_SAMPLES)
+    rows, distances = slice(skip, trace.n_pos), []
     for layer in range(trace.n_layers):
         rotated = trace.read("q", slice(layer, layer + 1), rows)
         samples = trace.ropes[layer].unrotate(rotated, trace.positions[rows])[0]
         drawn = samples.mT.double()  # [qhead, dim, row]
-        parts = drawn.flatten(0, 1).split(max(1, LOGIT_BYTES // (8 * (stop - skip))))
+        parts = drawn.flatten(0, 1).split(max(1, LOGIT_BYTES // (8 * drawn.shape[-1])))
         distances.append(torch.cat([*map(normal_ks, parts)]).view(drawn.shape[:2]).numpy())
     return np.stack(distances)
 
