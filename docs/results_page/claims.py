@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvsim.analysis.significance import ALPHA, FEWEST
-from kvsim.studies.claims import ALL, CLAIMS, HOLDS, MOST, NOT, OPEN, Claim
-from kvsim.studies.claims.claim import MATTERS
+from kvsim.studies.claims import CLAIMS
+from kvsim.studies.claims.claim import ALL, HOLDS, MATTERS, MOST, NOT, OPEN, Claim
 from results_page.ranking import markdown
 from results_page.statistics import Results
 

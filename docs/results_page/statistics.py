@@ -16,8 +16,7 @@ from kvsim.analysis.results import Result
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import COLUMNS
 from kvsim.schema import FIDELITY
-from kvsim.studies.claims import Evidence, Seconds
-from kvsim.studies.claims.evidence import of
+from kvsim.studies.claims.evidence import Evidence, Seconds, of
 from results_page.plan import Plan
 from results_page.stages import MEASURED
 

@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from kvsim import Trace, policy
-from kvsim.studies.claims import Seconds
+from kvsim.studies.claims.evidence import Seconds
 
 
 def cost(lengths: Sequence[int], repeats: int = 9) -> Seconds:

@@ -18,7 +18,8 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
-from kvsim.studies.claims import CLAIMS, OPEN, Claim
+from kvsim.studies.claims import CLAIMS
+from kvsim.studies.claims.claim import OPEN, Claim
 from results_page import tables as measuring
 from results_page.answers import pairs
 from results_page.best import sentence

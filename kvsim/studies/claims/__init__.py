@@ -21,23 +21,10 @@ from collections.abc import Callable, Iterable, Mapping
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.studies.claims.ams import ams
 from kvsim.studies.claims.asl import asl
-from kvsim.studies.claims.claim import ALL, HOLDS, MOST, NOT, OPEN, Claim
+from kvsim.studies.claims.claim import Claim
 from kvsim.studies.claims.evidence import Evidence, Seconds
 from kvsim.studies.claims.expected_attention import expected_attention
 from kvsim.studies.claims.gkv import gkv
-
-__all__ = [
-    "ALL",
-    "CLAIMS",
-    "HOLDS",
-    "MOST",
-    "NOT",
-    "OPEN",
-    "Claim",
-    "Evidence",
-    "Seconds",
-    "claims",
-]
 
 #: The claims of each paper, in the order of its argument.
 CLAIMS: Mapping[str, Callable[[Evidence], Iterable[Claim]]] = {

@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.section import Section
-from kvsim.studies.claims import HOLDS, NOT, OPEN, Claim, claims
-from kvsim.studies.claims.claim import shown
+from kvsim.studies.claims import claims
+from kvsim.studies.claims.claim import HOLDS, NOT, OPEN, Claim, shown
 
 
 def _claims(table: pl.DataFrame) -> str:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
-from kvsim.studies.claims import ALL, CLAIMS, HOLDS, MOST, NOT, OPEN, Claim, claims
+from kvsim.studies.claims import CLAIMS, claims
+from kvsim.studies.claims.claim import ALL, HOLDS, MOST, NOT, OPEN, Claim
 
 EVERY = {
     "AMS": {f"Q{i}" for i in range(1, 14)},
