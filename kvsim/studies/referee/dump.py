@@ -58,7 +58,8 @@ class Dump:
             raise DumpError(
                 f"{self.name}: no event; expected at least one after which entries left"
             )
-        trace, last, n_heads = self.trace, max(self.kept), self.shape[2]
+        trace, last = self.trace, max(self.kept)
+        n_heads = self.kept[last].shape[1]
         if trace is not None and (
             n_heads != trace.n_heads or last >= trace.n_pos or {*self.layers} - {*trace.layer_ids}
         ):
@@ -75,12 +76,9 @@ class Dump:
         Raises DumpError for a table that no implementation can have written.
         """
         columns = {column: np.asarray(table.get(column, ())) for column in COLUMNS}
-        whole = all(x.ndim == 1 and x.size and x.dtype.kind in "iu" for x in columns.values())
-        sizes = {len(x) for x in columns.values() if x.ndim}
-        if (
-            not whole
-            or len(sizes) > 1
-            or not all(0 <= x.min() <= x.max() < NEVER for x in columns.values())
+        if len({x.shape for x in columns.values()}) > 1 or not all(
+            x.ndim == 1 and x.size and x.dtype.kind in "iu" and 0 <= x.min() <= x.max() < NEVER
+            for x in columns.values()
         ):
             found = ", ".join(f"{x} is {y.dtype} {list(y.shape)}" for x, y in columns.items())
             raise DumpError(
@@ -125,12 +123,6 @@ class Dump:
         """Return the kept sets of a replay or a live run. trace: its q, k and v."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
         return cls(kept, record.layer_ids, record.trace, trace, record.budget, record.schedule)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Events, layers and KV heads."""
-        layers, heads, _ = next(iter(self.kept.values())).shape
-        return len(self.kept), layers, heads
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a `.npz` file; returns the path. Raises OutputError where none can be written."""

@@ -15,7 +15,6 @@ masks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -99,24 +98,21 @@ class Tape:
         for head, cached in enumerate(_bytes(keys)):
             if len(cached) != len(slots[head]):
                 slots[head] = self._matched(layer, head, cached)
-                self._kept.setdefault(row, {})[layer] = slots
-        if layer in self._kept.get(row, {}):
-            self._kept[row][layer] = [list(slot) for slot in slots]
+                self._kept.setdefault(row, {})[layer] = [*map(list, slots)]
 
     def _matched(self, layer: int, head: int, cached: list[bytes]) -> list[int]:
         """Positions of cached keys; those of equal keys in the order of the text."""
-        unused: dict[bytes, deque[int]] = {}
+        unused: dict[bytes, Iterator[int]] = {}
         out = []
         for key in cached:
-            if key not in unused:
-                unused[key] = deque(self._positions[layer][head].get(key, ()))
-            if not unused[key]:
+            places = unused.setdefault(key, iter(self._positions[layer][head].get(key, ())))
+            if (position := next(places, None)) is None:
                 raise CaptureError(
                     f"layer {layer}, head {head}: the cache holds a key that the model did not "
                     "compute; expected keys that are moved and not changed, by rotation, merging "
                     "or rounding; write the dump yourself, see docs/conform.md"
                 )
-            out.append(unused[key].popleft())
+            out.append(position)
         return out
 
     def _without(self, layer: int, masked: Any) -> None:
