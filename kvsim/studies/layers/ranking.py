@@ -65,11 +65,6 @@ class Curve:
         return len(self.variance)
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return self.ranking.prompt_len
-
-    @property
     def union_share(self) -> Floats:
         """Tokens that the variance is a mean over, over k; [L], NaN as the variance."""
         return np.where(np.isnan(self.variance), np.nan, self.union / self.k)
@@ -103,7 +98,7 @@ class Curve:
     @property
     def fits(self) -> bool:
         """The prompt is no longer than the budget, so there is no test."""
-        return self.prompt_len <= self.budget
+        return self.ranking.prompt_len <= self.budget
 
     def selected(self, tau: float | None = None) -> int | None:
         """The selection layer, at the rule's tau or another one; None where nothing is dropped."""
@@ -118,7 +113,9 @@ class Curve:
         """The outcome in words."""
         tau, layer, tested = self.rule.tau, self.selected(), self.tested
         if self.fits:
-            return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
+            return (
+                f"nothing to select: the prompt of {self.ranking.prompt_len} tokens fits the budget"
+            )
         if not tested:
             return f"never selects: layer {self.first_layer}, the first that is tested, is the last"
         if layer is None:

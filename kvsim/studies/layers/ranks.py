@@ -21,21 +21,13 @@ class Ranks:
     """The ranks of a prompt's tokens by layer, and ASL's test of them.
 
     ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
-    before it. rule: ASL's parameters, its defaults if None.
-
-    Raises BudgetError for a k that is neither number nor share, PolicyError for a rule that the
-    model has no layer for.
+    before it. rule: ASL's parameters.
     """
 
     trace: Trace
     device: str = "cpu"
     ks: Sequence[int | str] = SHARES
     rule: Selecting = field(default_factory=ASL)
-
-    def __post_init__(self) -> None:
-        for k in self.ks:
-            resolve_budget(k, 1)
-        self.rule.check(self.trace.n_layers)
 
     @cached_property
     def ranking(self) -> Ranking | None:

@@ -77,9 +77,10 @@ def selection_table(curves: Sequence[Curve]) -> pl.DataFrame:
     rows = []
     for curve in curves:
         layer = curve.selected()
-        terms = ("prompt_len", "n_layers", "first_layer", "look_back")
+        terms = ("n_layers", "first_layer", "look_back")
         row = _of_trace(curve) | {name: getattr(curve, name) for name in terms}
         row |= {
+            "prompt_len": curve.ranking.prompt_len,
             "tau": curve.rule.tau,
             "layer": layer,
             "relative_variance": None if layer is None else float(curve.relative[layer]),
