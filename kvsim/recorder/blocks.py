@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ class BlockRecorder:
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
         self.layer_ids, self.rounds_logits = layer_ids, rounds_logits
         self.sizes = sizes
-        self.sink: MemorySink | TraceWriter | None = None
+        self.sink: Any = None  # set by the first call
         self.layers: dict[int, _Layer] = {}
         self._begun: Mapping[int, _Layer] = {}
         self.without_moments = False  # queries before RoPE are not known
@@ -310,8 +311,6 @@ class BlockRecorder:
             # attention weights must follow from what is stored
             history = _History(history.call, self.store_dtype)
             _, lse = history.attend(block["q"].to(self.store_dtype), layer.start)
-        if self.sink is None:  # set by the first call
-            raise RuntimeError("no sink")
         first, stop = self.left_out or (0, 0)
         if layer.start < stop:
             self._add_up(layer, block["q"], history)
@@ -330,7 +329,7 @@ class BlockRecorder:
         if layer.sums is None:
             layer.sums = Sums(layer.formula, None if rope == UNKNOWN else rope)
         layer.sums.add(q.to(self.store_dtype or q.dtype).to(keys.dtype), keys[:, :end])
-        if self.left_out is None or self.sink is None or end < self.left_out[1]:
+        if end < (self.left_out or (0, 0))[1]:
             return
         arrays, place = layer.sums.arrays(), self.layer_ids.index(history.call.layer)
         if "moments" not in arrays or rope != layer.sums.rope:

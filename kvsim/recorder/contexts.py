@@ -32,10 +32,9 @@ class SharedContext:
     def take(self) -> Cache | None:
         """Return a cache of the context's rows for the next capture; None if they have to run."""
         self.left -= 1
-        cache = self._cache
         if self.left:
-            return copy.deepcopy(cache)
-        self._cache = None
+            return copy.deepcopy(self._cache)
+        cache, self._cache = self._cache, None
         return cache
 
     def keep(self, cache: Cache, layers: Any) -> None:

@@ -7,11 +7,11 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import version
 from typing import Any
 
+import tokenizers
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -104,7 +104,7 @@ def config_differences(meta: Mapping[str, Any], described: Mapping[str, Any]) ->
     """
     config, other = object_at(object_at(meta, "model"), "config"), described["config"]
     keys = (config.keys() | other.keys()) - {*_NOTED, _TRAINING}
-    if object_at(meta, "versions").get("transformers") == _version("transformers"):
+    if object_at(meta, "versions").get("transformers") == transformers.__version__:
         return sorted(key for key in keys if config.get(key) != other.get(key))
     both = keys & config.keys() & other.keys()
     return sorted(key for key in both if not _agree(config[key], other[key]))
@@ -117,16 +117,12 @@ def _agree(value: object, other: object) -> bool:
     return value == other
 
 
-#: The metadata of a package are a file, and every trace names its libraries.
-_version = cache(version)
-
-
 def versions() -> dict[str, str]:
     """Return the versions of kvsim and of the libraries that run the model."""
     return {
         "kvsim": str(sys.modules["kvsim"].__version__),  # a checkout is not installed
         "torch": str(torch.__version__),
-        "transformers": _version("transformers"),
-        "tokenizers": _version("tokenizers"),
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
         "python": platform.python_version(),
     }

@@ -17,20 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, sees
-from kvsim.recorder.generation import (
-    device_of,
-    evaluating,
-    last_logits,
-    run_model,
-)
+from kvsim.recorder.generation import device_of, evaluating, last_logits, run_model
 from kvsim.recorder.head import check_logits
-from kvsim.recorder.hooks import (
-    KERNELS,
-    Attention,
-    KernelCall,
-    intercepting,
-    kernel_mask,
-)
+from kvsim.recorder.hooks import KERNELS, Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.positions import scales_by_cache, steady_length
 
@@ -113,93 +102,80 @@ def layer_sensitivity(
     size = max(1, LOGITS // (count * model.config.get_text_config().vocab_size) - 1)
     out: list[float] = []
     for some in (layers[i : i + size] for i in range(0, len(layers), size)):
-        out += _Copies(model, some, prompt_len, entries, projections).sensitivity(rows)
+        out += _of_layers(model, some, rows, prompt_len, entries, projections)
     return out
 
 
-class _Copies:
-    """Copies of rows from `start` on: one that sees everything, and one for each of some layers."""
+def _of_layers(
+    model: PreTrainedModel,
+    layers: Sequence[int],
+    tokens: Sequence[int],
+    start: int,
+    entries: Mapping[int, LayerEntries],
+    projections: Mapping[int, Tensor],
+) -> list[float]:
+    """Run copies of rows from `start` on: one that sees everything, and one for each of layers."""
+    count, copies, squared = len(tokens), len(layers) + 1, dict[int, float]()
+    added = kernel_name(model) == "eager"  # masks are added to logits
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[int],
-        start: int,
-        entries: Mapping[int, LayerEntries],
-        projections: Mapping[int, Tensor],
-    ) -> None:
-        self._model, self._layers, self._start = model, layers, start
-        self._entries, self._projections = entries, projections
-        self._added = kernel_name(model) == "eager"  # masks are added to logits
-        self._squared: dict[int, float] = {}
-
-    def sensitivity(self, tokens: Sequence[int]) -> list[float]:
-        """Run the tokens of the rows; returns KL over squared error of the layers."""
-        model, device, copies = self._model, device_of(self._model), len(self._layers) + 1
-        at = torch.arange(self._start, self._start + len(tokens), device=device)
-        with (
-            torch.inference_mode(),
-            evaluating(model),
-            intercepting(model, lambda _: None, attending=self._attend),
-        ):
-            logits: Tensor = run_model(
-                model,
-                torch.tensor([[*tokens] * copies], device=device),
-                position_ids=at.repeat(copies)[None],
-                # a mask of four axes is taken as it is, so that none is made
-                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-                use_cache=False,
-                **last_logits(model, copies * len(tokens)),
-            ).logits[0]
-        full, *others = check_logits(logits, self._start).split(len(tokens))
-        expected, out = full.double().log_softmax(-1), []
-        for layer, of_layer in zip(self._layers, others, strict=True):
-            gap = expected - of_layer.double().log_softmax(-1)
-            kl = float((expected.exp() * gap).sum(-1).clamp(min=0).sum())
-            squared = self._squared[layer]
-            out.append(kl / squared if squared else 0.0)
-        return out
-
-    def _attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention: Attention
-    ) -> Tensor:
-        """Attention output [1, C * w, qhead, d] of queries [1, qhead, C * w, d]."""
-        count, of = query.shape[2] // (len(self._layers) + 1), self._entries[layer]
-        at = torch.arange(self._start + count)
-        seen = sees(at[self._start :], at, of.formula)
-        seen = seen.to(query.device).expand(query.shape[1], -1, -1)
-        shared = [x[None, :, : self._start].to(key) for x in (of.keys, of.values)]
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, run: Attention) -> Tensor:
+        of, at = entries[layer], torch.arange(start + count)
+        seen = sees(at[start:], at, of.formula).to(query.device).expand(query.shape[1], -1, -1)
+        shared = [x[None, :, :start].to(key) for x in (of.keys, of.values)]
         parts = [x.split(count, 2) for x in (query, key, value)]
-        mask = kernel_mask(seen[None], query, added=self._added)
+        mask = kernel_mask(seen[None], query, added=added)
 
         def computed(copy: int, mask: Tensor) -> Tensor:
             q, *new = (x[copy] for x in parts)
             keys, values = (torch.cat(both, dim=2) for both in zip(shared, new, strict=True))
-            return attention(q, keys, values, mask)
+            return run(q, keys, values, mask)
 
         outputs = [computed(0, mask)]
-        for copy, perturbed in enumerate(self._layers, start=1):
+        for copy, perturbed in enumerate(layers, start=1):
             if perturbed > layer:  # nothing has changed yet
                 outputs.append(outputs[0])
             elif perturbed < layer:
                 outputs.append(computed(copy, mask))
             else:
-                kept = self._kept(len(of.keys), count).to(seen.device)
+                kept = _kept(len(of.keys), start, count).to(seen.device)
                 kept = kept.repeat_interleave(len(seen) // len(kept), 0)[:, None]
-                fewer = kernel_mask((seen & kept)[None], query, added=self._added)
-                outputs.append(computed(0, fewer))
+                outputs.append(computed(0, kernel_mask((seen & kept)[None], query, added=added)))
                 moved = (outputs[-1] - outputs[0])[0].float()  # [w, qhead, d]
                 if of.gate is not None:
                     moved = moved * of.gate[:, :count].transpose(0, 1).to(moved)
-                added = moved.flatten(1) @ self._projections[layer].flatten(0, 1).to(moved)
-                self._squared[layer] = float(added.double().square().sum())
+                change = moved.flatten(1) @ projections[layer].flatten(0, 1).to(moved)
+                squared[layer] = float(change.double().square().sum())
         return torch.cat(outputs, dim=1)
 
-    def _kept(self, heads: int, count: int) -> Tensor:
-        """Which entries heads of a perturbed layer keep [H, n]: of the prompt a random part."""
-        draw = torch.rand(heads, self._start, generator=torch.Generator().manual_seed(0))
-        draw[:, :SINK] = 1.0
-        size = min(self._start, max(SINK, int(SEEN * self._start)))
-        kept = torch.zeros_like(draw, dtype=torch.bool)
-        kept.scatter_(1, draw.topk(size, dim=-1).indices, value=True)
-        return torch.cat([kept, torch.ones(heads, count, dtype=torch.bool)], dim=1)
+    device = device_of(model)
+    with (
+        torch.inference_mode(),
+        evaluating(model),
+        intercepting(model, lambda _: None, attending=attend),
+    ):
+        logits: Tensor = run_model(
+            model,
+            torch.tensor([[*tokens] * copies], device=device),
+            position_ids=torch.arange(start, start + count, device=device).repeat(copies)[None],
+            # a mask of four axes is taken as it is, so that none is made
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            use_cache=False,
+            **last_logits(model, copies * count),
+        ).logits[0]
+    full, *others = check_logits(logits, start).split(count)
+    expected, out = full.double().log_softmax(-1), []
+    for layer, of_layer in zip(layers, others, strict=True):
+        gap = expected - of_layer.double().log_softmax(-1)
+        kl = float((expected.exp() * gap).sum(-1).clamp(min=0).sum())
+        out.append(kl / squared[layer] if squared[layer] else 0.0)
+    return out
+
+
+def _kept(heads: int, start: int, count: int) -> Tensor:
+    """Which entries heads of a perturbed layer keep [H, n]: of the prompt a random part."""
+    draw = torch.rand(heads, start, generator=torch.Generator().manual_seed(0))
+    draw[:, :SINK] = 1.0
+    size = min(start, max(SINK, int(SEEN * start)))
+    kept = torch.zeros_like(draw, dtype=torch.bool)
+    kept.scatter_(1, draw.topk(size, dim=-1).indices, value=True)
+    return torch.cat([kept, torch.ones(heads, count, dtype=torch.bool)], dim=1)

@@ -12,7 +12,6 @@ from kvsim.analysis.output.error import output_error
 from kvsim.engine.source import TraceSource
 from kvsim.policies.criticalkv import projected_size
 from kvsim.recorder.hooks import attention_modules
-from kvsim.recorder.sensitivity import _Copies
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "num_dense_layers": 1}
 AFMOE = Family("Afmoe", "", changes={**EXPERTS, "layer_types": ["full_attention"] * 2})
@@ -98,22 +97,22 @@ def test_policies_get_the_projection_of_values_under_the_mean_gate():
         assert float(sizes[layer, head, pos]) == pytest.approx(total, rel=1e-4)
 
 
-def test_sensitivity_counts_the_gated_error(monkeypatch):
+def test_sensitivity_counts_the_gated_error():
     """The squared error of a layer is that of its projection's outputs in the perturbed run."""
     model, _ = recorded()
-    outputs, copies = [], []
+    outputs, logits = [], []
     handles = [
         module.o_proj.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
         for module in attention_modules(model).values()
     ]
-    run = _Copies.sensitivity
-    monkeypatch.setattr(_Copies, "sensitivity", lambda self, x: copies.append(self) or run(self, x))
-    kvsim.capture(model, None, ids(60), max_new_tokens=20, o_proj=True)
+    handles.append(model.register_forward_hook(lambda _, __, out: logits.append(out.logits[0])))
+    trace = kvsim.capture(model, None, ids(60), max_new_tokens=20, o_proj=True)
     for handle in handles:
         handle.remove()
 
-    (of_layers,) = copies
+    full, *others = logits[-1].double().log_softmax(-1).unflatten(0, (3, -1))
     for layer, out in enumerate(outputs[-2:]):
         rows = out.double().unflatten(0, (3, -1))
         expected = float((rows[layer + 1] - rows[0]).square().sum())
-        assert of_layers._squared[layer] == pytest.approx(expected, rel=1e-3)
+        kl = float((full.exp() * (full - others[layer])).sum())
+        assert trace.meta["layer_sensitivity"][layer] == pytest.approx(kl / expected, rel=1e-3)
