@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.files import lock, published, refused
@@ -41,10 +42,10 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Files of a cache folder: the description of the others, and the weights.
 _MANIFEST, _WEIGHTS = "kvsim.json", "model.safetensors"
 
-
-_UNUSABLE = (
+#: Errors of files and configurations that describe no model.
+UNUSABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(TypeError, ValueError),
+    *(StrictDataclassError, TypeError, ValueError),
 )
 
 
@@ -178,7 +179,7 @@ def _usable(path: Path) -> Iterator[None]:
     """Say of errors on a damaged or unusual file, those of the libraries too, which file it is."""
     try:
         yield
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         raise CaptureError(
             f"{path} cannot be loaded ({error_line(error)}), expected a complete GGUF file of a "
             f"language model ({', '.join(ARCHITECTURES)}); download it again, or give a folder "

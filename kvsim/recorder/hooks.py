@@ -331,20 +331,13 @@ def _sparing(original: Kernel) -> Kernel:
     """
 
     @functools.wraps(original)
-    def kernel(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def kernel(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        query, key, value, mask, *args = inputs
         heads, group = key.shape[1], query.shape[1] // key.shape[1]
         each = max(1, REPEATED * heads // max(1, group * (key.nbytes + value.nbytes)))
         whole = mask is None or each >= heads or group == 1 or query.device.type != "cpu"
         if whole or options.get("position_bias") is not None:
-            return original(module, query, key, value, mask, *args, **options)
+            return original(module, *inputs, **options)
         keys, values = key.split(each, 1), value.split(each, 1)
         masks = [mask] * len(keys) if mask.shape[1] == 1 else mask.split(each * group, 1)
         parts = zip(query.split(each * group, 1), keys, values, masks, strict=True)

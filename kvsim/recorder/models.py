@@ -12,7 +12,6 @@ from typing import Any, cast
 import httpx
 import torch
 from huggingface_hub import constants, get_session
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
-from kvsim.recorder.gguf import SMOLLM2, dequantised, described, find_gguf
+from kvsim.recorder.gguf import SMOLLM2, UNUSABLE, dequantised, described, find_gguf
 from kvsim.recorder.modules import kernel_name
 from kvsim.schema import first_of
 
@@ -39,12 +38,6 @@ _NAMED = " or ".join(map(repr, _SHIPPED))
 #: The attribute of a loaded model with the name and the provenance of its GGUF file.
 _GGUF = "_kvsim_gguf"
 ADAPTER = "_kvsim_adapter"  # that of the name of its adapter
-
-#: Errors of a configuration that describes no model.
-UNUSABLE = (
-    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(StrictDataclassError, TypeError, ValueError),
-)
 
 #: Short names of data types.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

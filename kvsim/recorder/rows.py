@@ -13,13 +13,13 @@ from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
 from kvsim.recorder.choice import Choice
 from kvsim.recorder.facts import check_facts
-from kvsim.recorder.generation import StopStrings, chunk_rows, stop_tokens
+from kvsim.recorder.generation import WHOLE, StopStrings, chunk_rows, continues, stop_tokens
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexer_notes
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.repetition import check_length, repetition
-from kvsim.recorder.turns import encode_turns, fitting_turns, given_response, rows_at_once
+from kvsim.recorder.turns import encode_turns, fitting_turns, given_response
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -52,7 +52,8 @@ class Rows:
         self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
         self.response, spans = given_response(encoded, self.turns)
         self.questions = [*spans]
-        self.step = rows_at_once(model, encoded.ids, self.turns)
+        asks = bool(self.turns) and not next(model.parameters()).is_meta
+        self.step = 1 if asks and not continues(model, encoded.ids) else WHOLE  # rows of a question
         #: a response that is known before it is recorded: given, or written in a batch
         self.written = Written(self.response, GIVEN, 0.0) if self.response else None
         most = 0 if self.response else options.longest

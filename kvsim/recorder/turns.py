@@ -13,7 +13,6 @@ from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.facts import check_labels
-from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import fitting_tokens
 from kvsim.recorder.prompts import Encoded, Prompt, Turn, check_ids, naming, token_ids
@@ -130,12 +129,6 @@ def fitting_turns(
             "--max-new-tokens, or fewer turns"
         )
     return count, notes
-
-
-def rows_at_once(model: PreTrainedModel, ids: Sequence[int], turns: Sequence[EncodedTurn]) -> int:
-    """Return how many rows of a later question a model can run in one forward."""
-    asks = bool(turns) and not next(model.parameters()).is_meta
-    return WHOLE if not asks or continues(model, ids) else 1
 
 
 def given_response(encoded: Encoded, turns: Sequence[EncodedTurn]) -> tuple[list[int], Spans]:
