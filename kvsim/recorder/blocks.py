@@ -33,11 +33,9 @@ from kvsim.recorder.positions import (
     rope_candidates,
     rotation_tolerance,
 )
-from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import as_largest, size_of
 from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
-from kvsim.store.writer import TraceWriter
 
 #: Share of the tolerance beyond which factors of queries at different positions differ.
 _FACTOR = 0.3
@@ -113,7 +111,7 @@ class BlockRecorder:
 
     def __init__(
         self,
-        open_sink: Callable[[KernelCall], MemorySink | TraceWriter],
+        open_sink: Callable[[KernelCall], Any],
         read_ropes: Callable[[], Sequence[Rope]],
         *,
         layer_ids: Sequence[int],

@@ -180,7 +180,13 @@ def _record(
     new = [sessions[place] for place in order if traces[place] is None]
     waiting = [sessions[place] for place in order]
     del sessions  # one that has run keeps blocks
-    _check_fits(model, new, options)
+    folder = next((each.out.parent for each in new if each.out), None)
+    if new and (folder or options.planned):
+        planned = forecast(model, new, device_of(model).type)
+        if folder is not None and not options.force:
+            planned.check(folder)
+        if options.planned is not None:
+            options.planned(planned)
     together = min(options.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
     with ExitStack() as stack:
@@ -239,18 +245,6 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
         ) from error
     for each, response in zip(chosen, written, strict=True):
         each.written = response
-
-
-def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Options) -> None:
-    """Plan captures; raise OutputError where they do not fit, unless forced."""
-    folder = next((each.out.parent for each in sessions if each.out), None)
-    if not sessions or (folder is None and options.planned is None):
-        return
-    planned = forecast(model, sessions, device_of(model).type)
-    if folder is not None and not options.force:
-        planned.check(folder)
-    if options.planned is not None:
-        options.planned(planned)
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:

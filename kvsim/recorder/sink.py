@@ -21,16 +21,14 @@ class MemorySink:
         self.blocks: dict[str, dict[int, list[Tensor]]] = {}
         self._dropped: set[str] = set()
 
-    def write_layer(self, name: str, layer: int, values: Tensor) -> None:
-        """Keep a copy of one layer of an array."""
-        self.append(name, layer, values)
-
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Keep a copy of the block."""
         if name in self._dropped:
             return
         layers = self.blocks.setdefault(name, {})
         layers.setdefault(layer, []).append(block.to("cpu", copy=True))
+
+    write_layer = append
 
     def drop(self, name: str) -> None:
         """Forget an array; later blocks of it are ignored."""
