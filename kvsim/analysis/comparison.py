@@ -302,7 +302,7 @@ def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
     """Rows over all tasks, then of each: ranked policies by rank, then the others."""
     facts = {row["policy"]: row for row in budget.results.iter_rows(named=True)}
     rows = [
-        facts[standing.policy] | standing._asdict() | {"task": each.task, "n": each.prompts}
+        facts[standing["policy"]] | standing | {"task": each.task, "n": each.prompts}
         for each in ([verdict, *verdict.tasks] if verdict else [])
         for standing in each.standings
     ]

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
+from operator import itemgetter
+from typing import Any
 
 import polars as pl
 
@@ -18,7 +20,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
 from kvsim.analysis.summaries import ROUNDING
-from kvsim.analysis.verdict import Scale, Standing, Verdict
+from kvsim.analysis.verdict import Scale, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
 
@@ -124,10 +126,10 @@ def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
     else:
         yield f"{len(best)} of {count} policies could be the best {about}: {_listed(best)}"
     if alone:
-        after = next((each for each in verdict.standings if each.policy not in best), None)
+        after = next((each for each in verdict.standings if each["policy"] not in best), None)
         if after is not None and _bounded(after, scale):
-            amount = _amount(after.worse_by or 0.0, metric, scale)
-            yield f"The next, {after.policy}, is at most {amount} worse"
+            amount = bound(after["worse_by"], metric, scale)
+            yield f"The next, {after['policy']}, is at most {amount} worse"
     else:
         yield from _good(verdict, metric, scale)
         if len(best) <= _NAMES and verdict.needed:
@@ -144,22 +146,22 @@ def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
         yield f"{verdict.prompts} prompts are coarse; record {ENOUGH}"
 
 
-def _bounded(standing: Standing, scale: Scale) -> bool:
-    large = _LARGE if scale.relative else inf
-    return standing.worse_by is not None and standing.worse_by <= large
+def _bounded(standing: dict[str, Any], scale: Scale) -> bool:
+    bound = standing.get("worse_by")
+    return bound is not None and bound <= (_LARGE if scale.relative else inf)
 
 
 def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
     """Yield which of the set are as good as the best, or how good the surest one is."""
-    known = [each for each in verdict.standings if each.could_be_best and _bounded(each, scale)]
-    good = [each.policy for each in known if each.as_good]
+    known = [x for x in verdict.standings if x["policy"] in verdict.best and _bounded(x, scale)]
+    good = [each["policy"] for each in known if each.get("as_good")]
     if good and scale.margin is not None:
         are = "is" if len(good) == 1 else "are"
-        yield f"{_listed(good)} {are} within {_amount(scale.margin, metric, scale)} of the best"
+        yield f"{_listed(good)} {are} within {bound(scale.margin, metric, scale)} of the best"
     elif known:
-        surest = min(known, key=lambda each: each.worse_by or 0.0)
-        amount = _amount(surest.worse_by or 0.0, metric, scale)
-        yield f"{surest.policy} is at most {amount} worse than the best"
+        surest = min(known, key=itemgetter("worse_by"))
+        amount = bound(surest["worse_by"], metric, scale)
+        yield f"{surest['policy']} is at most {amount} worse than the best"
 
 
 def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
@@ -168,14 +170,14 @@ def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
     most = "highest" if scale.higher else "lowest"
     has = "share" if len(first) > 1 else "has"
     text = f"{_listed(first)} {has} the {most} mean {metric}, "
-    text += rounded(verdict.standings[0].mean, ".3g")
-    after = next((each for each in verdict.standings if each.rank > 1), None)
+    text += rounded(verdict.standings[0]["mean"], ".3g")
+    after = next((each["policy"] for each in verdict.standings if each["rank"] > 1), None)
     if one:
-        following = "" if after is None else f"; the next is {after.policy}"
+        following = "" if after is None else f"; the next is {after}"
         return f"{text}, on this prompt{following}"
-    alone = len(first) == 1 and sum(x.leads for x in verdict.standings) <= verdict.prompts
+    alone = len(first) == 1 and sum(x["leads"] for x in verdict.standings) <= verdict.prompts
     leads = "leads" if alone else "no policy is better"
-    return f"{text}, and {leads} on {verdict.standings[0].leads} of {verdict.prompts} prompts"
+    return f"{text}, and {leads} on {verdict.standings[0]['leads']} of {verdict.prompts} prompts"
 
 
 def _could(verdict: Verdict) -> str:
@@ -184,12 +186,10 @@ def _could(verdict: Verdict) -> str:
     return "any of them" if every else _listed(verdict.best, "or")
 
 
-def bound(value: float | None, of: Comparison) -> str:
+def bound(value: float | None, metric: str, scale: Scale) -> str:
     """By how much a policy is worse at most, `12 %` or in the unit; empty without a bound."""
-    return "" if value is None else _amount(value, of.metric, of.scale)
-
-
-def _amount(value: float, metric: str, scale: Scale) -> str:
+    if value is None:
+        return ""
     if scale.relative:
         return f"{ceil(100 * value - 1e-9)} %"
     return f"{rounded(value, '.2g')} {METRICS[metric].unit}"
@@ -261,7 +261,7 @@ def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         ends = [rounded(row[end], ".3g") for end in ("low", "high") if row[end] is not None]
         mean = "" if row["mean"] is None else rounded(row["mean"], ".3g")
         could = {True: "yes", False: "no", None: ""}[row["could_be_best"]]
-        worse = bound(row["worse_by"], comparison)
+        worse = bound(row["worse_by"], comparison.metric, comparison.scale)
         cells = [row["requested"], row["policy"], mean + f" [{', '.join(ends)}]" * bool(ends)]
         rows.append([*cells, *(["reference", ""] if row["rank"] is None else [could, worse])])
     return [header.format(metric=comparison.metric) for header in HEADERS], rows

@@ -46,28 +46,12 @@ class Scale(NamedTuple):
     margin: float | None
 
 
-class Standing(NamedTuple):
-    """A policy among others; fields as columns of `kvsim.analysis.comparison.compare`."""
-
-    policy: str
-    rank: int
-    mean: float
-    low: float | None
-    high: float | None
-    leads: int
-    rank_low: int | None = None
-    rank_high: int | None = None
-    p_best: float | None = None
-    could_be_best: bool | None = None
-    worse_by: float | None = None
-    as_good: bool | None = None
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What prompts say of the policies at one budget, over all tasks or in one.
 
-    standings: of the ranked policies, by rank. equal: whether several have the best mean and no
+    standings: of the ranked policies, by rank, columns of `kvsim.analysis.comparison.compare` by
+    name; from 6 prompts on with `could_be_best`. equal: whether several have the best mean and no
     prompt tells them apart. needed: prompts that would show the first better than the rest of the
     set that holds the best, and an 80 % interval; None above 10,000. uneven: a policy outside of
     the set whose difference to the first one prompt makes. unfair: those of the set whose rows see
@@ -79,7 +63,7 @@ class Verdict:
     requested: str
     task: str | None
     prompts: int
-    standings: tuple[Standing, ...]
+    standings: tuple[dict[str, Any], ...]
     equal: bool = False
     needed: tuple[int | None, ...] | None = None
     uneven: str | None = None
@@ -91,17 +75,17 @@ class Verdict:
     @property
     def policies(self) -> list[str]:
         """The ranked policies, by rank."""
-        return [each.policy for each in self.standings]
+        return [each["policy"] for each in self.standings]
 
     @property
     def first(self) -> list[str]:
         """The policies of the best mean."""
-        return [each.policy for each in self.standings if each.rank == 1]
+        return [each["policy"] for each in self.standings if each["rank"] == 1]
 
     @property
     def best(self) -> list[str]:
         """The set that holds the best policy with 95 %, by rank; empty for fewer than 6 prompts."""
-        return [each.policy for each in self.standings if each.could_be_best]
+        return [each["policy"] for each in self.standings if each.get("could_be_best")]
 
     def describe(self) -> dict[str, Any]:
         """The verdict, ready for JSON."""
@@ -153,14 +137,12 @@ def _judged(
             given["as_good"] = given["worse_by"] <= scale.margin
         if n >= ENOUGH:
             given["rank_low"], given["rank_high"] = rank_intervals(x, tasks)
-    intervals = Interval.of_each([*(values * weights(n, tasks) * n)])
+    ends = Interval.of_each([*(values * weights(n, tasks) * n)])
     order = np.argsort(rank, kind="stable")
     standings = [
-        Standing(
-            policy=names[j],
-            **{end: none_of(vars(intervals[j])[end]) for end in ("mean", "low", "high")},
-            **{name: none_of(of_policy[j].item()) for name, of_policy in given.items()},
-        )
+        {"policy": names[j]}
+        | {end: none_of(vars(ends[j])[end]) for end in ("mean", "low", "high")}
+        | {name: none_of(of_policy[j].item()) for name, of_policy in given.items()}
         for j in order
     ]
     lead = order[0]

@@ -147,7 +147,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             "mean": show.interval(form, row["mean"], row["low"], row["high"]),
             "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
             "could be best": {True: "yes", False: "no", None: "-"}[row["could_be_best"]],
-            "worse by at most": bound(row["worse_by"], comparison) or "-",
+            "worse by at most": bound(row["worse_by"], comparison.metric, comparison.scale) or "-",
             f"minus {comparison.against}": show.number(row["difference"], signed),
             "p (Holm)": show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or "-",
