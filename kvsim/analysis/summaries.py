@@ -245,14 +245,8 @@ def averages(
     counts = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))
     values = values.with_columns(of=counts)
     more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), WEAKEST]
-    return _with_intervals(values, [*by, *KEYS], "value", more)
-
-
-def _with_intervals(
-    values: pl.DataFrame, keys: Sequence[str], column: str, more: Sequence[pl.Expr]
-) -> pl.DataFrame:
-    """A row per result: `keys`, then mean, low, high and n of a column over prompts, then more."""
-    grouped = values.group_by(keys, maintain_order=True).agg(*more, _values=pl.col(column))
+    keys = [*by, *KEYS]
+    grouped = values.group_by(keys, maintain_order=True).agg(*more, _values=pl.col("value"))
     rows = [x.to_numpy().astype(np.float64) for x in grouped["_values"]]  # NaN for null
     numbers = pl.DataFrame([vars(x) for x in Interval.of_each(rows)], schema=_NUMBERS)
     return grouped.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None))).select(

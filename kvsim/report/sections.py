@@ -42,16 +42,11 @@ def sections(
         metric, better = shared([run.table for run in runs])
         yield _verdict(shown, metric, [*better, *remarks], metrics)
         yield _results(shown)
-    if traces is not None:
-        yield from _of("traces", traces)
-    yield from _of("results", table)
+    for kind, material in (("traces", traces), ("results", table)):
+        if material is not None:
+            yield from (each.write(material) for each in SECTIONS.values() if each.of == kind)
     if runs:
         yield _provenance(table, runs)
-
-
-def _of(kind: str, shown: Study | pl.DataFrame) -> Iterator[str]:
-    """Write the sections of traces or of results."""
-    return (each.write(shown) for each in SECTIONS.values() if each.of == kind)
 
 
 #: The metrics of the first table; all others are in the Parquet file.
@@ -92,36 +87,29 @@ def _results(table: pl.DataFrame) -> str:
         "error</i> are added up); in brackets the 95 % bootstrap interval over at least 6 prompts. "
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
-    ).format(plural(_prompts(table), "prompt"))
+    ).format(plural(table.drop_nulls(["policy", "value"])["trace"].n_unique(), "prompt"))
     means = averages(main_variants(table, _SHOWN))
     drawn = {
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
     images = (html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
-    every = lines([_wide(means, "policy", with_chance=True), *images])
+    every = lines([_wide(means), *images])
     return section("Results", note, details(every, "every metric"))
 
 
-def _prompts(table: pl.DataFrame) -> int:
-    """The number of prompts that have a value of a policy."""
-    return table.drop_nulls(["policy", "value"])["trace"].n_unique()
-
-
-def _wide(means: pl.DataFrame, column: str, *, with_chance: bool = False) -> str:
+def _wide(means: pl.DataFrame) -> str:
     names = [name for name in _SHOWN if name in set(means["metric"])]
     budgets = means["requested"].drop_nulls().unique(maintain_order=True)
-    head = [column, "budget", *(html.metric_name(name) for name in names)]
+    head = ["policy", "budget", *(html.metric_name(name) for name in names)]
     rows = []
-    for policy in means[column].unique(maintain_order=True):
+    for policy in means["policy"].unique(maintain_order=True):
         for budget in budgets:
-            part = means.filter(pl.col(column) == policy, pl.col("requested") == budget)
+            part = means.filter(policy=policy, requested=budget)
             if part.height:
-                cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
-                name = escape(policy)
-                if "interval" in part.columns:
-                    after = schedule(part["interval"][0], prefill=part["prefill"][0])
-                    name += html.small(f"after: {after}")
+                cells = [html.cell(part.filter(metric=name), chance=True) for name in names]
+                after = schedule(part["interval"][0], prefill=part["prefill"][0])
+                name = escape(policy) + html.small(f"after: {after}")
                 rows.append([name, budget, *cells])
     return table_of(head, rows, right=2)
 

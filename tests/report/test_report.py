@@ -132,4 +132,4 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert (tmp_path / "there.html").read_text() == "mine"
     assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
     assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "there.html is not a kvsim trace" in capsys.readouterr().err
