@@ -7,21 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools, Ints
+from kvsim.analysis.arrays import Bools
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.coverage import (
-    kept_coverage,
-    needle_visibility,
-    retained_positions,
-)
+from kvsim.analysis.kept.coverage import kept_coverage, needle_visibility, retained_positions
 from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio, wipeouts
-from kvsim.analysis.kept.text import (
-    NGRAMS,
-    is_punctuation,
-    punctuation_lift,
-    repetition,
-)
+from kvsim.analysis.kept.text import NGRAMS, is_punctuation, punctuation_lift, repetition
 from kvsim.analysis.kept.vectors import WithChance, key_similarities, value_norm_overlaps
 from kvsim.analysis.subject import Analysis, Layers, Subject, Walk
 from kvsim.core.record import Record
@@ -101,11 +92,8 @@ def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[
             for index, gone in enumerate(record.gone_after):
                 needle = needle_visibility(gone, record.prompt_len, spans, record.reads, index)
                 recall, chance, wipeout = needle
-                layer = record.layers[index]
-                if name == "recall":
-                    yield Cells(layer, recall, "head", chance=chance)
-                else:
-                    yield Cells(layer, wipeout, "head")
+                values = (recall, chance) if name == "recall" else (wipeout, None)
+                yield Cells(record.layers[index], values[0], "head", chance=values[1])
 
     return cells
 
@@ -148,14 +136,10 @@ PLACES: Mapping[str, Metric] = {
 
 
 def _repetition(analysis: Analysis) -> Iterator[Cells]:
-    for tokens in _response(analysis.trace):
+    if (tokens := analysis.trace.tokens) is not None:
+        response = tokens[analysis.trace.prompt_len :].numpy()
         for n in NGRAMS:
-            yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
-
-
-def _response(trace: Trace) -> list[Ints]:
-    """The token ids after the prompt, nothing where they are not known."""
-    return [] if trace.tokens is None else [trace.tokens[trace.prompt_len :].numpy()]
+            yield Cells(None, np.array([repetition(response, n)]), variant=f"n={n}")
 
 
 def _contents(walk: Walk[list[WithChance]]) -> Callable[[Subject], Iterator[Cells]]:

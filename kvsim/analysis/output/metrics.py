@@ -116,28 +116,19 @@ def _certificate(subject: Subject, reference: str) -> Mapping[str, Floats]:
     return optimum.internals[0].notes
 
 
-def _added(subject: Subject) -> Floats:
-    """Length of what eviction adds to the residual stream [layer, row]."""
-    added = np.asarray(subject.output().added)  # computed where a metric reads `o_proj`
-    return added.astype(np.float64)
-
-
 def _added_weighted(subject: Subject) -> Floats:
-    """Squares of `_added`, each times the sensitivity of its layer [layer, row]."""
+    """Squares of what eviction adds to the residual stream, times the sensitivity [layer, row]."""
+    added = np.asarray(subject.output().added, np.float64)  # where a metric reads `o_proj`
     sensitivity = np.array(subject.trace.header.layer_sensitivity)[[*subject.record.layers]]
-    weighted: Floats = sensitivity[:, None] * _added(subject) ** 2
+    weighted: Floats = sensitivity[:, None] * added**2
     return weighted
 
 
-def _moved(subject: Subject) -> Floats:
-    """Distance of the output of all heads [layer, row]."""
+def _all_heads(subject: Subject) -> Floats:
+    """How far the output of all heads moves, relative [layer, row]; 0 where 0 has not moved."""
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
     moved: Floats = np.sqrt(((subject.output().error * lengths) ** 2).sum(1))
-    return moved
-
-
-def _relative(moved: Floats, length: Floats) -> Floats:
-    """moved / length; 0 where a vector of length 0 has not moved."""
+    length: Floats = np.sqrt((lengths**2).sum(1))
     return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
 
 
@@ -193,19 +184,16 @@ METRICS: Mapping[str, Metric] = {
     "bytes_held": Metric(
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
         "codec has rounded, scales and summaries of pages included; summaries add up the layers",
-        "rows", "bytes", "lower", "kvsim",
-        _bytes("resident"),
+        "rows", "bytes", "lower", "kvsim", _bytes("resident"),
         default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
         "head reads, and what choosing them reads; summaries add up the layers",
-        "rows", "bytes", "lower", "as bytes_held",
-        _bytes("read"),
+        "rows", "bytes", "lower", "as bytes_held", _bytes("read"),
         default=False, layers="sum"),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",
         "rows", "relative", "lower", "after Expected Attention, Fig. 6",
-        _means(lambda of: _relative(_moved(of), np.sqrt((of.walk(head_lengths) ** 2).sum(1)))),
-        default=False),
+        _means(_all_heads), default=False),
 }  # fmt: skip
