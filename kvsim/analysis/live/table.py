@@ -73,22 +73,17 @@ def _same(output: OutputDeviation) -> OutputDeviation:
 
 def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
     """The metrics of a live run by name, or the default ones."""
+    known = [name for name, x in METRICS.items() if x.kind in ("live", "sets") or name in LIVE_ROWS]
     if metrics is None:
-        return {
-            name: entry
-            for name, entry in METRICS.items()
-            if (entry.kind == "live" and name != KL_TOKENS)
-            or (entry.kind == "sets" and entry.default)
-            or name in LIVE_ROWS
-        }
+        sets = {name for name, x in METRICS.items() if x.kind == "sets" and not x.default}
+        return {name: METRICS[name] for name in known if name not in {KL_TOKENS, *sets}}
     mean = ["response_kl"] * (KL_TOKENS in metrics)  # without it a summary would be empty
     chosen = {name: metric(name) for name in (*mean, *metrics)}
-    for name, entry in chosen.items():
-        if entry.kind not in ("live", "sets") and name not in LIVE_ROWS:
-            raise PolicyError(
-                f"{name} is computed from recorded attention; expected a metric of a running "
-                f"model: {', '.join(choose_live(None))}; take kvsim replay for {name}"
-            )
+    if other := next((name for name in chosen if name not in known), None):
+        raise PolicyError(
+            f"{other} is computed from recorded attention; expected a metric of a running model: "
+            f"{', '.join(choose_live(None))}; take kvsim replay for {other}"
+        )
     return chosen
 
 
