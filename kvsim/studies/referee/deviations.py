@@ -30,7 +30,6 @@ from kvsim.studies.referee.judging import DumpCase
 
 #: Attention of the last rows of a view, [L, H, G, w, n].
 Weigh = Callable[[View, int], Tensor]
-_Changes = dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]]
 
 
 class Deviation(NamedTuple):
@@ -326,7 +325,7 @@ def _values(hint: Any, value: Any) -> Sequence[Any]:
     return {int: near, bool: (True, False), type(None): (None,)}.get(hint, ())
 
 
-_CHANGES: _Changes = {
+_CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "event-late": ("each set is that of the event before, so each event takes effect late", _late),
     "row-early": ("events fire one row early", partial(_shifted, -1)),
     "row-late": ("events fire one row late", partial(_shifted, 1)),

@@ -16,7 +16,7 @@ masks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ class Tape:
         self._slots: list[list[list[int]]] = []
         self._kept: dict[int, dict[int, list[list[int]]]] = {}  # by row and layer
         self._rows = 0
-        self._prompt_len = 0
         self._formulas: dict[int, Formula] = {}
         # those of an earlier press stay on the modules
         self._masks = {
@@ -80,7 +79,6 @@ class Tape:
     def forwarded(self, module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
         """Record the entries that a forward has left in the cache."""
         self._rows = sum(part.shape[1] for part in self._parts["q"][0])
-        self._prompt_len = self._prompt_len or self._rows
         cache = cache_of(output)
         for layer, part in enumerate(getattr(cache, "layers", [])):
             masked = getattr(self._modules[layer], "masked_key_indices", None)
@@ -149,7 +147,7 @@ class Tape:
         probe = capture(self._model, None, list(range(1, _PROBE + 1)), max_new_tokens=0)
         trace = Trace.from_arrays(
             *arrays,
-            prompt_len=self._prompt_len,
+            prompt_len=self._parts["q"][0][0].shape[1],
             rope=probe.ropes,
             formulas=[self._formulas[layer] for layer in layers],
             name=model_name(self._model),
@@ -181,11 +179,8 @@ def recording(model: PreTrainedModel) -> Iterator[Tape]:
     Inside the block of a press, and on an empty cache. Raises CaptureError for a model that cannot
     be recorded, or a cache whose keys are not those that the model computed.
     """
-    tape = Tape(model)
-    with ExitStack() as stack:
-        stack.enter_context(intercepting(model, tape.receive))
-        hook = model.base_model.register_forward_hook(tape.forwarded, with_kwargs=True)
-        stack.callback(hook.remove)
+    tape, hooked = Tape(model), model.base_model.register_forward_hook
+    with intercepting(model, tape.receive), hooked(tape.forwarded, with_kwargs=True):
         yield tape
 
 
