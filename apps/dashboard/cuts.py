@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints
-from kvsim.studies.segments.segmentation import Segmented
+from kvsim.studies.segments.segments import Segmented
 
 
 def curve(event: Segmented, name: str, most: int) -> tuple[Ints, Floats]:

@@ -11,7 +11,7 @@ from plotly.colors import hex_to_rgb
 from plotly.subplots import make_subplots
 
 from kvsim.plots.style import COLOURS, KEPT, MISSED
-from kvsim.studies.segments.segmentation import Segmented
+from kvsim.studies.segments.segments import Segmented
 
 from . import elements
 from .cuts import curve, moves, spread, thinned

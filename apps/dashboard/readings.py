@@ -14,7 +14,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
-from kvsim.studies.segments.segmentation import Segmented
+from kvsim.studies.segments.segments import Segmented
 
 from .cuts import spread
 from .elements import excerpt

@@ -22,7 +22,7 @@ from kvsim.analysis.table import COLUMNS, JUDGED, REGRET
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
-from kvsim.studies.layers.ranks import Ranks, ranks
+from kvsim.studies.layers.ranking import Ranks, ranks
 from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (

@@ -14,11 +14,15 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
-from kvsim.studies.expectation.expectation import STEPS, expected_and_observed, key_projections
-from kvsim.studies.expectation.normality import ks_by_chance, state_normality
+from kvsim.studies.expectation.expectation import (
+    STEPS,
+    expected_and_observed,
+    key_projections,
+    ks_by_chance,
+    state_normality,
+)
 from kvsim.studies.layers.metrics import TAUS
-from kvsim.studies.layers.ranking import ranking
-from kvsim.studies.layers.ranks import Ranks, ranks
+from kvsim.studies.layers.ranking import Ranks, ranking, ranks
 from kvsim.testing.strategies import cases
 from traces import changed, settling_trace
 

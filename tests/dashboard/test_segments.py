@@ -8,8 +8,7 @@ import pytest
 
 import kvsim
 from kvsim.samples import sample_trace
-from kvsim.studies.segments.segmentation import segmented
-from kvsim.studies.segments.segments import ams_segments
+from kvsim.studies.segments.segments import ams_segments, segmented
 from tests.dashboard.test_retention import spoken
 
 

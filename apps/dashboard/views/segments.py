@@ -21,7 +21,7 @@ from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
-from kvsim.studies.segments.segmentation import Segmented, segmented
+from kvsim.studies.segments.segments import Segmented, segmented
 
 from .. import cache, controls, cuts, elements, event_charts, readings
 from ..tiles import SIDE

@@ -11,12 +11,13 @@ from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
 from kvsim.core.trace import Trace
 from kvsim.studies.expectation.expectation import (
+    LEAST_SAMPLES,
     Expectation,
     Projections,
     expected_and_observed,
     key_projections,
+    state_normality,
 )
-from kvsim.studies.expectation.normality import LEAST_SAMPLES, state_normality
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.subject import Analysis
 from kvsim.policies.asl import Selecting
-from kvsim.studies.layers.ranking import Curve
-from kvsim.studies.layers.ranks import ranks
+from kvsim.studies.layers.ranking import Curve, ranks
 
 #: ASL's thresholds, Table 9.
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)

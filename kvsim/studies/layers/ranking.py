@@ -6,7 +6,7 @@ attention: behind the selection layer, as if no layer had selected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -16,16 +16,22 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.results import task_of
+from kvsim.analysis.subject import Analysis
+from kvsim.core.arguments import resolve_budget
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance, ranks
+from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance
+from kvsim.policies.asl import ranks as ranks_of
 from kvsim.schema import numbered
 
 #: In a grid: no layer is selected.
 NEVER_SELECTS = -1
+
+#: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
+SHARES = ("10%", "25%", "50%")
 
 
 @dataclass(frozen=True)
@@ -263,7 +269,7 @@ def ranking(
     with torch.no_grad():
         for layer in range(trace.n_layers):
             scores = pooled_scores(look(layer, None), rule.window, rule.pool, rule.pool_kernel)
-            scored.append((scores[0].cpu(), ranks(scores)[0].cpu()))
+            scored.append((scores[0].cpu(), ranks_of(scores)[0].cpu()))
             if progress is not None:
                 progress(layer + 1, trace.n_layers)
     by_layer, ranked = (torch.stack(part) for part in zip(*scored, strict=True))
@@ -313,3 +319,49 @@ def _look(trace: Trace, device: str) -> Look:
     n = trace.prompt_len
     setting = Setting(budget=n, prompt_len=n, interval=None, n_layers=trace.n_layers)
     return recorded(trace, setting, torch.device(device))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a prompt's tokens by layer, and ASL's test of them.
+
+    ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
+    before it. rule: ASL's parameters.
+    """
+
+    trace: Trace
+    device: str = "cpu"
+    ks: Sequence[int | str] = SHARES
+    rule: Selecting = field(default_factory=ASL)
+
+    @cached_property
+    def ranking(self) -> Ranking | None:
+        """Ranks of the prompt in each layer.
+
+        None where layers are missing or have sliding windows, or the prompt is no longer than the
+        window of ASL.
+        """
+        trace = self.trace
+        if not trace.whole or trace.windowed or trace.prompt_len <= self.rule.window:
+            return None
+        return ranking(trace, self.rule, device=self.device)
+
+    @cached_property
+    def curves(self) -> Mapping[str, Curve]:
+        """ASL's test at each k, by k as it was given."""
+        if (ranking := self.ranking) is None:
+            return {}
+        budgets = {k: resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
+        return {
+            str(k): ranking.curve(budget, share=budget_label(k)) for k, budget in budgets.items()
+        }
+
+
+def ranks(analysis: Analysis) -> Ranks:
+    """Return the ranks of an analysed trace, by ASL's defaults."""
+    return Ranks(analysis.trace, analysis.device)
+
+
+def budget_label(k: int | str) -> str:
+    """The budget that leaves k tokens next to ASL's window, in words."""
+    return f"{k} + window"

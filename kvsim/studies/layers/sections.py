@@ -12,8 +12,7 @@ from kvsim.report.html import details, image, interval, lines, section, table_of
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, trace_averages
-from kvsim.studies.layers.ranking import Curve
-from kvsim.studies.layers.ranks import SHARES, budget_label, ranks
+from kvsim.studies.layers.ranking import SHARES, Curve, budget_label, ranks
 from kvsim.studies.layers.tables import distribution, selection_table
 
 

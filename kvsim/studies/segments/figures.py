@@ -18,7 +18,7 @@ from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.style import COLOURS, caption, legend_of, name_axes, plain
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.segments.segmentation import Segmented, segmented
+from kvsim.studies.segments.segments import Segmented, segmented
 
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 

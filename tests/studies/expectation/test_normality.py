@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.studies.expectation.expectation import key_projections
-from kvsim.studies.expectation.normality import normal_ks, state_normality
+from kvsim.studies.expectation.expectation import key_projections, normal_ks, state_normality
 from kvsim.testing.strategies import cases
 
 NORMAL = statistics.NormalDist()

@@ -19,8 +19,8 @@ from kvsim.studies.expectation.expectation import (
     STEPS,
     expected_and_observed,
     key_projections,
+    state_normality,
 )
-from kvsim.studies.expectation.normality import state_normality
 from kvsim.studies.expectation.queries import Queries, queries
 from tests.plots.test_plots_sets import lines
 from traces import random_trace

@@ -6,7 +6,7 @@ import pytest
 import kvsim
 from kvsim.errors import PolicyError, TraceError
 from kvsim.studies.segments.figures import mass_curve
-from kvsim.studies.segments.segmentation import segmented
+from kvsim.studies.segments.segments import segmented
 from traces import changed, random_trace
 
 

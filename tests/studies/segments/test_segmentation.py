@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvsim
 from apps.dashboard import cuts
 from kvsim.errors import PolicyError
-from kvsim.studies.segments.segmentation import segmented
+from kvsim.studies.segments.segments import segmented
 from traces import random_trace
 
 EPSILON = 1e-12
