@@ -143,7 +143,7 @@ def test_what_is_in_the_way_is_one_line_before_any_work(run, ran, tmp_path):
         "n" * 300: "File name too long",
     }
     for name, message in cases.items():
-        for arguments in (["prompts"], ["report", "no-such-run"]):
+        for arguments in (["prompts"], ["report", ran]):
             status, out, err = run(*arguments, "--out", tmp_path / name, "--overwrite")
             assert (status, out, len(err.splitlines())) == (2, "", 1)
             assert message in err
@@ -175,7 +175,7 @@ def test_a_file_takes_the_memory_that_it_has(tmp_path):
 def test_a_folder_that_cannot_be_written_is_found_before_any_work(run, tmp_path, monkeypatch):
     """Without permission, on a read-only or full disk, an output is refused before any work."""
     refuse(monkeypatch, files, "TemporaryFile", errno.EROFS)
-    status, out, err = run("report", "no-such-run", "--out", tmp_path / "r.html")
+    status, out, err = run("report", "sample", "--out", tmp_path / "r.html")
 
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert f"{tmp_path} cannot be written to ({os.strerror(errno.EROFS)})" in err

@@ -38,8 +38,8 @@ def test_texts_are_one_short_line(swept):
     )
     assert repr(kvsim.policy("knorm")) == "Policy('knorm', after 'the prompt')"
     assert repr(kvsim.policy("ams")).endswith("more, after 'every 512 rows')")
-    assert "policy=['tova', 'snapkv@scaled'], budget=['8', '50%']" in repr(swept)
-    assert "prompts=2" in repr(kvsim.compare(swept))
+    assert repr(swept) == "Run(tova, snapkv@scaled; records=8, failed=0)"
+    assert "; 2 prompts)" in repr(kvsim.compare(swept))
 
 
 def test_no_bar_outside_of_terminals(capsys):

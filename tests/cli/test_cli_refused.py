@@ -24,7 +24,7 @@ COST_64 = f"{COST} --model-config CONFIG --context 64"
 #: `mine.py`, `file`, `folder` exist.
 REFUSED = {
     # ---------------------------------------------------------------------------------- replay
-    f"{REPLAY} --budget 0": "budget is 0; expected at least 1",
+    f"{REPLAY} --budget 0": "budget is 0; the smallest budget that works is 1",
     f"{REPLAY} --budget 150%": "expected a share above 0%",
     f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
