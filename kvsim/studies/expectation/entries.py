@@ -26,7 +26,7 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
     """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
     from kvsim.analysis.subject import Analysis
     from kvsim.analysis.table import in_order, measure
-    from kvsim.studies.expectation.queries import Queries, queries
+    from kvsim.studies.expectation.expectation import Queries, queries
 
     tables = []
     for trace in traces:

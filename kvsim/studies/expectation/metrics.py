@@ -10,8 +10,7 @@ from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import STEPS, ks_by_chance
-from kvsim.studies.expectation.queries import queries
+from kvsim.studies.expectation.expectation import STEPS, ks_by_chance, queries
 
 
 def _expected(steps: Sequence[str]) -> Callable[[Analysis], Iterator[Cells]]:

@@ -12,8 +12,7 @@ from kvsim.report.html import image, lines, section
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, places
-from kvsim.studies.expectation.expectation import STEPS
-from kvsim.studies.expectation.queries import queries
+from kvsim.studies.expectation.expectation import STEPS, queries
 
 #: Layers at most in a figure with a panel and in one with a row each.
 _PANELS, _ROWS = 7, 4

@@ -14,9 +14,10 @@ from kvsim.analysis.attention.agreement import pearson, places, spearman
 from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import (
     STEPS,
+    Queries,
     expected_and_observed,
+    queries,
 )
-from kvsim.studies.expectation.queries import Queries, queries
 from kvsim.testing.strategies import cases
 
 

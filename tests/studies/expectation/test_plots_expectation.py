@@ -17,11 +17,12 @@ from kvsim.plots import (
 )
 from kvsim.studies.expectation.expectation import (
     STEPS,
+    Queries,
     expected_and_observed,
     key_projections,
+    queries,
     state_normality,
 )
-from kvsim.studies.expectation.queries import Queries, queries
 from tests.plots.test_plots_sets import lines
 from traces import random_trace
 
