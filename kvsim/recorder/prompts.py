@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError, TextError
-from kvsim.recorder.models import is_tiny
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
 from kvsim.recorder.tokenization import doubled_notes, reasoning_begun, rendered, tokenize
@@ -160,9 +159,9 @@ def encode(
         text += "\n" * special + whole.answer_prefix
     if isinstance(prompt, str) and not prompt.strip():
         raise CaptureError("the prompt is empty, expected some text")
-    ids = token_ids(prompt if text is None else text, model, tokenizer, special=special)
+    ids = token_ids(prompt if text is None else text, tokenizer, special=special)
     response = whole.response
-    given = None if response is None else token_ids(response, model, tokenizer, "response")
+    given = None if response is None else token_ids(response, tokenizer, "response")
     check_ids(ids, given or [], model)
     notes = [] if text is None else doubled_notes(text, ids, tokenizer)
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
@@ -221,17 +220,12 @@ def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> No
 
 
 def token_ids(
-    content: object,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    what: str = "prompt",
-    *,
-    special: bool = False,
+    content: object, tokenizer: Any, what: str = "prompt", *, special: bool = False
 ) -> list[int]:
     """Return text or token ids as a list of ids; CaptureError for anything else, or none."""
     if not isinstance(content, str):
         return ids_of(content, what)
-    ids = tokenize(content, tokenizer, what, special=special, tiny=is_tiny(model))
+    ids = tokenize(content, tokenizer, what, special=special)
     return ids or ids_of(ids, what)
 
 
@@ -304,7 +298,7 @@ def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     """Return the length in tokens of a text or a chat, as `encode` encodes it."""
     messages = _messages(prompt, system=None, chat=False)
     text = str(prompt) if messages is None else rendered(messages, tokenizer, {})
-    return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
+    return len(tokenize(text, tokenizer, special=messages is None))
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -36,24 +36,18 @@ def need_tokenizer(tokenizer: Any, what: str = "prompt") -> None:
         )
 
 
-def tokenize(
-    text: str, tokenizer: Any, what: str = "prompt", *, special: bool, tiny: bool
-) -> list[int]:
+def tokenize(text: str, tokenizer: Any, what: str = "prompt", *, special: bool) -> list[int]:
     """Return the token ids of a text; CaptureError for words that the tokenizer does not know.
 
-    special: whether the tokenizer adds its special tokens. tiny: advice for the shipped models.
+    special: whether the tokenizer adds its special tokens.
     """
     need_tokenizer(tokenizer, what)
     ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     if unknown := _unknown_words(text, ids, tokenizer):
-        advice = (
-            "tiny reads only the ledger language, in which `kvsim prompts` writes prompts"
-            if tiny
-            else "use other words"
-        )
         raise CaptureError(
             f"the tokenizer does not know {first_of([*map(repr, unknown)], _SHOWN_WORDS)}, "
-            f"expected words of its vocabulary; {advice}"
+            "expected words of its vocabulary; tiny reads only the ledger language, in which "
+            "`kvsim prompts` writes prompts"
         )
     return ids
 

@@ -90,10 +90,10 @@ def encode_turns(
                 if prefix is not None:
                     text += "\n" * (messages is None) + prefix
                 question, opened = text[len(before) :], reasoning_begun(text, messages)
-            ids = token_ids(question, model, tokenizer, "question")
+            ids = token_ids(question, tokenizer, "question")
             response = []
             if turn.response is not None:
-                response = token_ids(turn.response, model, tokenizer, "response")
+                response = token_ids(turn.response, tokenizer, "response")
             own = turn.max_new_tokens or whole.max_new_tokens
             most = longest if longest is not None else own or Options().longest
             if type(most) is not int or most < 1:
