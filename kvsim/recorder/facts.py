@@ -19,27 +19,24 @@ _LABELS = dict.fromkeys(LABELS, "text or a whole number of 64 bits")
 _LABELS |= {"length": "a whole number of 64 bits", "depth": "a number from 0 to 1"}
 
 
-def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float]:
-    """Return the labels; raise CaptureError for an unknown name or a value of another kind.
-
-    where: the beginning of an error message.
-    """
+def check_labels(labels: Labels) -> dict[str, str | int | float]:
+    """Return the labels; raise CaptureError for an unknown name or a value of another kind."""
     if not isinstance(labels, Mapping):
-        raise CaptureError(f"{where}labels are {reprlib.repr(labels)}, expected names with values")
+        raise CaptureError(f"labels are {reprlib.repr(labels)}, expected names with values")
     for name, value in labels.items():
         if not fits_label(name, value) or name not in LABELS:
             expected = _LABELS.get(name, f"one of {', '.join(LABELS)}")
             text = f"{name} is {reprlib.repr(value)}" if name in LABELS else f"label {name!r:.50}"
-            raise CaptureError(f"{where}{text}, expected {expected}")
+            raise CaptureError(f"{text}, expected {expected}")
     return dict(labels)
 
 
-def check_writer(writer: object, response: object, where: str = "") -> Any:
+def check_writer(writer: object, response: object) -> Any:
     """Return what wrote a response; CaptureError unless it is text or an object."""
     known = isinstance(writer, str | Mapping) and writer and response is not None
     if writer is not None and not known:
         raise CaptureError(
-            f"{where}writer is {reprlib.repr(writer)}, expected text or an object such as "
+            f"writer is {reprlib.repr(writer)}, expected text or an object such as "
             '{"engine": ..., "model": ...}, of a response that is given'
         )
     return writer

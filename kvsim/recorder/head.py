@@ -116,6 +116,7 @@ class Predictions:
     ) -> None:
         self._head = None if head is None or head.kind is None else head
         self.outputs, self.start, self._checked = outputs, start, checked
+        self._width = outputs.shape[-1] if self._head is None else self._head.vocabulary
 
     def __len__(self) -> int:
         return self.outputs.shape[-2]
@@ -128,10 +129,6 @@ class Predictions:
     def row(self) -> int:
         """Logits of a row, of all runs together."""
         return max(1, self.outputs.shape[:-2].numel() * self._width)
-
-    @property
-    def _width(self) -> int:
-        return self.outputs.shape[-1] if self._head is None else self._head.vocabulary
 
     def logits(self) -> Tensor:
         """Return the logits [..., R, V]. Raises CaptureError unless all are finite."""

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError
-from kvsim.recorder.latent import Absorbed, Latents
+from kvsim.recorder.latent import Latents
 from kvsim.recorder.modules import (
     Kernel,
     attention_modules,
@@ -129,19 +129,11 @@ class _Interceptor:
         self.running, self.hidden, self.calls = layer, hidden[0], 0
         self.arguments = args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"}
 
-    def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
-    ) -> None:
+    def after(self, *_: object) -> None:
         self.running = self.hidden = None
 
-    def intercepted(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        options: Any,
-        latent: Absorbed | None = None,
-    ) -> None:
+    def intercepted(self, module: nn.Module, options: Any, dim: int, **of_call: Any) -> None:
+        """Pass on a call; dim: of the queries of the kernel. of_call: fields of `KernelCall`."""
         layer = self.layer_of[id(module)]
         self.calls += 1
         if layer != self.running or self.hidden is None or self.calls > 1:
@@ -149,20 +141,8 @@ class _Interceptor:
                 f"layer {layer} called the kernel of transformers' table {self.calls} times, "
                 "expected once in its attention module"
             )
-        query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
-        call = KernelCall(
-            layer=layer,
-            hidden=self.hidden,
-            q=query[0],
-            k=key[0],
-            v=value[0],
-            # the kernels of the table return [batch, rows, qhead, dim]
-            out=out[0].transpose(0, 1),
-            formula=self._formula(module, inputs[0].shape[-1], options),
-            again=functools.partial(self._again, module),
-            up=None if latent is None else latent.up,
-        )
-        self.receive(call)
+        formula, again = self._formula(module, dim, options), functools.partial(self._again, module)
+        self.receive(KernelCall(layer, self.hidden, **of_call, formula=formula, again=again))
 
     def _again(self, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
         args, named = self.arguments
@@ -303,7 +283,10 @@ def intercepting(
             else:
                 result = computed if latent is None else latent.expanded(computed, query), None
             if receive is not None and layer is not None:
-                interceptor.intercepted(module, inputs, result[0], options, latent)
+                # the kernels of the table return [batch, rows, qhead, dim]
+                parts = {"q": q[0], "k": k[0], "v": v[0], "out": result[0][0].transpose(0, 1)}
+                up = None if latent is None else latent.up
+                interceptor.intercepted(module, options, query.shape[-1], **parts, up=up)
             return result
 
         return kernel
@@ -320,7 +303,7 @@ def intercepting(
             stack.enter_context(
                 module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
             )
-            stack.enter_context(module.register_forward_hook(interceptor.after, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(interceptor.after))
         yield
 
 
