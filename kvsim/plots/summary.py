@@ -105,7 +105,10 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
     """
     table = as_table(table)
     named: list[str] = _metrics(table, "wipeout") if metrics is None else listed(metrics)
-    costs = [name for name in named if name in COSTS] or _costs(table)
+    costs = [name for name in named if name in COSTS]
+    if not costs:
+        stored = (of_policies(table, "access")["access"] != "").any()
+        costs = ["bytes_held", "bytes_read"] if stored else ["entries_seen"]
     metrics = [name for name in named if name not in COSTS]
     means = _means(table, [*metrics, *costs])
     measured = set(means["metric"])
@@ -145,13 +148,6 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
 def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
     """The metric that ranks the policies of a table, and others that it is shown with."""
     return list(dict.fromkeys((next(ranks(table), EVIDENCE[-1]), *others)))
-
-
-def _costs(table: pl.DataFrame) -> list[str]:
-    """The metrics of `COSTS` by which the policies of a table compare."""
-    if (of_policies(table, "access")["access"] != "").any():
-        return ["bytes_held", "bytes_read"]
-    return ["entries_seen"]
 
 
 def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:

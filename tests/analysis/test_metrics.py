@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis import subject as subject_module
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import entries_seen, event_rows, wipeout
+from kvsim.analysis.kept.retention import entries_seen, event_rows, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
@@ -67,7 +67,7 @@ def test_chance_of_a_wipe_out_is_hypergeometric(length, threshold):
     last[0, ::7] = NEVER
     last[0, 700 * 7 :: 7] = total - 1
 
-    found = wipeout(last, length, threshold)
+    _, _, found = next(wipeouts(last, [length], [threshold]))
 
     few = range(int(threshold * length) + 1)
     ways = sum(comb(length, s) * comb(total - length, kept - s) for s in few)
@@ -78,7 +78,7 @@ def test_chance_of_a_wipe_out_is_hypergeometric(length, threshold):
 @given(evictions(), st.integers(1, 9), st.sampled_from([0.0, 0.1, 0.34, 0.5]), st.integers(0, 5))
 def test_wipe_out_equals_a_loop(last, length, threshold, recent):
     """Counts, and what chance would wipe out of the same entries, by the definition."""
-    found = wipeout(last, length, threshold, sink=2, recent=recent)
+    _, _, found = next(wipeouts(last, [length], [threshold], 2, recent))
 
     few, spans = int(threshold * length + 1e-9), range(0, last.shape[1] - length + 1, length)
     for j, row in enumerate(event_rows(last).tolist()):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from apps.dashboard.tiles import STATES, reading_tile, retention_tile
-from kvsim.analysis.kept.retention import wipeout
+from kvsim.analysis.kept.retention import wipeouts
 from traces import changed, random_trace
 
 
@@ -30,7 +30,7 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
     """Codes of each event by the kept set, and the share of wiped regions of the metric."""
     trace, region = made(140), 8
     record = kvsim.replay(trace, kvsim.policy(policy), budget, interval=interval)
-    rates = wipeout(record.gone_after[1], region)
+    _, _, rates = next(wipeouts(record.gone_after[1], [region]))
 
     tile = retention_tile(record, 1, 1, region, side)
     whole = retention_tile(record, 1, 1, region, side=400)

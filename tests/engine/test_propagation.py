@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.kept.retention import entries_seen, wipeout
+from kvsim.analysis.kept.retention import entries_seen, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Propagation, Selection, Step
@@ -90,7 +90,7 @@ def test_the_end_of_the_prompt_is_an_event_where_rows_were_dropped(trace):
     assert record.retained(trace.prompt_len - 1)[first + 1 :].sum(-1).tolist() == [[20] * HEADS] * (
         LAYERS - first - 1
     )
-    gone = wipeout(record.gone_after[first + 1], 8)
+    _, _, gone = next(wipeouts(record.gone_after[first + 1], [8]))
     assert gone.rows.tolist() == [trace.prompt_len - 1]
     seen = entries_seen(record.gone_after[-1], trace.prompt_len)
     new = np.arange(trace.prompt_len, trace.n_pos) - trace.prompt_len + 1

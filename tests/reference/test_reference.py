@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvsim
 import reference
 from kvsim.analysis.attention.windows import window_overlap
-from kvsim.analysis.kept.retention import retained_iou, wipeout
+from kvsim.analysis.kept.retention import retained_iou, wipeouts
 from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
@@ -364,7 +364,7 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
     """Regions and wiped ones of every head at every event."""
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
-        found = wipeout(evicted_at, length, threshold, sink, recent)
+        _, _, found = next(wipeouts(evicted_at, [length], [threshold], sink, recent))
         assert found.rows.tolist() == loop_metrics.acting_rows(record.evicted_at, layer)
         for j, row in enumerate(found.rows.tolist()):
             for head in range(len(evicted_at)):

@@ -69,18 +69,6 @@ class Wipeout:
         return share(self.wiped, self.regions)
 
 
-def wipeout(
-    evicted_at: EvictedAt,
-    length: int = 32,
-    threshold: float = 0.0,
-    sink: int = SINK,
-    recent: int = RECENT,
-) -> Wipeout:
-    """Region wipe-out: regions of `length` positions, `threshold` in [0, 1); see `wipeouts`."""
-    ((_, _, found),) = wipeouts(evicted_at, [length], [threshold], sink, recent)
-    return found
-
-
 def wipeouts(
     evicted_at: EvictedAt,
     lengths: Sequence[int] = LENGTHS,

@@ -70,18 +70,11 @@ def _before(subject: LiveSubject) -> Iterator[tuple[str, slice, Forced]]:
             yield variant, rows, forced.before
 
 
-def _written(subject: LiveSubject) -> Iterator[tuple[int | None, Generated]]:
-    outcome = subject.outcome
-    written = outcome.generated, *outcome.later
-    for (turn, _), generated in zip(subject.trace.answers, written, strict=False):
-        if generated is not None:
-            yield turn, generated
-
-
 def _generated(value: Callable[[Generated], float | None]) -> Values:
     def cells(subject: LiveSubject) -> Iterator[Cells]:
-        for turn, generated in _written(subject):
-            number = value(generated)
+        written = subject.outcome.generated, *subject.outcome.later
+        for (turn, _), generated in zip(subject.trace.answers, written, strict=False):
+            number = None if generated is None else value(generated)
             if number is not None and not np.isnan(number):
                 yield Cells(None, np.array([float(number)]), turn=turn)
 
@@ -107,11 +100,6 @@ def _peak(*, share: bool) -> Values:
             yield Cells(None, np.array([peak / full if share else float(peak)]))
 
     return cells
-
-
-def _kept_right(generated: Generated) -> float | None:
-    """Of a prompt that is answered right with the full cache."""
-    return None if not generated.full_right or generated.right is None else generated.right
 
 
 #: The metric that has a row for each token: the same KL as `response_kl`, which ranks.
@@ -148,7 +136,8 @@ METRICS: Mapping[str, Metric] = {
         unit="share", better="higher", cells=_generated(lambda x: x.score)),
     "answer_kept": _metric(
         "as answer_right, of the prompts that are answered right with the full cache",
-        unit="share", better="higher", cells=_generated(_kept_right)),
+        unit="share", better="higher",
+        cells=_generated(lambda x: x.right if x.full_right else None)),
     "tokens_to_answer": _metric(
         "tokens written until the right answer is complete, where it comes",
         unit="tokens", better="lower", cells=_generated(lambda x: x.answered)),
