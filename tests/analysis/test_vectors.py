@@ -30,7 +30,7 @@ def test_it_equals_a_loop_over_pairs(seed, stay):
     gone = rows[np.where(rng.random(at.shape) < stay, 2, at)].astype(np.int32)
     keys = rng.integers(-1, 2, size=(3, 24, 2)).astype(float)
 
-    found = key_similarity(gone, keys)
+    found = key_similarity(keys)(gone)
 
     known = [int(x) for x in gone.ravel() if x != NEVER]
     for head in range(3):
@@ -55,8 +55,8 @@ def test_the_metric_reads_each_heads_own_keys():
             keys = case.k[layer].astype(float).repeat(len(gone) // 2, axis=0)
             found = table.filter(layer=layer)
 
-            assert found["value"].to_list() == pytest.approx(key_similarity(gone, keys).value)
-            assert found["chance"].to_list() == pytest.approx(key_similarity(gone, keys).chance)
+            assert found["value"].to_list() == pytest.approx(key_similarity(keys)(gone).value)
+            assert found["chance"].to_list() == pytest.approx(key_similarity(keys)(gone).chance)
 
 
 @given(seed=st.integers(0, 2**20), sink=st.integers(0, 6), stay=st.sampled_from((0.1, 0.5, 1.0)))

@@ -63,21 +63,16 @@ def value_norm_overlaps(
     return by_layer(records, norms, overlap)
 
 
-def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
+def key_similarity(keys: Floats) -> Callable[[EvictedAt], WithChance]:
     """Mean cosine of two different keys that a head holds after the layer's last event.
 
     G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
     is the mean over all pairs of the positions there at the event: in a random set every pair is as
     likely. A key of length 0 is like no other.
 
-    evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
-    keys.
+    keys [H, T, d]; called with evicted_at [H, T], in which heads that share a key head follow each
+    other. NaN where nothing has been evicted and for less than two keys.
     """
-    return _similarity(keys)(evicted_at)
-
-
-def _similarity(keys: Floats) -> Callable[[EvictedAt], WithChance]:
-    """`key_similarity` of keys; heads of a record that share a key head follow each other."""
     length = np.linalg.norm(keys, axis=-1, keepdims=True)
     unit = keys / np.where(length > 0, length, 1.0)
     squares = (unit**2).sum(-1)
@@ -112,6 +107,6 @@ def key_similarities(
 
     def of_layer(layer: int) -> Callable[[EvictedAt], WithChance]:
         read = trace.read("k", slice(layer, layer + 1))[0]
-        return _similarity(read.to(device, torch.float64).cpu().numpy())
+        return key_similarity(read.to(device, torch.float64).cpu().numpy())
 
     return by_layer(records, of_layer, lambda record, at, of: of(record.gone_after[at]))
