@@ -236,7 +236,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
             stop=stop_tokens(first.model, first.tokenizer),
             choice=first.choice,
             prompts=[each.encoded.ids for each in chosen],
-            completed=lambda number, response: chosen[number].stop.completed(response, 0),
+            completed=lambda number, response: chosen[number].completed(response, 0),
         )
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(

@@ -328,29 +328,25 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-class StopStrings:
-    """Text that ends a response, searched in its decoded end after every token.
+def stop_search(strings: Sequence[str], tokenizer: Any) -> Callable[[Sequence[int], int], bool]:
+    """Return whether a response has text that ends it, of all tokens and the start of the response.
 
     A token is at least one byte of text (special tokens count as text), so a string of b bytes lies
     in the last b tokens. Eight more are decoded, because decoders may change the start of a text.
     """
+    if strings and tokenizer is None:
+        raise CaptureError(
+            "stop is text, and there is no tokenizer, expected one that decodes the response; "
+            "give one, or leave --stop out"
+        )
+    last = 8 + max((len(text.encode()) for text in strings), default=0)
 
-    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
-        if strings and tokenizer is None:
-            raise CaptureError(
-                "stop is text, and there is no tokenizer, expected one that decodes the response; "
-                "give one, or leave --stop out"
-            )
-        self.strings, self.tokenizer = tuple(strings), tokenizer
-        self.tail = 8 + max((len(text.encode()) for text in strings), default=0)
+    def completed(tokens: Sequence[int], start: int) -> bool:
+        tail = [*tokens[max(start, len(tokens) - last) :]] if strings else []
+        text = str(tokenizer.decode(tail, skip_special_tokens=False)) if tail else ""
+        return any(string in text for string in strings)
 
-    def completed(self, tokens: Sequence[int], start: int) -> bool:
-        """Return whether the response, from token `start` on, now has a stop string."""
-        if not self.strings:
-            return False
-        tail = list(tokens[max(start, len(tokens) - self.tail) :])
-        text = str(self.tokenizer.decode(tail, skip_special_tokens=False)) if tail else ""
-        return any(string in text for string in self.strings)
+    return completed
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

