@@ -169,7 +169,11 @@ def compare(
             f"no prompt has a value of {metric} for every policy of a budget; compare runs of the "
             "same prompts, or fewer policies"
         )
-    each = [(budget, _verdict(budget, scale)) for budget in budgets]
+    each: list[tuple[Budget, Verdict | None]] = []
+    for x in budgets:
+        of = x.results["policy"].to_list()[: x.ranked]
+        verdict = judged(x.requested, of, x.values[: x.ranked], x.tasks, scale) if of else None
+        each.append((x, verdict))
     rows = pl.DataFrame(
         [row for pair in each for row in _rows(*pair)],
         schema={name: kind for name, kind in COLUMNS.items() if name not in _SIZES},
@@ -291,13 +295,6 @@ _AT = ("policy", "requested")
 _SIZES = ("entries", "per_query_head", "access", "fidelity", "seen", "unfair")
 
 
-def _verdict(budget: Budget, scale: Scale) -> Verdict | None:
-    """The verdict on the ranked policies of a budget; None without any."""
-    names, values = budget.results["policy"].to_list(), budget.values
-    names, values = names[: budget.ranked], values[: budget.ranked]
-    return judged(budget.requested, names, values, budget.tasks, scale) if names else None
-
-
 def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
     """Rows over all tasks, then of each: ranked policies by rank, then the others."""
     facts = {row["policy"]: row for row in budget.results.iter_rows(named=True)}
@@ -386,7 +383,6 @@ def _weaker(
 
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:
-    """Limits of a comparison, a sentence each without its full stop."""
     remarks = list[str]()
     if references:
         remarks.append(

@@ -114,7 +114,6 @@ def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
 
 
 def _model(trace: Trace) -> str:
-    """The name of a trace's model, a path or a hub id; empty if unknown."""
     return str(object_at(trace.meta, "model").get("name", ""))
 
 

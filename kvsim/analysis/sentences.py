@@ -63,7 +63,6 @@ def lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _reversed(comparison: Comparison) -> Iterator[str]:
-    """Yield which policies have a worse mean with more entries."""
     sign, found = -1 if comparison.better == "higher" else 1, list[str]()
     for part in comparison.overall.drop_nulls("rank").partition_by("policy", maintain_order=True):
         for less, more in pairwise(part.sort("entries").iter_rows(named=True)):
@@ -181,7 +180,6 @@ def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
 
 
 def _could(verdict: Verdict) -> str:
-    """The policies that could be the best, in a few words."""
     every = len(verdict.best) == len(verdict.policies)
     return "any of them" if every else _listed(verdict.best, "or")
 

@@ -146,7 +146,6 @@ def measure(
 
 
 def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
-    """Raise an error for what `measure` cannot take as records, or beside them."""
     if records is not None and not all(isinstance(each, Record) for each in listed(records)):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
     for given in references.values():

@@ -103,7 +103,6 @@ def bursts(
 
 
 def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
-    """First and last position of the closer look; see `bursts`."""
     runs = np.concatenate([strip.runs for strip in strips])
     if not len(runs):
         raise PolicyError("nothing is evicted after this row; take a later one")
@@ -119,7 +118,6 @@ def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
 
 
 def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int, least: int) -> None:
-    """Strips from one position to another, with brackets over the bursts among them."""
     number: dict[str, Any] = {"fontsize": 5.5, "ha": "center", "va": "center"}
     number["bbox"] = {"fc": "white", "ec": "none", "pad": 0.6}
     for line, strip in enumerate(strips):

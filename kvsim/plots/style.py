@@ -313,7 +313,6 @@ def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """A line in parts of at most `width` characters, broken at blanks but not before units."""
     joined = _UNIT.sub("\\1\0", line)  # plain text has no NUL
     parts = textwrap.wrap(joined, width, break_on_hyphens=False)
     return [part.replace("\0", " ") for part in parts]

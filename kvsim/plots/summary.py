@@ -146,7 +146,6 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
 
 
 def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
-    """The metric that ranks the policies of a table, and others that it is shown with."""
     return list(dict.fromkeys((next(ranks(table), EVIDENCE[-1]), *others)))
 
 

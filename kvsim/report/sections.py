@@ -61,7 +61,6 @@ _SHOWN = (
 def _verdict(
     table: pl.DataFrame, metric: str | None, remarks: Sequence[str], metrics: Sequence[str]
 ) -> str:
-    """The sentences, one table, one figure, and what limits them."""
     comparison, said = answer(table, _SHOWN, metric)
     if comparison is None:
         note = html.broken(said) + html.broken(merged(remarks), "Note: ")

@@ -40,7 +40,6 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
 
 
 def _bursts(subject: Subject) -> list[tuple[Layers, Bursts]]:
-    """Runs of all that is evicted, by layers."""
     return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in subject.layer_groups]
 
 
