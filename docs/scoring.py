@@ -52,8 +52,7 @@ from kvsim import Policy
 from kvsim.analysis.live.table import measure_judged
 from kvsim.core.policy import Protection
 from kvsim.policies import parameters
-from kvsim.recorder import Options, load_model
-from kvsim.recorder.capturing import capture_one
+from kvsim.recorder import capture, load_model
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
@@ -105,7 +104,7 @@ def measure(workload: Workload, number: int, file: Path | None) -> pl.DataFrame:
     prompt = prompt_of(workload, number, tokenizer)
     if prompt.response is None and not chat:
         chat = {"max_new_tokens": workload.response}
-    trace = capture_one(model, tokenizer, prompt, None, Options(sensitivity=False, **chat))
+    trace = capture(model, tokenizer, prompt, sensitivity=False, **chat)
     records, cells = [], []
     for protection in workload.protections:
         before = trace.prompt_len if protection == PROMPT else 0

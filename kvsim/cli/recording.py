@@ -88,7 +88,7 @@ def capture(
 
     from kvsim.files import check_writable
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
-    from kvsim.recorder.capturing import capture_one
+    from kvsim.recorder.capturing import capture as record
     from kvsim.recorder.prompts import file_name
     from kvsim.store import check_target, describe
 
@@ -126,7 +126,7 @@ def capture(
     if single:
         (first,) = requested
         first = replace(first, id="")  # the name of the trace is that of its folder
-        traces = [capture_one(decoder, tokenizer, first, path, options)]
+        traces = [record(decoder, tokenizer, first, out=path, **vars(options))]
     else:
         traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
     facts = [

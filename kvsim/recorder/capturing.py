@@ -103,17 +103,7 @@ def capture(
         whole = prompt
     else:
         whole = Prompt(given.pop("name", ""), prompt, **given)
-    return capture_one(model, tokenizer, whole, out, Options.of(options))
-
-
-def capture_one(
-    model: PreTrainedModel | str | Path,
-    tokenizer: Any,
-    whole: Prompt,
-    out: str | Path | None,
-    checked: Options,
-) -> Trace:
-    """Record the trace of a prompt, as `capture`."""
+    checked = Options.of(options)
     if out is None and (checked.store_dtype or checked.resume):
         raise CaptureError("store_dtype and resume are about what is written, but out is None")
     path = None if out is None else local_path(out, CaptureError)

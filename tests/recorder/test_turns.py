@@ -12,8 +12,6 @@ import pytest
 import kvsim
 from kvsim.errors import CaptureError, TextError
 from kvsim.recorder import Prompt, Turn, read_prompts
-from kvsim.recorder.capturing import capture_one
-from kvsim.recorder.options import Options
 from small_model import small, words_tokenizer
 
 #: A chat whose answers end with w9, as the tokenizer's own end of an answer.
@@ -157,9 +155,9 @@ def test_a_trace_of_other_turns_is_not_kept(turns, message, tmp_path):
     """Fewer turns, and another length of an answer, are another capture."""
     whole = Prompt("a", [5, 6, 7], max_new_tokens=3)
     out = tmp_path / "a.zarr"
-    capture_one("tiny", None, replace(whole, turns=[Turn([11])]), out, Options())
+    kvsim.capture("tiny", None, replace(whole, turns=[Turn([11])]), out=out)
     with pytest.raises(CaptureError, match=message):
-        capture_one("tiny", None, replace(whole, turns=turns), out, Options(resume=True))
+        kvsim.capture("tiny", None, replace(whole, turns=turns), out=out, resume=True)
 
 
 def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
