@@ -238,6 +238,11 @@ class LiveSource:
         """Add the entries [H, w, d] of new rows to a layer of the block; returns all it has."""
         room = self.room
         if self._latent is not None:  # the model gives the latent and the rotated part
+            if len(keys) != self._heads or keys.shape[-1] != self._latent:
+                raise CaptureError(
+                    f"the model caches keys of {len(keys)} heads, expected the latents of its "
+                    "entries; run it with a newer transformers"
+                )
             entries = self._keys.append(index, torch.cat([values, keys], dim=-1), room)
             return entries[..., -self._latent :], entries[..., : -self._latent]
         if self._exact is not None:
