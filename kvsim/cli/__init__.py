@@ -78,6 +78,8 @@ GONE = {
     "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "sweep": "`kvsim replay` takes the file of a grid, and all options",
     "--figure": "kvsim plot over_budgets RUN --out FILE",
+    "--target": "the table of kvsim compare has the mean of each budget with its interval",
+    "--attention": "Trace.attention(layer, rows) computes it from what a trace has",
     "--zoom": "kvsim plot draws the whole sequence; in Python, set the limits of its axes",
     "--records": "--out keeps records; `records: true` in the file of a grid",
     "--prompts": "kvsim capture records prompts, and kvsim live takes their traces",

@@ -155,5 +155,5 @@ def show_run(
         again = "" if out is None else "; the same command continues"
         raise Stop(f"interrupted, {done} of {total} cells are done and {kept}{again}", 130)
     if run.failures:
-        failed = len({failure.cell for failure in run.failures})
+        failed = len({failure.cell for failure in run.failures} - {-1})  # of a trace alone
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)

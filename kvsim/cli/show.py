@@ -269,8 +269,8 @@ def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:
     for each in failures:
         same.setdefault(re.sub(r"\d+", "#", each.error), []).append(each)
     for failed in same.values():
-        more = len({(each.trace, each.cell) for each in failed}) - 1
-        yield failed[0], failed[0].error + f" (and so in {plural(more, 'more cell')})" * bool(more)
+        more = len({(each.trace, each.cell) for each in failed if each.cell >= 0}) - 1
+        yield failed[0], failed[0].error + f" (and so in {plural(more, 'more cell')})" * (more > 0)
 
 
 def echo_failures(failures: Sequence[Failure]) -> None:

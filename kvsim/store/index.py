@@ -67,7 +67,8 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     if not (path.exists() or path.is_symlink()):
         return
     if not overwrite:
-        raise TraceExistsError(f"{path} exists, expected a free path; give another, or --overwrite")
+        ways = "give another, or --overwrite; kvsim capture --resume keeps traces that are there"
+        raise TraceExistsError(f"{path} exists, expected a free path; {ways}")
     if path.is_symlink() or not is_marked(path):
         raise TraceExistsError(
             f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
