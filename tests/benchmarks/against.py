@@ -87,7 +87,8 @@ def turn(size: Size) -> dict[str, float]:
     budgets = [size.budget, size.budget // 2, size.budget // 4]
     grid = {"traces": fresh(size, given), "policies": [*POLICIES], "budgets": budgets}
     called = f"grid of {len(POLICIES)} policies, {len(budgets)} budgets"
-    found[called], _ = cpu_seconds(lambda: kvsim.sweep(**grid, interval=[size.interval]))
+    grid["intervals" if kvsim.__version__ == "0.1.0" else "interval"] = [size.interval]
+    found[called], _ = cpu_seconds(lambda: kvsim.sweep(**grid))
     return found
 
 
