@@ -262,7 +262,7 @@ class Policy:
         least = 1 if across is None else across.least_budget
         if budget < least:
             raise BudgetError(
-                f"{self.name}: budget is {budget}; the smallest budget that works is {least} or more"
+                f"{self.name}: budget is {budget}; the smallest budget that works is {least}"
             )
         events = schedule or self.schedule
 
