@@ -166,10 +166,10 @@ class Policy:
     @property
     def bounded(self) -> bool:
         """Whether the budget bounds what every layer holds."""
-        if self.propagation is not None and (
-            self.propagation.alone or not self.propagation.bounded
-        ):
-            return self.propagation.bounded
+        if self.propagation is not None and self.propagation.effect in ("some", "none"):
+            return False
+        if self.propagation is not None and self.propagation.caches != "chosen":
+            return True
         return self.allocator.bounded and self.layer_budgets.bounded
 
     @property
@@ -196,7 +196,7 @@ class Policy:
         "held": the entries of all heads, or the rows that propagate to deeper layers. "heads": the
         entries of some heads. "read": the entries that a row reads.
         """
-        propagates = self.propagation is not None and not self.propagation.alone
+        propagates = self.propagation is not None and self.propagation.caches == "chosen"
         bounds = {
             "held": self.bounded or propagates,
             "heads": self.allocator.bounds_some,
@@ -207,7 +207,7 @@ class Policy:
     @property
     def exact(self) -> bool:
         """Whether exactly the budget stays after an event, over the heads of a layer."""
-        all_rows = self.propagation is None or self.propagation.exact
+        all_rows = self.propagation is None or self.propagation.effect == "exact"
         return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
 
     def budget_at(self, tokens: int, budget: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.pieces import Piece
@@ -53,13 +53,30 @@ class Selection:
         return self.dropped[0] if self.dropped else None
 
 
+class Forecast(NamedTuple):
+    """What a propagation does with a prompt, as far as it is known before a run.
+
+    rows: of the prompt that each layer computes; where they run again, those of the second pass.
+    first: rows of each layer of the first pass of two. scored: layers after which scores are
+    computed. layer: the selection layer that is expected, None where rows are not dropped after one
+    layer; source: of the estimate, empty where the layer is fixed. whole: the prompt is too short
+    for the rule, and all of it propagates.
+    """
+
+    rows: Sequence[int]
+    first: Sequence[int] = ()
+    scored: Sequence[int] = ()
+    layer: float | None = None
+    source: str = ""
+    whole: bool = False
+
+
 class Propagation(Piece, ABC):
     """Which rows of the prompt reach deeper layers."""
 
-    #: the rows that were chosen run through all layers again, at positions 0, 1, 2, ...
-    restarts: ClassVar[bool] = False
-    #: caches hold all rows that a layer computes; False where a scorer chooses among them
-    alone: ClassVar[bool] = False
+    #: what caches hold: what a scorer chooses of the rows that a layer computes, all of these, or
+    #: the rows that were chosen, which run through all layers again at positions 0, 1, 2, ...
+    caches: ClassVar[Literal["chosen", "all", "again"]] = "chosen"
     #: caches of the layers up to the first selection: cut to the budget, or left whole
     kv_before: Literal["budget", "full"] = "budget"
 
@@ -69,14 +86,9 @@ class Propagation(Piece, ABC):
         return 1
 
     @property
-    def bounded(self) -> bool:
-        """False where the budget does not bind what every layer holds."""
-        return self.kv_before == "budget"
-
-    @property
-    def exact(self) -> bool:
-        """False where a layer may hold less than the budget after the prefill."""
-        return True
+    def effect(self) -> Literal["exact", "near", "some", "none"]:
+        """What the budget does: layers hold as much, at most as much, only some do, or none."""
+        return "exact" if self.kv_before == "budget" else "some"
 
     @property
     def least_budget(self) -> int:
@@ -87,63 +99,38 @@ class Propagation(Piece, ABC):
         """Raise PolicyError for a model that the propagation has no rule for."""
 
     def facts(self, n_layers: int) -> Mapping[str, Any]:
-        """Parameters that follow from the number of layers, as they were used."""
+        """Parameters that follow from the number of layers; `layer`: a fixed selection layer."""
         return {}
-
-    def whole(self, selection: Selection, layer: int) -> bool:
-        """Whether a layer's cache is never cut, because it comes before the selection."""
-        before = selection.layer is None or layer <= selection.layer
-        return self.kv_before == "full" and before
 
     @abstractmethod
     def after(self, view: View, memory: Any) -> Step:
         """The rows that propagate; `memory` is the last step's, None at the first layer.
 
         The view is that of one layer at the end of the prefill, over the rows that it computes.
-        Called after every layer but the last, and after that too where the propagation restarts.
+        Called after every layer but the last, and after that too where the rows run again.
         """
 
     @abstractmethod
-    def counts(
+    def forecast(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """Rows of the prompt that each layer computes if rows are dropped after `layer`.
+    ) -> Forecast:
+        """Rows of a prompt by layer, before a run, if rows are dropped after `layer`.
 
-        None: where the propagation drops them by its own rule, if that is known beforehand. Of a
-        propagation that restarts, the rows of the second pass.
+        None: where the propagation drops them by its own rule, if that is known beforehand.
         """
 
-    def budget_counts(
-        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """`counts` of a propagation that restarts: the budget in each layer of the second pass."""
-        return [min(budget, prompt_len)] * n_layers
 
-    # ----------------------------------------------------------------------- what `cost` reads
-
-    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
-        """Whether a prompt is too short for the rule: all of it propagates."""
-        return prompt_len <= budget
-
-    def expected_layer(self, n_layers: int) -> tuple[float, str] | None:
-        """The selection layer and the source of the estimate, empty where the layer is fixed.
-
-        None where rows are not dropped after one layer.
-        """
-        return None
-
-    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """Layers after which it computes scores: by default those up to the selection layer.
-
-        rows: that each layer of the (first) pass computes; layer: the last one for none.
-        """
-        return range(len(rows)) if self.restarts else range(min(layer + 1, len(rows) - 1))
-
-
-def dropped_after(layer: int | None, kept: int, prompt_len: int, n_layers: int) -> list[int]:
+def dropped_after(layer: int, kept: int, prompt_len: int, n_layers: int) -> Forecast:
     """Rows of each layer where `kept` of them propagate after `layer`."""
-    last = n_layers - 1 if layer is None else layer
-    return [prompt_len if at <= last else min(kept, prompt_len) for at in range(n_layers)]
+    kept = min(kept, prompt_len)
+    return Forecast([prompt_len if at <= layer else kept for at in range(n_layers)])
+
+
+def run_again(layer: int, kept: int, prompt_len: int, n_layers: int) -> Forecast:
+    """Rows of each layer where `kept` of a prompt, chosen after `layer`, run again."""
+    if prompt_len <= kept:
+        return Forecast([prompt_len] * n_layers)
+    return Forecast([kept] * n_layers, first=[prompt_len] * (layer + 1))
 
 
 def check_layer(name: str, layer: int | None, n_layers: int) -> None:

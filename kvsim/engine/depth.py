@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.policy import Policy
 from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, Source, View
@@ -18,11 +19,12 @@ class Descent:
     """Which rows of the prompt are propagated to each layer.
 
     rows: for each layer their positions, int [k] ascending, None for all of them; layers with the
-    same rows share one tensor.
+    same rows share one tensor. whole: so many first layers have caches that are never cut.
     """
 
     selection: Selection
     rows: tuple[Tensor | None, ...]
+    whole: int = 0
 
 
 #: Returns the view of a layer at the end of the prefill over rows of the prompt (None for all).
@@ -39,10 +41,11 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
     of_layer: list[Tensor | None] = []
     dropped: list[int] = []
     notes: dict[str, list[float | None]] = {}
+    facts, again = propagation.facts(n_layers), propagation.caches == "again"
     memory, done = None, False
     for layer in range(n_layers):
         of_layer.append(rows)
-        if done or (layer == n_layers - 1 and not propagation.restarts):
+        if done or (layer == n_layers - 1 and not again):
             continue
         view = look(layer, rows)
         step = propagation.after(view, memory)
@@ -53,23 +56,35 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
             at = step.rows.to("cpu")
             rows = at if rows is None else rows[at]
             dropped.append(layer)
-    if propagation.restarts:
+    if again:
         of_layer = [rows] * n_layers
     selection = Selection(
         dropped=tuple(dropped),
         counts=tuple(prompt_len if at is None else len(at) for at in of_layer),
-        restarted=propagation.restarts and bool(dropped),
-        notes={**propagation.facts(n_layers), **notes},
+        restarted=again and bool(dropped),
+        notes={**facts, **notes},
     )
-    return Descent(selection, tuple(of_layer))
+    whole = 0
+    if propagation.kv_before == "full":
+        last = facts.get("layer", n_layers - 1) if selection.layer is None else selection.layer
+        whole = last + 1
+    return Descent(selection, tuple(of_layer), whole)
 
 
-def recorded(trace: Trace, setting: Setting, device: torch.device) -> Look:
+def descent_of(trace: Trace, policy: Policy, setting: Setting, device: str) -> Descent | None:
+    """The rows of each layer by recorded attention; None of a policy that drops none."""
+    if policy.propagation is None:
+        return None
+    look = recorded(trace, setting, device)
+    return descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
+
+
+def recorded(trace: Trace, setting: Setting, device: str) -> Look:
     """Return views of recorded queries, keys and values, restricted to the rows of a layer."""
 
     def look(layer: int, rows: Tensor | None) -> View:
         part = trace if rows is None else trace.only(rows)
-        source = TraceSource(part, [layer], device)
+        source = TraceSource(part, [layer], torch.device(device))
         return prompt_view(source, setting, layer, part.prompt_len)
 
     return look

@@ -129,7 +129,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 class LayerRun:
     """Layers that are replayed together.
 
-    rows: the propagated rows of the prompt, None for all of them. whole: nothing is ever evicted.
+    rows: of the prompt that the layers compute, None for all. whole: nothing is ever evicted.
     """
 
     layers: tuple[int, ...]
@@ -159,7 +159,8 @@ def runs(
     run: list[int] = []
     rows, whole = None, False
     for layer in layers:
-        of_layer, never_cut = _rows_of(layer, policy, descent)
+        of_layer = None if descent is None else descent.rows[layer]
+        never_cut = descent is not None and layer < descent.whole
         alike = (
             of_layer is rows
             and never_cut == whole
@@ -172,10 +173,3 @@ def runs(
             run = []
         run, rows, whole = [*run, layer], of_layer, never_cut
     yield LayerRun(tuple(run), rows, whole)
-
-
-def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tensor | None, bool]:
-    """The propagated rows of a layer, None for all, and whether its cache is never cut."""
-    if descent is None or policy.propagation is None:
-        return None, False
-    return descent.rows[layer], policy.propagation.whole(descent.selection, layer)

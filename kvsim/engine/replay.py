@@ -22,7 +22,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remarks, whole
-from kvsim.engine.depth import Descent, descend, recorded
+from kvsim.engine.depth import Descent, descent_of
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
@@ -130,10 +130,7 @@ def run(
     plans: list[Plans] = []
     done = 0
     with torch.inference_mode():
-        descent = None
-        if policy.propagation is not None:
-            look = recorded(trace, settings[-1], torch.device(options.device))
-            descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
+        descent = descent_of(trace, policy, settings[-1], options.device)
         owners = [trace.owners[layer] for layer in chosen]
         parts = [*dict.fromkeys(owners)]
         for part in runs(source, parts, policy, descent=descent, memory=options.memory):

@@ -35,7 +35,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Propagation, Step, check_layer, dropped_after
+from kvsim.core.propagation import (
+    Forecast,
+    Propagation,
+    Step,
+    check_layer,
+    dropped_after,
+    run_again,
+)
 from kvsim.core.view import View
 from kvsim.policies.window import Pooling, Windowed, over_heads, smooth
 
@@ -99,10 +106,6 @@ class AtLayer(Propagation):
         """Return the selection layer by its name."""
         return {"layer": self.at(n_layers)}
 
-    def expected_layer(self, n_layers: int) -> tuple[float, str]:
-        """Return the selection layer, which is known, so without a remark."""
-        return self.at(n_layers), ""
-
 
 @dataclass(frozen=True)
 class Selecting(Propagation):
@@ -155,16 +158,30 @@ class Selecting(Propagation):
         base = variance if base is None else base
         relative = variance / base if base > 0 else 0.0
         notes = {"variance": variance, "relative_variance": relative}
-        if relative < self.tau or (self.restarts and layer == view.n_layers - 1):
+        if relative < self.tau or (self.caches == "again" and layer == view.n_layers - 1):
             return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
         return Step(memory=(recent, base), notes=notes)
 
-    def expected_layer(self, n_layers: int) -> tuple[float, str]:
-        """The mean of appendix B.1, or a layer as deep."""
-        source = "in ASL's appendix B.1 (RULER at 128k)"
+    def forecast(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> Forecast:
+        """All rows up to `layer`, the budget behind it; expected: a mean of appendix B.1."""
+        last = n_layers - 1 if layer is None else layer
+        if self.caches == "again":
+            rows, scored = run_again(last, budget, prompt_len, n_layers), range(last + 1)
+        else:
+            rows = dropped_after(last, budget, prompt_len, n_layers)
+            scored = range(min(last + 1, n_layers - 1))
+        expected, source = max(0.0, _MEAN_DEPTH * n_layers - 1), "as deep as the means"
         if n_layers in _MEANS:
-            return _MEANS[n_layers], f"the mean {source}"
-        return max(0.0, _MEAN_DEPTH * n_layers - 1), f"as deep as the means {source}"
+            expected, source = _MEANS[n_layers], "the mean"
+        whole = prompt_len <= budget
+        return rows._replace(
+            scored=() if whole else scored,
+            layer=expected,
+            source=f"{source} in ASL's appendix B.1 (RULER at 128k)",
+            whole=whole,
+        )
 
 
 @dataclass(frozen=True)
@@ -173,18 +190,9 @@ class ASL(Selecting):
 
     kv_before: Literal["budget", "full"] = "budget"
 
-    def counts(
-        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """All rows up to `layer`, the budget behind it; without one nothing is ever dropped."""
-        return dropped_after(layer, budget, prompt_len, n_layers)
-
 
 @dataclass(frozen=True)
 class TwoPass(Selecting):
     """Selected tokens run through all layers again."""
 
-    restarts: ClassVar[bool] = True
-    alone: ClassVar[bool] = True
-
-    counts = Propagation.budget_counts
+    caches = "again"

@@ -119,7 +119,7 @@ class Entry:
     @property
     def innermost(self) -> bool:
         """Whether nothing stands inside: a scorer, or a propagation that leaves caches whole."""
-        return self.kind == "scorer" or (self.kind == "propagation" and self.piece.alone)
+        return self.kind == "scorer" or getattr(self.piece, "caches", "chosen") != "chosen"
 
     def preset(self, name: str) -> Entry:
         """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths.

@@ -20,12 +20,12 @@ entries as the others up to rounding; here it is exactly the budget everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
-from kvsim.core.propagation import Selection, Step, dropped_after
+from kvsim.core.propagation import Forecast, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
@@ -48,24 +48,24 @@ class FastKV(AtLayer):
     window_rows = Windowed.rows
 
     @property
-    def exact(self) -> bool:
+    def effect(self) -> Literal["exact", "near", "some"]:
         """Where fewer tokens propagate than the budget has room for, deeper layers hold less."""
-        return self.rows is None
+        if self.kv_before == "full":
+            return "some"
+        return "exact" if self.rows is None else "near"
 
     @property
     def least_budget(self) -> int:
         """The window, which always propagates, and a token that is selected."""
         return self.window + 1 if self.rows is None else 1
 
-    def whole(self, selection: Selection, layer: int) -> bool:
-        """The layer is given, also where the prompt is too short for anything to be dropped."""
-        return self.kv_before == "full" and layer <= self.at(len(selection.counts))
-
     def after(self, view: View, memory: Any) -> Step:
         """At the selection layer the best tokens and the window."""
         n, budget = view.row + 1, view.setting.budget
         kept = self._kept(budget, n)
-        if self.keeps_whole(budget, n) or n <= max(kept, self.window):
+        if n < budget or n <= max(
+            kept, self.window
+        ):  # one that just fills the budget is long enough
             return Step(done=True)
         if int(view.layers[0]) < self.at(view.n_layers):
             return Step()
@@ -77,22 +77,15 @@ class FastKV(AtLayer):
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
         return Step(best_and_rest(ranks(scores), kept - self.window, n), done=True)
 
-    def counts(
+    def forecast(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
+    ) -> Forecast:
         """All rows up to the layer, `rows` behind it."""
-        at = self.at(n_layers) if layer is None else layer
-        whole = self.keeps_whole(budget, prompt_len)
+        at, whole = self.at(n_layers) if layer is None else layer, prompt_len < budget
         kept = prompt_len if whole else self._kept(budget, prompt_len)
-        return dropped_after(at, kept, prompt_len, n_layers)
-
-    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
-        """A prompt that just fills the budget is long enough, if it has more than `rows`."""
-        return prompt_len < budget
-
-    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """The selection layer, if rows are dropped behind it."""
-        return [layer] if rows[-1] < rows[0] else []
+        out = dropped_after(at, kept, prompt_len, n_layers)
+        scored = [at] if out.rows[-1] < out.rows[0] else []
+        return out._replace(scored=scored, layer=self.at(n_layers), whole=whole)
 
     def _kept(self, budget: int, prompt_len: int) -> int:
         """How many rows propagate."""

@@ -14,12 +14,12 @@ of their paper), and in other models the layer at the same relative depth as 13 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Propagation, Step
+from kvsim.core.propagation import Forecast, Step, run_again
 from kvsim.core.view import View
 from kvsim.policies.asl import AtLayer, ranks
 from kvsim.policies.window import smooth
@@ -29,8 +29,7 @@ from kvsim.policies.window import smooth
 class GemFilter(AtLayer):
     """Rows that the last row attends to in one layer run through all layers again."""
 
-    restarts: ClassVar[bool] = True
-    alone: ClassVar[bool] = True
+    caches = "again"
     published: ClassVar[Mapping[int, int]] = {32: 13, 28: 14}
     depth: ClassVar[float] = 14 / 32
 
@@ -47,8 +46,10 @@ class GemFilter(AtLayer):
         ranked = ranks(smooth(products.unsqueeze(0), "avg", self.pool_kernel)[0])
         return Step((ranked <= view.setting.budget).nonzero()[:, 0], done=True)
 
-    counts = Propagation.budget_counts
-
-    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """Return the selection layer."""
-        return [layer]
+    def forecast(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> Forecast:
+        """The budget in each layer of the second pass."""
+        at, whole = self.at(n_layers) if layer is None else layer, prompt_len <= budget
+        out = run_again(at, budget, prompt_len, n_layers)
+        return out._replace(scored=() if whole else [at], layer=self.at(n_layers), whole=whole)

@@ -22,13 +22,13 @@ everything in decoding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from itertools import pairwise
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Below, Between
-from kvsim.core.propagation import Propagation, Step
+from kvsim.core.propagation import Forecast, Propagation, Step
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.asl import best_and_rest, ranks
 
@@ -40,8 +40,8 @@ _NEWEST = 1.2
 class PyramidInfer(Propagation):
     """A share of the context, by the attention of recent rows, after every layer."""
 
-    alone: ClassVar[bool] = True
-    bounded = False
+    caches = "all"
+    effect = "none"
 
     recent: Annotated[float, AtLeast(0), Below(1)] = 0.2
     ratio: Annotated[float, Between(0, 1)] = 0.9
@@ -82,21 +82,16 @@ class PyramidInfer(Propagation):
         kept = int(context * rho)
         return kept if kept > min(self.least, n - 1 - int(self.recent * n)) else context
 
-    def counts(
+    def forecast(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """Rows of the prompt in each layer by the cosine; the budget and `layer` have no effect."""
+    ) -> Forecast:
+        """Rows by the cosine; the budget and `layer` have no effect.
+
+        Layers behind which nothing is dropped have no scores: their number says that all propagate.
+        """
         recent = 1 + int(self.recent * prompt_len)
-        out, count = [], prompt_len
+        rows, count = [], prompt_len
         for at in range(n_layers):
-            out.append(count)
+            rows.append(count)
             count = recent + self._kept(count - recent, prompt_len, at, n_layers)
-        return out
-
-    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
-        """The budget plays no part."""
-        return False
-
-    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """Those behind which rows are dropped; elsewhere their number says that all propagate."""
-        return [at for at in range(len(rows) - 1) if rows[at + 1] < rows[at]]
+        return Forecast(rows, scored=[at for at, (n, m) in enumerate(pairwise(rows)) if m < n])

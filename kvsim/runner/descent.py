@@ -42,7 +42,7 @@ def prefill_in_depth(
         rows = descent.rows[0]
         down = _Down(decoder, sketch, setting, ids if rows is None else [ids[i] for i in rows])
     for layer, rows in enumerate(descent.rows):
-        down.run(layer, None if propagation.restarts else rows)
+        down.run(layer, None if propagation.caches == "again" else rows)
     logits = decoder.logits(down.hidden[-1], len(ids) - 1)
     return descent, down.calls, logits[None]
 

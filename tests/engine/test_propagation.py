@@ -44,12 +44,8 @@ class Fixed(Propagation):
     """A testing propagation: given places go on behind given layers."""
 
     def __init__(self, places, restarts=False, before="budget"):
-        self.places, self.again, self.kv_before = places, restarts, before
-
-    @property
-    def restarts(self):
-        """As told."""
-        return self.again
+        self.places, self.kv_before = places, before
+        self.caches = "again" if restarts else "chosen"
 
     def after(self, view, memory):
         """What was given for this layer."""
@@ -58,9 +54,9 @@ class Fixed(Propagation):
         rows = None if places is None else torch.tensor(places)
         return Step(rows, memory=seen, notes={"rows": view.row + 1})
 
-    def counts(self, budget, prompt_len, n_layers, layer=None):
+    def forecast(self, budget, prompt_len, n_layers, layer=None):
         """Not used."""
-        return [prompt_len] * n_layers
+        raise NotImplementedError
 
 
 def test_rows_that_do_not_go_on_are_visible_to_no_row(trace):
@@ -180,24 +176,25 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
 @pytest.mark.parametrize(("layers", "expected"), [(32, 0.766), (28, 0.789)])
 def test_pyramidinfer_keeps_the_known_share_of_the_cache(layers, expected):
     """Mean share of the cache at 8,192 tokens, as ASL's configuration of it has."""
-    counts = PyramidInfer().counts(2048, 8192, layers)
+    counts = PyramidInfer().forecast(2048, 8192, layers).rows
 
     assert np.mean(counts) / 8192 == pytest.approx(expected, abs=5e-4)
     assert counts[0] == counts[1] == 8192
 
 
 @pytest.mark.parametrize("name", ["asl", "asl_2pass", "fastkv", "gemfilter", "pyramidinfer"])
-def test_counts_are_known_beforehand(trace, name):
-    """What `counts` says of the layers is what a replay finds."""
+def test_rows_are_known_beforehand(trace, name):
+    """The rows of layers in a forecast are those of a replay."""
     params = {"window": 4} if name in ("asl", "asl_2pass", "fastkv") else {}
     params |= {"fastkv": {"rows": 30}, "pyramidinfer": {"least": 5}}.get(name, {})
     policy = kvsim.policy(name, **params, **({"tau": 1.01} if name == "asl" else {}))
     found = kvsim.replay(trace, policy, 20).selection
-    told = policy.propagation.counts(20, 70, LAYERS, found.layer if name == "asl" else None)
+    layer = found.layer if name == "asl" else None
+    forecast = policy.propagation.forecast(20, 70, LAYERS, layer)
 
-    assert tuple(told) == found.counts
+    assert tuple(forecast.rows) == found.counts
     if name == "asl":
-        assert policy.propagation.counts(20, 70, LAYERS) == [70] * LAYERS
+        assert policy.propagation.forecast(20, 70, LAYERS).rows == [70] * LAYERS
 
 
 @pytest.mark.parametrize(

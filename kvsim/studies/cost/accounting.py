@@ -15,6 +15,7 @@ import numpy as np
 
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
+from kvsim.core.propagation import Forecast
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
 from kvsim.engine.checks import whole
@@ -211,21 +212,19 @@ def _selection(
     The layer that is given, else the policy's own, else the trace's, else the literature's.
     """
     name, piece, last = policy.name, policy.propagation, model.n_layers - 1
-    expected, why = None if piece is None else piece.expected_layer(model.n_layers), ""
-    if piece is None or expected is None:
-        why = f"{name} has no such layer"
-    elif piece.keeps_whole(budget, prompt):
-        why = f"{name} keeps a prompt of {prompt} tokens whole at a budget of {budget}"
-    if why and given is not None:
-        return None, None, [f"{name}: selection layer {given:g} is without effect; {why}"]
+    expected = Forecast(()) if piece is None else piece.forecast(budget, prompt, model.n_layers)
+    layer = expected.layer
+    if layer is None or expected.whole:
+        if given is None:
+            return None, None, []
+        why = f"keeps a prompt of {prompt} tokens whole at a budget of {budget}"
+        why = "has no such layer" if layer is None else why
+        return None, None, [f"{name}: selection layer {given:g} is without effect; {name} {why}"]
     if given is not None and not 0 <= given <= last:
         raise PolicyError(f"{name}: selection layer is {given:g}; expected 0..{last}")
     if given is not None:
         return given, "given", []
-    if why or expected is None:
-        return None, None, []
-    layer, source = expected
-    if not source:
+    if not expected.source:
         return layer, "the policy's", []
     if trace is not None and trace.n_layers != model.n_layers:
         raise PolicyError(
@@ -248,8 +247,8 @@ def _selection(
             )
         return measured.layer, f"measured on {trace.name}", remarks
     assumed = (
-        f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {source}; it depends "
-        "on the text, measure it on a trace whose prompt is longer than the budget"
+        f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {expected.source}; "
+        "it depends on the text, measure it on a trace whose prompt is longer than the budget"
     )
     return layer, "assumed", [assumed]
 
@@ -271,17 +270,14 @@ def _case(
 ) -> _Case:
     """Account for a prefill and its decoding where rows are dropped after `layer`."""
     piece, n_layers = policy.propagation, model.n_layers
-    # rows of the last pass, which is the only one where nothing restarts, and of the first one
-    last = [prompt] * n_layers
+    found = Forecast([prompt] * n_layers)
     if piece is not None:
-        last = piece.counts(budget, prompt, n_layers, layer)
-    first = []
-    if piece is not None and piece.restarts and prompt > budget:
-        first = [prompt] * (layer + 1)
+        found = piece.forecast(budget, prompt, n_layers, layer)
+    last, first = found.rows, found.first
     rows = [n + sum(first[at : at + 1]) for at, n in enumerate(last)]
     time = sum(map(model.layer_flops, [*first, *last])) / (n_layers * model.layer_flops(prompt))
     # layers whose caches are never cut
-    alone, before = piece and piece.alone, piece and piece.kv_before == "full"
+    alone, before = piece and piece.caches != "chosen", piece and piece.kv_before == "full"
     uncut = [bool(alone or (before and at <= layer)) for at in range(n_layers)]
     budgets = _layer_budgets(policy, budget, context, prompt, n_layers)
     later = context - prompt
@@ -298,11 +294,9 @@ def _case(
     scoring, decoding = Flops(), Flops()
     pieces, always = pieces_of(policy), policy.allocator.always_acts
     at_events = model.per_query_head() if policy.per_query_head else model
-    if piece is not None and not piece.keeps_whole(budget, prompt):
-        computed = first or last
-        for at in piece.scored_layers(computed, layer):
-            event = Event(model, computed[at], prompt, prompt, budget, prompt=True)
-            scoring += flops_of([piece], event)[0]
+    for at in found.scored:
+        event = Event(model, (first or last)[at], prompt, prompt, budget, prompt=True)
+        scoring += flops_of([piece], event)[0]
     for n, cut, size, (kept, _, mean) in zip(last, uncut, budgets, held, strict=True):
         if policy.schedule.prefill and (n > size or always) and not cut:
             event = Event(at_events, n, n, n, size, prompt=True, later=later)

@@ -99,7 +99,7 @@ class Curve:
     @property
     def tested(self) -> range:
         """Layers whose rho is compared with tau: behind the last one there is nothing to drop."""
-        return range(self.first_layer, self.n_layers - (not self.rule.restarts))
+        return range(self.first_layer, self.n_layers - (self.rule.caches != "again"))
 
     @property
     def fits(self) -> bool:
@@ -113,7 +113,7 @@ class Curve:
         settled = self.relative[self.tested] < (self.rule.tau if tau is None else tau)
         if settled.any():
             return self.first_layer + int(settled.argmax())
-        return self.n_layers - 1 if self.rule.restarts else None
+        return self.n_layers - 1 if self.rule.caches == "again" else None
 
     def verdict(self) -> str:
         """The outcome in words."""
@@ -318,7 +318,7 @@ def _look(trace: Trace, device: str) -> Look:
         )
     n = trace.prompt_len
     setting = Setting(budget=n, prompt_len=n, interval=None, n_layers=trace.n_layers)
-    return recorded(trace, setting, torch.device(device))
+    return recorded(trace, setting, device)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def absent_rows(trial: Trial) -> None:
     if trial.present.all():
         return
     absent = ~trial.present[:, None]
-    if trial.policy.propagation is not None and trial.policy.propagation.restarts:
+    if trial.policy.propagation is not None and trial.policy.propagation.caches == "again":
         dropped = trial.record.selection.dropped[0] if trial.record.selection else 0
         absent = absent & (np.arange(len(absent)) > dropped)[:, None, None]
     record = replace(trial, case=replace(trial.case, **trial.noise(absent))).replay()

@@ -21,7 +21,9 @@ def exact_size(trial: Trial) -> None:
     # rows of the prompt are dropped whether an event fires or not
     allowed = set(due) if trial.present.all() else {*due, end}
     require(set(record.events) <= allowed, f"entries left after rows {record.events}, due {due}")
-    if policy.propagation is not None and policy.propagation.alone:  # decoding keeps everything
+    if (
+        policy.propagation is not None and policy.propagation.caches != "chosen"
+    ):  # decoding keeps everything
         due = [row for row in due if row == end]
     if not policy.exact:
         return

@@ -64,8 +64,8 @@ def test_entries_are_those_of_a_replay(name, trace):
         end = policy.schedule.interval is None
         assert cost.mean == pytest.approx(tuple(held[-1] if end else held.mean(0)))
     if record.selection is not None and record.selection.layer is not None:
-        counts = policy.propagation.counts(BUDGET, PROMPT, 3, record.selection.layer)
-        assert record.selection.counts == tuple(counts)
+        forecast = policy.propagation.forecast(BUDGET, PROMPT, 3, record.selection.layer)
+        assert record.selection.counts == tuple(forecast.rows)
         assert cost.selection_layer in (record.selection.layer, None)
 
 
