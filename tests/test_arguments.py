@@ -36,7 +36,7 @@ def test_a_users_script(folder):
 
     expected = kvsim.replay(trace, kvsim.policy("tova"), 10, interval=8)
     assert np.array_equal(record.evicted_at, expected.evicted_at)
-    assert (record.budget, record.share, expected.share) == (10, "25%", None)
+    assert (record.budget, record.facts.share, expected.facts.share) == (10, "25%", None)
     custom = Policy("Values", Values(), schedule=Schedule(interval=128))
     tables = [
         kvsim.measure(each, kvsim.replay(each, one, 10, interval=8, prefill=True), ["output_error"])

@@ -26,11 +26,8 @@ from kvsim.schema import first_of, object_at, schedule
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
 
-#: Facts about the policy of a value; several words are separated by commas. looks_ahead: it reads
-#: what a cache could not know. bounds: what the budget bounds (`Policy.bounds`), empty where it has
-#: no effect. access: "read" where rows read a part of what is held, "stored" where entries are
-#: stored in another form. per_query_head: each query head has a set of `budget` entries. changed:
-#: parameters that differ from their defaults, null where these are not known.
+#: Facts about the policy of a value (`kvsim.core.record.Facts`); several words are separated by
+#: commas. per_query_head: each query head has a set of `budget` entries.
 FACTS: dict[str, Any] = {
     "looks_ahead": pl.Boolean,
     "bounds": pl.String,

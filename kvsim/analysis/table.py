@@ -24,7 +24,7 @@ from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.outcome import OutputDeviation
-from kvsim.core.record import Record
+from kvsim.core.record import Record, record_document
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS, PREFILL
@@ -297,14 +297,14 @@ RowArrays = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 def columns_of(record: Record) -> dict[str, Any]:
     """The columns of a Table that say which record of a trace a row is about."""
+    given, changed = record_document(record), record.facts.changed
     # another result, as with another parameter
-    given = {name: getattr(record, name) for name in PREFILL}
-    other = {name: value for name, value in given.items() if value not in ("prompt", None)}
-    return {name: getattr(record, name) for name in OF_RECORD} | {
+    other = {name: given[name] for name in PREFILL if given[name] not in ("prompt", None)}
+    return {name: given[name] for name in OF_RECORD} | {
         "params": json.dumps({**record.params, **other}),
-        "bounds": ",".join(record.bounds),
-        "access": ",".join(record.access),
-        "changed": None if record.changed is None else ",".join((*record.changed, *other)),
+        "bounds": ",".join(record.facts.bounds),
+        "access": ",".join(record.facts.access),
+        "changed": None if changed is None else ",".join((*changed, *other)),
     }
 
 

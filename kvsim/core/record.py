@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PositionError
-from kvsim.schema import NEVER, Compress, schedule
+from kvsim.schema import NEVER, schedule
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,29 @@ class Response:
         return next((at for at, (a, b) in pairs if a != b), shorter)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the policy of a record, and about how it was requested.
+
+    Attributes:
+        looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.
+        bounds: what the budget bounds, as `Policy.bounds`; nothing where it has no effect.
+        access: "read" where rows read a part of what is held, "stored" where entries are stored in
+            another form.
+        changed: names of the parameters that differ from their defaults; None where these are not
+            known, as for a policy of the user's own.
+        share: the budget as requested, such as "25%" or "64MiB", if not in entries.
+        own_schedule: whether the events follow the policy's own schedule.
+    """
+
+    looks_ahead: bool = False
+    bounds: tuple[str, ...] = ("held",)
+    access: tuple[str, ...] = ()
+    changed: tuple[str, ...] | None = None
+    share: str | None = None
+    own_schedule: bool = True
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """When each entry of each head left the cache.
@@ -108,20 +131,20 @@ class Record:
             layers that a row p of the prompt was not propagated to it is p - 1: no row sees it.
         policy, params: name of the policy, and its parameters by name.
         budget: entries per head.
-        interval: rows between events after the prompt, None without any.
-        prefill: whether an event ends the prefill.
+        schedule: after which rows its events fired.
         prompt_len: tokens of the prompt.
         layers: the layers of the trace that were replayed, in order; layer_ids: their numbers in
             the model.
         trace, digest: name of the trace, and its fingerprint; empty in memory.
         positions: "slot" where keys are rotated to their slot in the cache, else "absolute".
         per_query_head: the head axis counts query heads.
-        looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.
-        bounds: what the budget bounds, as `Policy.bounds`; nothing where it has no effect.
-        access: "read" where rows read a part of what is held, "stored" where entries are stored in
-            another form.
-        changed: names of the parameters that differ from their defaults; None where these are not
-            known, as for a policy of the user's own.
+        facts: about the policy and the request.
+        remark: what readers of numbers at this budget should know; empty for nothing.
+        selection: which rows of the prompt were propagated; None where all layers have all rows.
+        closed: a running model decided on what its own evictions had made of it.
+        response: what that model wrote; None where it wrote nothing of its own.
+        reads: what a reader read; None where rows read all that is resident.
+        codec: as what entries are stored; None for as recorded.
         internals: decisions of the events, on request.
     """
 
@@ -129,8 +152,7 @@ class Record:
     policy: str
     params: Mapping[str, Any]
     budget: int
-    interval: int | None
-    prefill: bool
+    schedule: Schedule
     prompt_len: int
     layers: tuple[int, ...]
     layer_ids: tuple[int, ...]
@@ -138,46 +160,24 @@ class Record:
     digest: str = ""
     positions: str = "absolute"
     per_query_head: bool = False
-    looks_ahead: bool = False
-    bounds: tuple[str, ...] = ("held",)
-    access: tuple[str, ...] = ()
-    changed: tuple[str, ...] | None = None
-    #: the budget as requested, such as "25%" or "64MiB", if not in entries
-    share: str | None = None
-    #: whether the events follow the policy's own schedule, which was not overridden
-    own_schedule: bool = True
-    #: what readers of numbers at this budget should know; empty for nothing
+    facts: Facts = Facts()
     remark: str = ""
-    #: which rows of the prompt were propagated; None where all layers have all rows
     selection: Selection | None = None
-    #: what the event that ends the prefill compressed (`Schedule.compress`)
-    compress: Compress = "prompt"
-    #: rows between events of the prefill (`Schedule.prefill_chunk`); None for one event
-    prefill_chunk: int | None = None
-    #: a running model decided on what its own evictions had made of it
     closed: bool = False
-    #: what that model wrote; None where it wrote nothing of its own
     response: Response | None = None
-    #: what a reader read; None where rows read all that is resident
     reads: Reads | None = None
-    #: as what entries are stored; None for as recorded
     codec: Codec | Spec | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         layers, heads, n_pos = self.evicted_at.shape
-        share = "" if self.share is None else f" ({self.share})"
+        share = "" if self.facts.share is None else f" ({self.facts.share})"
         after = schedule(**vars(self.schedule))
         return (
             f"Record({self.policy!r}, trace={self.trace!r}, "
             f"budget={self.budget}{share}, after {after!r}, layers={layers}, heads={heads}, "
             f"pos={n_pos}, events={len(self.events)})"
         )
-
-    @property
-    def schedule(self) -> Schedule:
-        """When its events fired."""
-        return Schedule(self.interval, self.prefill, self.compress, self.prefill_chunk)
 
     @property
     def n_pos(self) -> int:
@@ -212,37 +212,31 @@ class Record:
 
     def _leaving_after(self, row: int, later: int) -> NDArray[np.bool_]:
         """Return which entries of rows up to `row` leave after row `row + later`, or never."""
-        try:
-            number = operator.index(row)
-        except TypeError:
-            number = -1
-        if not 0 <= number < self.n_pos:
+        number = integer(row)
+        if number is None or not 0 <= number < self.n_pos:
             raise PositionError(f"row is {reprlib.repr(row)}; expected 0..{self.n_pos - 1}")
         return (self.evicted_at > number + later) & (np.arange(self.n_pos) <= number)
 
 
-def fields_of(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a Record that follow from its policy."""
-    params, changed = policy.params, None
-    access = {"read": policy.reader is not None, "stored": policy.rounds}
+def facts_of(policy: Policy, schedule: Schedule) -> Facts:
+    """Return the facts of a record of a policy under a schedule."""
+    changed, access = None, {"read": policy.reader is not None, "stored": policy.rounds}
     if policy.default is not None:
-        default = policy.default.params
+        default, params = policy.default.params, policy.params
         changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
-    return {
-        "policy": policy.name,
-        "params": params,
-        "per_query_head": policy.per_query_head,
-        "looks_ahead": policy.clairvoyant,
-        "bounds": tuple(sorted(policy.bounds)),
-        "access": tuple(name for name, applies in access.items() if applies),
-        "changed": changed,
-        "codec": policy.codec,
-    }
+    return Facts(
+        looks_ahead=policy.clairvoyant,
+        bounds=tuple(sorted(policy.bounds)),
+        access=tuple(name for name, applies in access.items() if applies),
+        changed=changed,
+        own_schedule=schedule == policy.schedule,
+    )
 
 
 def record_document(record: Record) -> dict[str, Any]:
     """Return what is stored of a record next to `evicted_at`, ready for JSON."""
-    document = {name: getattr(record, name) for name in _STORED} | {"params": dict(record.params)}
+    attributes = vars(record) | vars(record.schedule) | vars(record.facts)
+    document = {name: attributes[name] for name in _STORED} | {"params": dict(record.params)}
     for name in ("selection", "response"):
         if (part := getattr(record, name)) is not None:
             document[name] = asdict(part)
@@ -261,19 +255,16 @@ def record_of(
     bits: NDArray[np.uint8] | None = None,
 ) -> Record:
     """Return the record of a `record_document`; bits: of what was read, if anything says so."""
-    stored: dict[str, Any] = {name: document[name] for name in _STORED if name in document}
-    for name in ("layers", "layer_ids", "bounds", "access", "changed"):
-        stored[name] = None if stored[name] is None else tuple(stored[name])
+    stored = _tupled({name: document[name] for name in _STORED if name in document})
+    for name, part in _PARTS.items():
+        known = [x.name for x in fields(part) if x.name in stored]
+        stored[name] = part(**{key: stored.pop(key) for key in known})
     if "selection" in document:
-        chosen = document["selection"]
-        pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}
-        stored["selection"] = Selection(**{**chosen, **pairs})
+        stored["selection"] = Selection(**_tupled(document["selection"]))
     if "response" in document:
-        written = document["response"]
-        ids = {name: tuple(written[name]) for name in ("tokens", "full_tokens")}
-        stored["response"] = Response(**{**written, **ids})
+        stored["response"] = Response(**_tupled(document["response"]))
     if "reads" in document and bits is not None:
-        account = {**document["reads"], "summary": tuple(document["reads"]["summary"])}
+        account = _tupled(document["reads"])
         account["reader"] = Spec(**account["reader"])
         stored["reads"] = Reads(bits, **account)
         stored["reads"].check(evicted_at)
@@ -282,8 +273,15 @@ def record_of(
     return Record(evicted_at=evicted_at, **stored)
 
 
+def _tupled(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with tuples in place of its lists."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in document.items()}
+
+
+_PARTS: dict[str, Any] = {"schedule": Schedule, "facts": Facts}
 _STORED = tuple(
     f.name
-    for f in fields(Record)
-    if f.name not in ("evicted_at", "internals", "selection", "response", "reads", "codec")
+    for kind in (Record, *_PARTS.values())
+    for f in fields(kind)
+    if f.name not in ("evicted_at", "internals", "selection", "response", "reads", "codec", *_PARTS)
 )

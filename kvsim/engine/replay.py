@@ -16,7 +16,7 @@ from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
 from kvsim.core.reading import Reads
-from kvsim.core.record import Plans, Record, fields_of
+from kvsim.core.record import Plans, Record, facts_of
 from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
@@ -93,7 +93,8 @@ def replay(
         policy, entries = budgeted(policy, trace, budget)
     else:
         entries = whole(budget)
-    return replace(run(trace, policy, entries, schedule, options), share=share_of(budget))
+    record = run(trace, policy, entries, schedule, options)
+    return replace(record, facts=replace(record.facts, share=share_of(budget)))
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,17 @@ def record_of_run(
     """The Record of what a policy decided in some layers; more: attributes that differ by run."""
     return Record(
         evicted_at=evicted_at,
-        **fields_of(policy),
-        **vars(schedule),
+        policy=policy.name,
+        params=policy.params,
+        per_query_head=policy.per_query_head,
+        codec=policy.codec,
+        schedule=schedule,
+        facts=facts_of(policy, schedule),
         budget=budget,
         prompt_len=trace.prompt_len,
         layers=tuple(layers),
         layer_ids=tuple(trace.layer_ids[layer] for layer in layers),
         trace=trace.name,
-        own_schedule=schedule == policy.schedule,
         remark="\n".join(remarks(trace, policy, budget, schedule, descent)),
         selection=None if descent is None else descent.selection,
         reads=reads,

@@ -357,7 +357,7 @@ def _per_budget(
         gone = {at: gone_of(trace, record, at, head) for at in layers}
         array = value(list(gone.values()))
         if array is not None:
-            budget = record.share or str(record.budget)
+            budget = record.facts.share or str(record.budget)
             values.setdefault((record.policy, budget), []).append(array)
             fidelities |= {fidelity(trace, record, "sets", at) for at in gone}
     if not values:

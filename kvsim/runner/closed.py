@@ -22,7 +22,7 @@ from torch import Tensor
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
-from kvsim.core.record import Record, Response
+from kvsim.core.record import Record, Response, facts_of
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import Written
@@ -120,9 +120,7 @@ class ClosedLoop:
             record = replace(record, response=self._response([each.tokens for each in answers]))
         remarks = record.remark, uncompared(self.running, self.trace, schedule)
         record = replace(
-            record,
-            own_schedule=schedule == policy.schedule,
-            remark="\n".join(filter(None, remarks)),
+            record, facts=facts_of(policy, schedule), remark="\n".join(filter(None, remarks))
         )
         first = answers[0] if answers else None
         return record, Outcome(forced, first, peak, full, tuple(answers[1:]))

@@ -119,7 +119,9 @@ def compute(
         for done, cell in enumerate(cells):
             report(done, len(cells), f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}")
             try:
-                pending.append((cell, replace(record(cell), share=cell.share)))
+                each = record(cell)
+                facts = replace(each.facts, share=cell.share)
+                pending.append((cell, replace(each, facts=facts)))
             except KvsimError as error:
                 outcome.failures.append(failure(cell, str(error)))
             except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code

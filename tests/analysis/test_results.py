@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvsim.analysis.results import Result, differing, labelled, labels, main, results
 from kvsim.analysis.table import COLUMNS
-from kvsim.core.record import fields_of
+from kvsim.core.record import facts_of
 from kvsim.errors import PolicyError
 
 HOSTILE = "<script>|`*&\n"
@@ -23,7 +23,7 @@ def result(policy="mine", interval=None, prefill=True, **params):
 
 def of(policy):
     """A result of a policy, which knows what it changes."""
-    changed = frozenset(fields_of(policy)["changed"])
+    changed = frozenset(facts_of(policy, policy.schedule).changed)
     return replace(result(policy.name, **policy.params), changed=changed)
 
 

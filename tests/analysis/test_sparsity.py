@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.attention.sparsity import attention_sparsity, compressed_sparsity
+from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases
@@ -101,8 +102,7 @@ def some(gone, prompt_len, layers, **changes):
         policy="some",
         params={},
         budget=4,
-        interval=None,
-        prefill=True,
+        schedule=Schedule(None),
         prompt_len=prompt_len,
         layers=layers,
         layer_ids=layers,

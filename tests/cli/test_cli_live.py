@@ -9,6 +9,7 @@ import pytest
 import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.table import COLUMNS
+from kvsim.core.policy import Schedule
 from kvsim.core.record import Record, Response
 from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps import Run
@@ -68,7 +69,7 @@ def saved(folder, texts):
     records = tuple(
         Record(
             np.full((1, 1, 4), 2**31 - 1, np.int32),
-            *("tova", {}, budget, 8, True, 2, (0,), (0,)),
+            *("tova", {}, budget, Schedule(8), 2, (0,), (0,)),
             trace="one",
             response=Response(
                 tokens=tuple(ids[word] for word in text.split()),

@@ -49,7 +49,7 @@ def test_a_share_so_far_bounds_every_event(share, interval, name):
 
     events = [PROMPT - 1, *range(PROMPT - 1 + interval, T, interval)]
     held = held_after(record).mean(1)
-    assert record.share == f"{share}%so-far"
+    assert record.facts.share == f"{share}%so-far"
     assert record.budget == resolve_budget(f"{share}%", T)
     for row in events:
         allowed = max(1, share * (row + 1) // 100)
@@ -87,7 +87,7 @@ def test_bytes_are_never_exceeded(size, dtype, name):
     bytes_held = held_after(record)[..., PROMPT - 1 :: 4].sum((0, 1)) * 8 * number
     assert (bytes_held <= size).all()
     assert record.budget == size // entry
-    assert record.share == f"{size}B{dtype}"
+    assert record.facts.share == f"{size}B{dtype}"
 
 
 def test_bytes_are_those_of_layers_that_hold_and_evict_entries():
@@ -130,7 +130,7 @@ def test_a_grown_budget_is_the_same_live_and_in_a_sweep():
 
     first, second = live.records[0], swept.records[0]
     assert np.array_equal(first.evicted_at[0], second.evicted_at[0])
-    assert first.share == second.share == "40%so-far"
+    assert first.facts.share == second.facts.share == "40%so-far"
     assert set(live.table["share"].drop_nulls()) == {"40%so-far"}
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record, Response, record_document, record_of
 from kvsim.core.storing import Spec
@@ -14,7 +15,7 @@ from kvsim.schema import NEVER
 
 def make_record(evicted_at, **given):
     """A Record of one layer and head."""
-    fields = {"policy": "tova", "params": {}, "budget": 2, "interval": 1, "prefill": True}
+    fields = {"policy": "tova", "params": {}, "budget": 2, "schedule": Schedule(1)}
     array = np.asarray(evicted_at, dtype=np.int32).reshape(1, 1, -1)
     return Record(array, prompt_len=2, layers=(0,), layer_ids=(0,), **{**fields, **given})
 

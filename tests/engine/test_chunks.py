@@ -35,7 +35,7 @@ def test_rows_of_events(compress, prefill, rows):
         TRACE, "knorm", 20, interval=10, prefill=prefill, compress=compress, prefill_chunk=15
     )
     assert record.events == [row for row in rows if row >= 20]
-    assert (record.schedule, record.own_schedule) == (schedule, False)
+    assert (record.schedule, record.facts.own_schedule) == (schedule, False)
 
 
 @pytest.mark.parametrize("compress", ["prompt", "context", "both"])

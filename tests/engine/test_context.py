@@ -35,7 +35,7 @@ def test_rows_of_events(compress, interval, rows):
         trace(), kvsim.policy("knorm"), 20, interval=interval or 99, compress=compress
     )
     assert record.events == rows
-    assert record.compress == compress
+    assert record.schedule.compress == compress
 
 
 def test_budget_holds_after_the_context_and_not_after_the_question():

@@ -55,9 +55,9 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     own = kvsim.replay(trace, policy, budget=8)
     given = kvsim.replay(trace, policy, budget=8, interval=6, prefill=False)
 
-    assert (own.interval, own.prefill, own.own_schedule) == (None, True, True)
+    assert (own.schedule, own.facts.own_schedule) == (Schedule(None), True)
     assert own.events == [9]
-    assert (given.interval, given.prefill, given.own_schedule) == (6, False, False)
+    assert (given.schedule, given.facts.own_schedule) == (Schedule(6, prefill=False), False)
     assert given.events == [15, 21, 27, 33, 39]
 
 

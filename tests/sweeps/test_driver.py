@@ -38,7 +38,7 @@ def test_a_sweep_is_one_replay_after_another(grid, small_tasks):
         policy = next(x for x in grid_of(grid).policies if x.params == dict(record.params))
         alone = kvsim.replay(trace, policy, record.budget, interval=8, prefill=True)
         assert (alone.evicted_at == record.evicted_at).all()
-        table = kvsim.measure(trace, replace(alone, share=record.share), grid["metrics"])
+        table = kvsim.measure(trace, replace(alone, facts=record.facts), grid["metrics"])
         keys = ["trace", "policy", "params", "budget", "share"]
         one = table.filter(pl.col("policy").is_not_null())
         ours = run.table.join(one.select(keys).unique(), on=keys, nulls_equal=True)

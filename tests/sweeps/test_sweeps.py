@@ -99,7 +99,7 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
     ]
     first = [29] if prefill is None else []
     for one, record in zip(policies, run.records, strict=True):
-        assert (record.interval, record.prefill) == (20, prefill is None), one.name
+        assert record.schedule == Schedule(20, prefill is None), one.name
         if one.bounded and one.propagation is None:
             assert record.events == [*first, 49, 69], one.name
     assert set(run.table["prefill"].drop_nulls()) == {prefill is None}
@@ -129,11 +129,9 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
         assert "the prompt, every 32 rows" in remark
     assert [record.events for record in alone.records] == [[29]]  # the same cell twice is one
     assert not any("schedule" in one for one in given.remarks)
-    assert [(x.interval, x.prefill, x.own_schedule) for x in own] == [
-        (1, True, True),
-        (512, False, True),
-    ]
-    assert [(x.interval, x.prefill) for x in after.records] == [(1, True), (512, True)]
+    assert [x.schedule for x in own] == [Schedule(1), Schedule(512, prefill=False)]
+    assert all(x.facts.own_schedule for x in own)
+    assert [x.schedule for x in after.records] == [Schedule(1), Schedule(512)]
     with pytest.raises(ConfigError, match="interval is 0; expected rows, at least 1, or own"):
         replay_all([trace], [tova, ams], [16], interval=0)
 

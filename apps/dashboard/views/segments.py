@@ -93,7 +93,8 @@ def _replays(
         record = cache.record(source, choice, layer, internals=True)
         # on the same events as AMS
         required = controls.required(scorer)
-        alone = cache.Choice(scorer, required, budget, record.interval, record.prefill)
+        fires = record.schedule.interval, record.schedule.prefill
+        alone = cache.Choice(scorer, required, budget, *fires)
         other = cache.record(source, alone, layer)
         events = segmented(record, layer, head)
     except KvsimError as error:

@@ -130,7 +130,7 @@ def strips_after(
         if row is None:
             raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
     row = event_row(gone[0], row)
-    budgets = [record.share or str(record.budget) for record in records]
+    budgets = [record.facts.share or str(record.budget) for record in records]
     several = len({*budgets}) > 1
     return row, [
         strip(f"{record.policy}, {size}" if several else record.policy, x[0, : row + 1], row)

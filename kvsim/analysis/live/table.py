@@ -131,7 +131,8 @@ def responses(records: Iterable[Record]) -> pl.DataFrame:
     """
     rows = [
         {
-            **{name: getattr(record, name) for name in ("trace", "policy", "budget", "share")},
+            **{name: getattr(record, name) for name in ("trace", "policy", "budget")},
+            "share": record.facts.share,
             **{name: getattr(x, name) for name in ("right", "same_tokens", "text")},
             **{name: getattr(x, name) for name in ("full_right", "full_text")},
             "tokens": len(x.tokens),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvsim.core.record import Record
+from kvsim.core.record import Record, record_document
 from kvsim.errors import OutputError, PolicyError, error_line, local_path
 from kvsim.files import write_file
 
@@ -59,9 +59,9 @@ class Masks:
                 "prompt are dropped between layers, or rows read a part of what is resident; "
                 "expected a policy that leaves these as they are, as a mask does"
             )
-        names = ("trace", "digest", "policy", "budget", "interval", "prefill", "prompt_len")
-        labels = {name: getattr(record, name) for name in names}
-        labels["params"] = dict(record.params)
+        names = ("trace", "digest", "policy", "params", "budget", "interval", "prefill")
+        document = record_document(record)
+        labels = {name: document[name] for name in (*names, "prompt_len")}
         return cls(torch.from_numpy(record.evicted_at.copy()), record.layer_ids, labels)
 
     @property

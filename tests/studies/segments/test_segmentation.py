@@ -100,9 +100,8 @@ def test_a_record_without_segments_is_refused():
     record = replayed()
     assert len(segmented(record, 0, 0)) == len(record.events)
     bare = kvsim.Record(
-        **{name: getattr(record, name) for name in ("evicted_at", "params", "budget", "interval")},
+        **{name: getattr(record, name) for name in ("evicted_at", "params", "budget", "schedule")},
         policy="tova",
-        prefill=False,
         prompt_len=60,
         layers=(0, 1),
         layer_ids=(0, 1),
