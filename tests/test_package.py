@@ -144,7 +144,7 @@ def test_every_extra_is_explained():
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     """Without transformers, Python and the command line say in one line what to install."""
-    for name in ("kvsim.recorder.capturing", "kvsim.recorder.models"):
+    for name in ("kvsim.recorder.capturing", "kvsim.recorder.loading"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delitem(vars(kvsim), "capture", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)

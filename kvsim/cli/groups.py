@@ -146,7 +146,7 @@ class Loading:
         shared.quiet_transformers()
         dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
         if not weights:
-            from kvsim.recorder.models import load_outline
+            from kvsim.recorder.loading import load_outline
 
             on_cpu, trusted = self.device == "cpu", self.trust_remote_code
             return load_outline(self.model, dtype=dtype, on_cpu=on_cpu, trust_remote_code=trusted)

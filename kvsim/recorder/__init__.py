@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsim.recorder.capturing import capture, capture_many
-    from kvsim.recorder.models import load_model
+    from kvsim.recorder.loading import load_model
     from kvsim.recorder.options import Options
     from kvsim.recorder.prompt_file import read_prompts
     from kvsim.recorder.prompts import Prompt, Turn
@@ -27,7 +27,7 @@ _HOME = {
     "Turn": "prompts",
     "capture": "capturing",
     "capture_many": "capturing",
-    "load_model": "models",
+    "load_model": "loading",
     "read_prompts": "prompt_file",
 }
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvsim.recorder.prompts import Prompt, Turn
-from kvsim.schema import LOGPROBS
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
 
@@ -53,9 +52,3 @@ def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
     """
     first = None if all(likeliest) else prompt_len + likeliest.index(False)
     return {"share": sum(likeliest) / len(likeliest), "first": first}
-
-
-def likelihoods(scores: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-    """Return what a trace says of the `log_likelihoods` of its response, ready for JSON."""
-    of_each = ([*values] for values in zip(*scores, strict=True))
-    return dict(zip(LOGPROBS, of_each, strict=False))

@@ -21,10 +21,12 @@ from kvsim.errors import (
 from kvsim.files import check_writable
 from kvsim.progress import progress_bar
 from kvsim.recorder.batching import Batch, prefilled, separate, write
+from kvsim.recorder.choice import stop_tokens
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.forecast import forecast
-from kvsim.recorder.generation import device_of, stop_tokens
-from kvsim.recorder.models import load_model, unwrapped
+from kvsim.recorder.forward import device_of
+from kvsim.recorder.loading import load_model
+from kvsim.recorder.models import unwrapped
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import (
     Labels,

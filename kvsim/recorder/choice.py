@@ -1,4 +1,4 @@
-"""The choice of each token of a response, with the settings of transformers' `generate`."""
+"""The choice of each token of a response, by the settings of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from kvsim.errors import CaptureError, error_line
 
@@ -102,3 +102,13 @@ class Choice:
             return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
         return choose
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a response, by generation settings, model and tokenizer."""
+    tokens: set[int] = set()
+    settings = getattr(model, "generation_config", None)
+    for holder in (settings, model.config, tokenizer):
+        token = getattr(holder, "eos_token_id", None)
+        tokens.update([token] if isinstance(token, int) else token or [])
+    return frozenset(tokens)

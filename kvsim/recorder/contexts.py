@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from kvsim.recorder.generation import one_piece
+from kvsim.recorder.forward import one_piece
 from kvsim.recorder.latent import caches_heads
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace

@@ -21,7 +21,7 @@ from kvsim.recorder.counting import ModelSize
 from kvsim.recorder.head import LOGITS
 from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.latent import absorbed_size
-from kvsim.recorder.models import load_outline
+from kvsim.recorder.loading import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name, kernel_sizes
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt, naming

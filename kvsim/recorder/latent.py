@@ -24,7 +24,7 @@ from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import evaluating, run_chunks
+from kvsim.recorder.forward import evaluating, run_chunks
 
 #: The name in attention modules of the projection from the latent to keys and values of heads.
 _UP = "kv_b_proj"

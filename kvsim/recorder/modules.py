@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import device_of, evaluating, run_model
+from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.head import Head
 from kvsim.schema import first_of
 

@@ -1,4 +1,4 @@
-"""The description of the recorded model in a trace."""
+"""The description of the recorded model and its tokenizer in a trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.digest import document_digest
 from kvsim.core.threads import threads_for
+from kvsim.core.trace import Trace
 from kvsim.recorder.models import ADAPTER, gguf_source, model_name
 from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
@@ -30,6 +32,9 @@ _NOTED = ("architectures", "dtype")
 
 #: For training alone, and with another default in another release of transformers.
 _TRAINING = "router_aux_loss_coef"
+
+#: Parts of a tokenizer's state that are of its last call.
+_CALL = ("truncation", "padding")
 
 #: Values of a matrix whose bits are added up at a time.
 _BLOCK = 1 << 20
@@ -115,6 +120,34 @@ def _agree(value: object, other: object) -> bool:
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         return all(_agree(value[key], other[key]) for key in value.keys() & other.keys())
     return value == other
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return the class of a tokenizer and the digest of its vocabulary and rules, for a trace."""
+    return {"class": type(tokenizer).__name__, "digest": _digest(tokenizer, len(tokenizer))}
+
+
+@lru_cache(maxsize=1)  # prompts of one capture share a tokenizer, and a large one takes a second
+def _digest(tokenizer: Any, _size: int) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # written in Python: its rules are those of its class
+        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    else:
+        rules = {k: part for k, part in json.loads(backend.to_str()).items() if k not in _CALL}
+    ends = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
+    return document_digest({"rules": rules, "special": ends})
+
+
+def tokenizer_difference(trace: Trace, tokenizer: Any) -> str | None:
+    """Return in words how a tokenizer differs from that of a trace; None where either has none."""
+    recorded = object_at(trace.meta, "tokenizer")
+    if tokenizer is None or "digest" not in recorded:
+        return None
+    other = describe_tokenizer(tokenizer)
+    if other["digest"] == recorded["digest"]:
+        return None
+    names = [f"{each.get('class')} {str(each['digest'])[7:15]}" for each in (recorded, other)]
+    return f"its tokenizer ({names[0]}) has another vocabulary or other rules than {names[1]}"
 
 
 def versions() -> dict[str, str]:

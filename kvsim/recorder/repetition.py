@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import chunk_rows, evaluating, run_chunks
+from kvsim.recorder.forward import chunk_rows, evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
-from kvsim.recorder.provenance import config_differences
-from kvsim.recorder.tokenization import tokenizer_difference
+from kvsim.recorder.provenance import config_differences, tokenizer_difference
 from kvsim.schema import object_at
 
 #: Options that change how a capture runs, and not what it records.

@@ -11,9 +11,10 @@ from kvsim.core.left_out import left_out_before
 from kvsim.core.probe import Probe
 from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
-from kvsim.recorder.choice import Choice
+from kvsim.recorder.choice import Choice, stop_tokens
 from kvsim.recorder.facts import check_facts
-from kvsim.recorder.generation import WHOLE, chunk_rows, continues, stop_search, stop_tokens
+from kvsim.recorder.forward import WHOLE, chunk_rows, continues
+from kvsim.recorder.generation import stop_search
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexer_notes
@@ -76,7 +77,11 @@ class Rows:
         """Compare a response whose writer is known with the right one, ready for JSON."""
         if response is None or (self.response and self.prompt.writer is None):
             return None
-        opened, text, tiny = self.encoded.opened, self.encoded.text, is_tiny(self.model)
+        opened, text, tiny = (
+            self.encoded.opened,
+            self.encoded.text,
+            is_tiny(self.model),
+        )
         check = answer_check(self.prompt, response, opened, self.own_length, text, tiny=tiny)
         self.notes += [] if check is None else reasoning_notes(opened + response)
         return check

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, sees
-from kvsim.recorder.generation import device_of, evaluating, last_logits, run_model
+from kvsim.recorder.forward import device_of, evaluating, last_logits, run_model
 from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import KERNELS, Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.modules import attention_modules, kernel_name

@@ -21,26 +21,28 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, likelihoods
+from kvsim.recorder.answers import agreement
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
+from kvsim.recorder.choice import stop_tokens
 from kvsim.recorder.contexts import SharedContext
-from kvsim.recorder.generation import evaluating, generate, run_chunks, score, stop_tokens
+from kvsim.recorder.forward import evaluating, run_chunks
+from kvsim.recorder.generation import generate, score
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import read_ropes
 from kvsim.recorder.prompts import Prompt
-from kvsim.recorder.provenance import versions
+from kvsim.recorder.provenance import describe_tokenizer, versions
 from kvsim.recorder.resuming import differences, settings_of
 from kvsim.recorder.rows import Rows
 from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import Projections, RepeatedContext, Step, Stream
-from kvsim.recorder.tokenization import describe_tokenizer, response_text, token_strings
+from kvsim.recorder.tokenization import response_text, token_strings
 from kvsim.recorder.turns import describe_turns
-from kvsim.schema import SUMS, axes_of
+from kvsim.schema import LOGPROBS, SUMS, axes_of
 from kvsim.store import open_trace
 from kvsim.store.writer import TraceWriter
 
@@ -269,7 +271,7 @@ class Session(Rows):
             "notes": self.notes,
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
-            **likelihoods(self.scores),
+            **dict(zip(LOGPROBS, map(list, zip(*self.scores, strict=True)), strict=False)),
             **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
         }
         return self.recorder.described(replace(header, meta=meta)).within(len(tokens))

@@ -16,7 +16,7 @@ from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.errors import CaptureError
-from kvsim.recorder.generation import device_of, evaluating, run_model
+from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.modules import attention_modules

@@ -1,19 +1,15 @@
-"""Tokenizers: text as token ids, whether the ids keep the text, and what a trace says about one."""
+"""Tokenizers: text as token ids, whether the ids keep the text, and chats as text."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
-from kvsim.core.digest import document_digest
-from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, error_line
-from kvsim.schema import first_of, object_at
+from kvsim.schema import first_of
 from kvsim.text.answers import REASONING, open_reasoning
 
 _SHOWN_WORDS = 8
@@ -22,9 +18,6 @@ _REASONING = (*REASONING, *REASONING.values())
 
 # How a template that does not read lists of parts shows one.
 _CODE = ("'type': 'text'", '"type": "text"')
-
-#: Parts of a tokenizer's state that are of its last call.
-_CALL = ("truncation", "padding")
 
 
 def need_tokenizer(tokenizer: Any, what: str = "prompt") -> None:
@@ -176,31 +169,3 @@ def response_text(ids: Sequence[int], tokenizer: Any) -> str:
     others = [name for name in names if not any(name in mark for mark in _REASONING)]
     text = str(tokenizer.decode(list(ids), skip_special_tokens=len(others) == len(names)))
     return text if len(others) == len(names) else re.sub("|".join(map(re.escape, others)), "", text)
-
-
-def describe_tokenizer(tokenizer: Any) -> dict[str, str]:
-    """Return the class of a tokenizer and the digest of its vocabulary and rules, for a trace."""
-    return {"class": type(tokenizer).__name__, "digest": _digest(tokenizer, len(tokenizer))}
-
-
-@lru_cache(maxsize=1)  # prompts of one capture share a tokenizer, and a large one takes a second
-def _digest(tokenizer: Any, _size: int) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # written in Python: its rules are those of its class
-        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    else:
-        rules = {k: part for k, part in json.loads(backend.to_str()).items() if k not in _CALL}
-    ends = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
-    return document_digest({"rules": rules, "special": ends})
-
-
-def tokenizer_difference(trace: Trace, tokenizer: Any) -> str | None:
-    """Return in words how a tokenizer differs from that of a trace; None where either has none."""
-    recorded = object_at(trace.meta, "tokenizer")
-    if tokenizer is None or "digest" not in recorded:
-        return None
-    other = describe_tokenizer(tokenizer)
-    if other["digest"] == recorded["digest"]:
-        return None
-    names = [f"{each.get('class')} {str(each['digest'])[7:15]}" for each in (recorded, other)]
-    return f"its tokenizer ({names[0]}) has another vocabulary or other rules than {names[1]}"

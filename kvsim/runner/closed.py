@@ -27,8 +27,9 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import Written
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.choice import APPLIED, Choice
-from kvsim.recorder.generation import WHOLE, evaluating, following, stop_tokens
+from kvsim.recorder.choice import APPLIED, Choice, stop_tokens
+from kvsim.recorder.forward import WHOLE, evaluating
+from kvsim.recorder.generation import following
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual

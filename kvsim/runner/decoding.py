@@ -25,7 +25,7 @@ from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, record_of_run, settings_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
-from kvsim.recorder.generation import evaluating
+from kvsim.recorder.forward import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
 from kvsim.runner.checks import check_layers, check_live

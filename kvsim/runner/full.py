@@ -16,7 +16,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import evaluating
+from kvsim.recorder.forward import evaluating
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual

@@ -45,7 +45,7 @@ from kvsim.policies.model import model_of
 from kvsim.policies.naming import stored_piece
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
-from kvsim.recorder.generation import evaluating, last_logits
+from kvsim.recorder.forward import evaluating, last_logits
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual

@@ -19,13 +19,7 @@ from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import (
-    chunk_rows,
-    continues,
-    device_of,
-    evaluating,
-    last_logits,
-)
+from kvsim.recorder.forward import chunk_rows, continues, device_of, evaluating, last_logits
 from kvsim.recorder.head import Head, check_logits
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped

@@ -15,8 +15,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
-from kvsim.recorder.provenance import config_differences
-from kvsim.recorder.tokenization import tokenizer_difference
+from kvsim.recorder.provenance import config_differences, tokenizer_difference
 from kvsim.schema import first_of, object_at
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one

@@ -29,8 +29,7 @@ from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
-from kvsim.recorder.choice import Choice
-from kvsim.recorder.generation import stop_tokens
+from kvsim.recorder.choice import Choice, stop_tokens
 from kvsim.runner.batch import respond, unbatched
 from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Own, Writing

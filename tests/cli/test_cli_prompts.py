@@ -3,7 +3,7 @@
 import json
 
 from kvsim.recorder import read_prompts
-from kvsim.recorder.models import load_tokenizer
+from kvsim.recorder.loading import load_tokenizer
 from kvsim.recorder.prompts import token_count
 from kvsim.text.tasks import DEPTHLESS, TASKS
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import kvsim
 from kvsim.recorder import gguf as files
-from kvsim.recorder.generation import stop_tokens
+from kvsim.recorder.choice import stop_tokens
 
 pytestmark = pytest.mark.real
 

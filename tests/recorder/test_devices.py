@@ -7,8 +7,7 @@ from recorder_models import four_layers
 
 from families import ids
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, capture_many, load_model
-from kvsim.recorder import models as loading
+from kvsim.recorder import capture, capture_many, load_model, loading
 from small_model import words_tokenizer
 
 ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")

@@ -11,7 +11,7 @@ from recorder_models import build
 from kvsim.errors import OutputError
 from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder import forecast as forecasts
-from kvsim.recorder.models import load_outline
+from kvsim.recorder.loading import load_outline
 from kvsim.recorder.session import Session
 from kvsim.store import forecast as store_forecast
 from kvsim.studies.language import tasks

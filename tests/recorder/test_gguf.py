@@ -130,7 +130,7 @@ def test_a_changed_cache_is_built_again(tmp_path, cache, damage):
 def test_two_at_once_build_one_folder(tmp_path):
     """The second of two loads waits for the first one instead of dequantising too."""
     write(tmp_path / "small.gguf")
-    file, lines, barrier = files.find_gguf(tmp_path / "small.gguf"), [], threading.Barrier(2)
+    file, lines, barrier = files.find_gguf(str(tmp_path / "small.gguf")), [], threading.Barrier(2)
 
     def load(_):
         barrier.wait()

@@ -13,8 +13,7 @@ from recorder_models import exact_attention, small
 from safetensors.torch import load_file, save_file
 
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, load_model
-from kvsim.recorder import models as loading
+from kvsim.recorder import capture, load_model, loading
 from kvsim.tiny import MODELS
 from small_model import UNKNOWN, words_tokenizer
 

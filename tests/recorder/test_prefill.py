@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsim
 from families import FAMILIES, Family
 from kvsim.errors import CaptureError
-from kvsim.recorder import generation, hooks
+from kvsim.recorder import forward, hooks
 
 #: Longer than a block, the windows of the families and the chunks of Llama 4.
 PROMPT, NEW, CHUNK = 270, 6, 75
@@ -144,13 +144,13 @@ def test_memory_does_not_grow_with_the_square_of_the_prompt(kernel):
 def test_a_long_prompt_runs_in_chunks_by_default(monkeypatch):
     """Chunks have whole blocks of rows, and a short prompt runs in one piece, bit for bit."""
     model, rows = FAMILIES["llama"].build("sdpa"), []
-    monkeypatch.setattr(generation, "PAIRS", 400**2)
+    monkeypatch.setattr(forward, "PAIRS", 400**2)
     handle = model.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
 
     short, long = recorded(model, 400), recorded(model, 600)
     handle.remove()
 
-    assert [n for n in rows if n > generation._FEW] == [400, 256, 256, 88]
+    assert [n for n in rows if n > forward._FEW] == [400, 256, 256, 88]
     assert torch.equal(short.k, recorded(model, 400, chunk=400).k)
     assert long.n_pos == 600 + NEW
     assert long.meta["notes"] == []
@@ -159,7 +159,7 @@ def test_a_long_prompt_runs_in_chunks_by_default(monkeypatch):
 def test_frequencies_of_the_whole_prompt_need_one_forward(monkeypatch):
     """A model whose frequencies change on the way runs whole, with a note, or is refused."""
     model = FAMILIES["llama, dynamic scaling"].build("sdpa")
-    monkeypatch.setattr(generation, "PAIRS", 1)
+    monkeypatch.setattr(forward, "PAIRS", 1)
     trace = kvsim.capture(model, None, IDS[:300], max_new_tokens=0)
 
     assert trace.meta["notes"] == [
@@ -180,7 +180,7 @@ def test_a_model_that_forgets_its_state_runs_in_one_piece(monkeypatch):
         return rule(*args, **{**options, "initial_state": None})
 
     monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", anew)
-    monkeypatch.setattr(generation, "PAIRS", 1)
+    monkeypatch.setattr(forward, "PAIRS", 1)
 
     trace = recorded(model)
 

@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.recorder.tokenization import describe_tokenizer
+from kvsim.recorder.provenance import describe_tokenizer
 from small_model import UNKNOWN, small, words_tokenizer
 
 END, FIRST = "<|endoftext|>", "<s>"

@@ -46,11 +46,11 @@ for policy in sys.argv[3:]:
 #: A trace in 16 bits does not hold the cache of a model in 32, so that the whole prompt runs.
 FULL = f"""{PEAK}
 import ctypes
-from kvsim.recorder import generation, hooks
+from kvsim.recorder import forward, hooks
 
 torch.set_num_threads(1)
 ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 18)  # arrays go back to the system when they are freed
-generation.PAIRS = hooks.REPEATED = 1 << 20
+forward.PAIRS = hooks.REPEATED = 1 << 20
 config = transformers.LlamaConfig(
     vocab_size=99, hidden_size=128, intermediate_size=128, num_hidden_layers=1, head_dim=64,
     num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=4096,

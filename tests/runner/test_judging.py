@@ -18,7 +18,7 @@ from kvsim.analysis.table import JUDGED
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
-from kvsim.recorder import load_model, models
+from kvsim.recorder import load_model, loading
 from kvsim.recorder.layers import Residual
 from kvsim.runner.full import FullPass
 from kvsim.runner.judging import Judge, unjudged
@@ -433,7 +433,7 @@ def test_the_hub_is_not_asked_for_a_model_that_a_trace_names(monkeypatch):
     model = {**trace.meta["model"], "name": "local-folder"}
     header = replace(trace.header, meta={**trace.meta, "model": model})
     other = Trace(trace.source, header)
-    monkeypatch.setattr(models, "unreachable", pytest.fail)
+    monkeypatch.setattr(loading, "unreachable", pytest.fail)
 
     with pytest.raises(CaptureError, match=r"the hub is not asked.* names .*, give .* --model$"):
         replay_all([other], "h2o", 64, judge=True)

@@ -18,7 +18,7 @@ from apps.tiny.probes import (
     structure,
 )
 from apps.tiny.results import Results, best, digest, heads
-from kvsim.recorder.models import load_tokenizer
+from kvsim.recorder.loading import load_tokenizer
 from kvsim.studies.language.ledger import check
 from kvsim.studies.language.tasks import TASKS, prompts
 from kvsim.tiny import PATH

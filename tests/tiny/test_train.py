@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from apps.tiny import train
 from apps.tiny.curriculum import GUIDED, IGNORE, STAGES, collate
 from apps.tiny.model import SHAPES, build
-from kvsim.recorder.models import load_tokenizer
+from kvsim.recorder.loading import load_tokenizer
 from kvsim.studies.language.tasks import prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from apps.tiny.evaluate import respond
-from kvsim.recorder.models import load_tokenizer
+from kvsim.recorder.loading import load_tokenizer
 from kvsim.studies.language.ledger import check
 from kvsim.studies.language.tasks import TASKS, prompts
 from kvsim.tiny import MODELS, PATH

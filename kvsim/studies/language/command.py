@@ -140,7 +140,7 @@ def _on_text(
     depths: Sequence[str] | None,
 ) -> list[TextSample]:
     from kvsim.cli.show import echo_error
-    from kvsim.recorder.models import load_tokenizer
+    from kvsim.recorder.loading import load_tokenizer
     from kvsim.recorder.prompts import token_count
     from kvsim.text.ruler import ruler_sample
     from kvsim.text.tasks import sample
