@@ -12,18 +12,13 @@ from collections.abc import Iterator, Mapping
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import check_shapes
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.moments import SINKS, Moments, merged
 from kvsim.core.weights import row_grid, row_weights
 from kvsim.errors import NeedsError
 from kvsim.schema import CHUNK, OF_ROWS
 
-#: First rows whose queries are not among the moments: attention sinks.
-SINKS = 4
-
 #: Rows start..stop-1, whole blocks of 256.
 LeftOut = tuple[int, int] | None
-
-#: Number of rows, their mean, and the sum of the products of their deviations.
-Moments = tuple[int, Tensor, Tensor]
 
 
 def left_out_before(end: int, rows: int) -> LeftOut:
@@ -140,24 +135,3 @@ class Sums:
             _, mean, spread = self._moments
             out["moments"] = torch.cat([mean.unsqueeze(-2), spread], -2)[0].flatten(0, 1)
         return out
-
-
-def merged(before: Moments | None, block: Tensor, *, covariance: bool = True) -> Moments:
-    """Number, mean [L, ..., d] and products of deviations [L, ..., d, d] of some rows and a block.
-
-    block [L, ..., w, d]. They merge without cancellation (Chan, Golub and LeVeque 1983, doi
-    10.1080/00031305.1983.10483115). Without `covariance` the products are those before.
-    """
-    rows, mean = block.shape[-2], block.mean(-2)
-    within = mean.new_zeros(()) if before is None else before[2]
-    if covariance:
-        centred = block - mean.unsqueeze(-2)
-        within = centred.mT @ centred
-    if before is None:
-        return rows, mean, within
-    count, earlier, spread = before
-    shift, total = mean - earlier, count + rows
-    if covariance:
-        between = shift.unsqueeze(-1) * shift.unsqueeze(-2) * (count * rows / total)
-        within = spread + within + between
-    return total, earlier + shift * (rows / total), within

@@ -101,8 +101,8 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     budgets = view.budget.flatten().tolist()
     by_budget = {b: protection(b) for b in set(budgets)}
     if len(set(by_budget.values())) == 1:
-        return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
-    masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
+        return by_budget[budgets[0]].mask(view.pos, view.row, view.setting.prompt_len)
+    masks = {b: p.mask(view.pos, view.row, view.setting.prompt_len) for b, p in by_budget.items()}
     return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvsim.core.lazy import Tensor
 from kvsim.schema import object_at
 
 #: Its key in `meta`.
@@ -74,14 +73,6 @@ class Probe:
             and joins[-1] == end
             and len(self.tokens) == sum(part.rows for part in self.chunks)
         )
-
-
-class ProbeRows(NamedTuple):
-    """Queries [L, H, G, P, d] and keys [L, H, P, d] of a probe after RoPE, and its chunks."""
-
-    queries: Tensor
-    keys: Tensor
-    chunks: tuple[Chunk, ...]
 
 
 def _whole(values: Any) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.lazy import Tensor
-from kvsim.core.probe import ProbeRows
 
 T = TypeVar("T")
 
@@ -28,11 +27,11 @@ class Source(Protocol):
     def parts(self) -> Callable[[], Iterator[tuple[slice, Source]]] | None:
         """Yields places and sources of layers that are held at once; None where all are."""
 
-    def summed(self, name: str) -> tuple[int, Tensor] | None:
-        """First rows whose queries are not all held, and what was summed over them.
+    def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
+        """First rows, and what was summed over them; None where the queries of all are held.
 
-        name: `received` [L, H, G, n] or `moments` [L, H, G, 1 + d, d], as `kvsim.core.left_out` has
-        them. None where all queries are held.
+        NeedsError where there are more of them than `stop`. name: `received` [L, H, G, n] or
+        `moments` [L, H, G, 1 + d, d].
         """
 
     @property
@@ -51,12 +50,10 @@ class Source(Protocol):
     def positions(self) -> Tensor:
         """Position of each row in the text, by which RoPE rotated it; int [T]."""
 
-    @property
-    def memo(self) -> dict[Hashable, Any]:
-        """Values computed before (`View.once`)."""
-
-    def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`, which may be kept longer than the memo (`View.across`)."""
+    def memo(
+        self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
+    ) -> T:
+        """Return `compute()`, which may be kept (`View.memo`)."""
 
     @property
     def keys(self) -> Tensor:
@@ -70,13 +67,13 @@ class Source(Protocol):
     def exact_keys(self) -> Tensor:
         """The keys before a codec rounded them, [L, H, T, d]."""
 
-    @property
-    def o_proj(self) -> Tensor:
-        """Projections [L, H, G, d, D], times the prompt's mean gate if any; NeedsError if none."""
+    def array(self, name: str) -> Tensor:
+        """Return another array, by the query heads of each KV head; NeedsError without it.
 
-    @property
-    def probe(self) -> ProbeRows:
-        """Rows that repeat the context; NeedsError without them."""
+        o_proj [L, H, G, d, D]: output projections, times the prompt's mean gate if there is one.
+        probe_q [L, H, G, P, d], probe_k [L, H, P, d]: of rows that repeat the context in chunks;
+        probe_chunks [chunk, 3]: the first position of each, the one behind it, and its rows.
+        """
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE."""

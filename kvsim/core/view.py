@@ -9,12 +9,13 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from itertools import starmap
 from typing import Any, TypeVar
 
 from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.probe import ProbeRows
+from kvsim.core.moments import SINKS, moments
 from kvsim.core.setting import Scores, Setting, Source
 from kvsim.core.weights import LOGIT_BYTES, row_grid, row_weights
 from kvsim.errors import PolicyError
@@ -83,16 +84,6 @@ class View:
             yield part
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return self.setting.prompt_len
-
-    @property
-    def interval(self) -> int | None:
-        """Rows between decode-time events, None where only the prefill event fires."""
-        return self.setting.interval
-
-    @property
     def is_prompt(self) -> bool:
         """True at the event that ends the prefill."""
         return self.row == self.setting.prompt_len - 1
@@ -103,14 +94,9 @@ class View:
         return self._since
 
     @property
-    def n_layers(self) -> int:
-        """Layers of the trace."""
-        return self.setting.n_layers
-
-    @property
-    def next_position(self) -> int:
-        """Position of the next row in the text; `row + 1`, unless some rows were not propagated."""
-        return int(self._source.positions[self.row]) + 1
+    def positions(self) -> Tensor:
+        """Position in the text of each row so far, unlike its number where rows were dropped."""
+        return self._source.positions[: self.row + 1]
 
     @property
     def source(self) -> Source:
@@ -168,23 +154,9 @@ class View:
         """Attention formula of the layers."""
         return self._source.formula
 
-    @property
-    def scale(self) -> float:
-        """Factor of the logits."""
-        return self._source.formula.scale
-
-    @property
-    def o_proj(self) -> Tensor:
-        """Output projection of each query head, D the hidden size; [L, H, G, d, D].
-
-        Where the model multiplies the output by a gate, that gate's mean over the prompt is in it.
-        """
-        return self._source.o_proj
-
-    @property
-    def probe(self) -> ProbeRows:
-        """Queries and keys of rows that repeat the context, recorded on request."""
-        return self._source.probe
+    def array(self, name: str) -> Tensor:
+        """Return an array that the scorer's `needs` names, as `Source.array` has it."""
+        return self._source.array(name)
 
     @property
     def keys(self) -> Tensor:
@@ -201,52 +173,50 @@ class View:
             self._gathered[name] = gather(stored, self._entries)
         return self._gathered[name]
 
-    def first(self, last: int) -> int:
-        """The first of the `last` most recent rows, 0 at the earliest."""
-        return max(0, self.row + 1 - last)
+    def queries(self, rows: int | range, *, rotated: bool = True) -> Tensor:
+        """Return queries, before RoPE unless `rotated`; [L, H, G, w, d].
 
-    def queries(self, last: int) -> Tensor:
-        """Queries of the `last` most recent rows after RoPE; [L, H, G, w, d]."""
-        return self._source.queries(self.first(last), self.row + 1)
+        Args:
+            rows: how many recent ones, or which; later ones only if the scorer is clairvoyant.
+            rotated: False for those before RoPE.
+        """
+        rows = self._rows(rows)
+        queries = self._source.queries(rows.start, rows.stop)
+        if rotated:
+            return queries
+        return self.rope.unrotate(queries, self._source.positions[rows.start : rows.stop])
 
-    def span(self, start: int, stop: int) -> Tensor:
-        """Queries of rows start..stop-1 after RoPE; later than the event for the clairvoyant."""
-        self._look(stop)
-        return self._source.queries(start, stop)
+    def moments(self, rows: range, *, covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
+        """Return number, mean [L, H, G, d] and covariance [L, H, G, d, d] of queries before RoPE.
 
-    def unrotated_span(self, start: int, stop: int, keys: Tensor | None = None) -> Tensor:
-        """Return queries of a span before RoPE, or keys [..., w, d] of its rows."""
-        rotated = self.span(start, stop) if keys is None else keys
-        return self.rope.unrotate(rotated, self._source.positions[start:stop])
+        The covariance is None where it is not requested. Replays share them.
+        """
 
-    def summed(self, name: str) -> tuple[int, Tensor] | None:
-        """`Source.summed`; raises NeedsError where the event is within the rows summed over."""
-        before = self._source.summed(name)
-        if before is not None and before[0] > self.row + 1:
-            self._source.queries(0, self.row + 1)  # its error names those that are not held
-        return before
+        def compute() -> tuple[int, Tensor, Tensor | None]:
+            start, before = rows.start, None
+            sums = self._source.sums("moments", rows.stop) if start == SINKS else None
+            if sums is not None:
+                start, both = sums
+                before = start - SINKS, both[..., 0, :], both[..., 1:, :]
+            blocks = starmap(range, row_grid(start, rows.stop))
+            queries = (self.queries(block, rotated=False) for block in blocks)
+            return moments(queries, covariance, before)
 
-    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        return self.memo(("moments", rows.start, rows.stop, covariance), compute, shared=True)
+
+    def memo(
+        self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
+    ) -> T:
         """Return `compute()`, computed at the first event that needs it and kept for later ones.
 
         Args:
-            key: all that it depends on, beside the layers and what the view reads of fixed rows.
-            compute: returns any value.
+            key: the kind of result, and all that it depends on beside the layers and what the view
+                reads of fixed rows.
+            compute: returns any value; if it is shared, tensors of fixed rows or of the full cache,
+                not to be written to.
+            shared: keep it for all replays of the trace.
         """
-        memo = self._source.memo
-        if key not in memo:
-            memo[key] = compute()
-        kept: T = memo[key]
-        return kept
-
-    def across(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`, computed once for all replays of the trace that share a memo.
-
-        Args:
-            key: the kind of result, and all that it depends on beside the layers.
-            compute: returns tensors, not to be written to, of fixed rows or of the full cache.
-        """
-        return self._source.lasting(key, compute)
+        return self._source.memo(key, compute, shared=shared)
 
     def scored(self, scorer: Any) -> Scores:
         """Return the scores of a scorer, which must not be written to.
@@ -272,16 +242,18 @@ class View:
 
         looks = setting.events, setting.protected_ends, setting.response
         key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
-        values, *columns, names, budgets = self.across(key, score)
+        values, *columns, names, budgets = self.memo(key, score, shared=True)
         self._reads_budget = before or budgets is not None
         if budgets not in (None, self._budget.tolist()):
             return Scores.of(scorer.score(self))
         return Scores(values, dict(zip(names, columns, strict=True)))
 
-    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
-        self._look(stop)
-        return self._source.full(start, stop)
+    def _rows(self, rows: int | range) -> range:
+        """Return the rows that are asked for; PolicyError for later ones without the right."""
+        if not isinstance(rows, range):
+            return range(max(0, self.row + 1 - rows), self.row + 1)
+        self._look(rows.stop)
+        return rows
 
     def _look(self, stop: int) -> None:
         if stop > self.row + 1 and not self.setting.clairvoyant:
@@ -293,31 +265,35 @@ class View:
 
     def logits(self, last: int) -> Tensor:
         """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
-        return self.rows(self.first(last), self.row + 1, weigh=False)
+        return self._weights_of(self._rows(last), weigh=False)
 
-    def attn(self, last: int, group: Reduction | None = None) -> Tensor:
-        """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
+    def attn(
+        self, rows: int | range, group: Reduction | None = None, *, log: bool = False
+    ) -> Tensor:
+        """Attention of recent rows over the live entries; [L, H, G, w, n].
 
         Each row is at its own position and sees the live entries up to it; its weights sum to 1
-        over them, less the share of a sink where the model has those, and are 0 elsewhere.
-        Memoised per event; a larger window serves a smaller one.
+        over them, less the share of a sink where the model has those, and are 0 elsewhere. That of
+        the most recent rows is memoised per event; a larger window serves a smaller one.
 
         Args:
-            last: rows of the window, w.
+            rows: how many recent ones, or which; of many, ask for one block after the other.
             group: reduce the query heads of a group: "mean", "max" or "sum"; then [L, H, w, n].
+            log: return logarithms in float64, which do not underflow; -inf where a row does not see
+                an entry.
         """
-        size = next((size for size in self._windows if size >= last), last)
+        if log:
+            return reduce_group(self._logarithms(self._rows(rows)), group)
+        if isinstance(rows, range):
+            return reduce_group(self._weights_of(self._rows(rows)), group)
+        size = next((size for size in self._windows if size >= rows), rows)
         if size not in self._windows:
-            self._windows[size] = self.rows(self.first(size), self.row + 1)
+            self._windows[size] = self._weights_of(self._rows(size))
         window = self._windows[size]
-        return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
+        return reduce_group(window[..., max(0, window.shape[-2] - rows) :, :], group)
 
-    def log_attn(self, last: int) -> Tensor:
-        """The logarithm of `attn` in float64, which does not underflow; [L, H, G, w, n].
-
-        -inf where `attn` is 0 because a row does not see an entry.
-        """
-        z = self.logits(last).double()
+    def _logarithms(self, rows: range) -> Tensor:
+        z = self._weights_of(rows, weigh=False).double()
         total = z.logsumexp(-1, keepdim=True)
         if self.formula.sinks:
             total = total.logaddexp(self.formula.sink(z, z.shape[1])[..., None, None])
@@ -335,7 +311,8 @@ class View:
         if first == self.row:
             return self.attn(1, group="sum")[..., 0, :]
         if first == 0 and self._entries.whole:  # the same under every policy and budget
-            return self.across(("received", self.row), lambda: self._received(0)).clone()
+            key = "received", self.row
+            return self.memo(key, lambda: self._received(0), shared=True).clone()
         return self._received(first)
 
     def _received(self, first: int) -> Tensor:
@@ -355,7 +332,7 @@ class View:
         for start in range(first, self.row + 1, step):
             stop = min(start + step, self.row + 1)
             seen = n - (self.row + 1 - stop)  # their own entries are the last slots of each head
-            attention = self.rows(start, stop, seen, attended=attended).sum(2)
+            attention = self._weights_of(range(start, stop), seen, attended=attended).sum(2)
             if int(self._since.max()) >= start:  # some layers acted later than others
                 counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
                 attention = attention * counted[:, None, :, None]
@@ -370,36 +347,33 @@ class View:
         queries = self._source.queries(self.row, self.row + 1)
         total = queries.new_zeros(*queries.shape[:3], self.row + 1)  # [L, H, G, n]
         start, attended = 0, self._rounded_after is not None
-        if (before := self.summed("received")) is not None:
-            start = before[0]
-            total[..., :start] = before[1]
+        if (sums := self._source.sums("received", self.row + 1)) is not None:
+            start, total[..., : sums[0]] = sums
         size = total[0, ..., 0].numel() * total.element_size()
         for low, high in row_grid(start, self.row + 1, size):
             most = max(1, LOGIT_BYTES // ((high - low) * high * size))
             for layer in range(0, len(total), most):
                 only = slice(layer, layer + most)
-                part = self.rows(low, high, high, attended=attended, layers=only)
+                rows = range(low, high)
+                part = self._weights_of(rows, high, attended=attended, layers=only)
                 total[only, ..., :high] += part.sum(3)
         return total.sum(2)
 
-    def rows(
+    def _weights_of(
         self,
-        start: int,
-        stop: int,
+        rows: range,
         seen: int | None = None,
         *,
         weigh: bool = True,
         attended: bool = False,
         layers: slice = slice(None),
     ) -> Tensor:
-        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
-
-        Not memoised: for many rows, a block at a time.
+        """Attention of rows over the first `seen` slots; [L, H, G, w, seen].
 
         weigh: False for logits, -inf where an entry is not visible. attended: with keys as they
         were stored when the row attended, and not as they are now. layers: those of the block.
         """
-        self._look(stop)
+        start, stop = rows.start, rows.stop
         queries = self._source.queries(start, stop)[layers]
         k = self.keys[layers, :, :seen].flatten(0, 1)
         pos, live = (x[layers, :, :seen].flatten(0, 1) for x in (self.pos, self.live))

@@ -139,13 +139,12 @@ class RowView(View):
             self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
         return self._gathered[name]
 
-    def attn(self, last: int, group: Reduction | None = None) -> Tensor:
-        """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
-
-        That of the current row alone comes from the product of the whole block.
-        """
-        if last != 1:
-            return super().attn(last, group)
+    def attn(
+        self, rows: int | range, group: Reduction | None = None, *, log: bool = False
+    ) -> Tensor:
+        """`View.attn`; that of the current row alone comes from the product of the whole block."""
+        if rows != 1 or log:
+            return super().attn(rows, group, log=log)
         if self._attention is None:
             self._attention = self._softmax()
         return reduce_group(self._attention.unsqueeze(3), group)

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.probe import ProbeRows
 from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.sources import SharedEntries
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.schema import CHUNK, numbered
+from kvsim.schema import AXES, CHUNK, numbered
 
 T = TypeVar("T")
 
@@ -82,7 +81,7 @@ class TraceSource:
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
         self._full, self._full_start = (self._window, self._window), trace.n_pos
-        self.memo: dict[Hashable, Any] = {}
+        self._memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._place, self._most = (tuple(layers), str(device)), most
         self._each = each or len(layers)
@@ -92,11 +91,18 @@ class TraceSource:
         parts = [self._trace.stored(name, run, pos).to(self._device) for run in self._runs]
         return _together(parts).to(self._trace.dtype)
 
-    def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`, kept with the trace unless keys and values were overwritten."""
-        if self._exact_keys is not None:
+    def memo(
+        self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
+    ) -> T:
+        """Return `compute()`, kept here or, unless keys and values were overwritten, shared."""
+        if shared and self._exact_keys is not None:
             return compute()
-        return self._trace.memo((*key, self._place), compute, self._most)
+        if shared:
+            return self._trace.memo((*key, self._place), compute, self._most)
+        if key not in self._memo:
+            self._memo[key] = compute()
+        kept: T = self._memo[key]
+        return kept
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, TraceSource]]] | None:
@@ -150,23 +156,27 @@ class TraceSource:
         out: Tensor = x.unflatten(1, (self._trace.n_heads, -1))
         return out
 
-    @cached_property
-    def o_proj(self) -> Tensor:
-        """Output projection of each query head, [L, H, G, d, D]."""
-        parts = [projections(self._trace, run).to(self._device) for run in self._runs]
-        return self._grouped(_together(parts))
+    def array(self, name: str) -> Tensor:
+        """Return another array of the layers, read once."""
+        return self.memo(("array", name), lambda: self._array(name))
 
-    @cached_property
-    def probe(self) -> ProbeRows:
-        """Queries [L, H, G, P, d] and keys [L, H, P, d] of rows that repeat the context."""
-        queries = self._grouped(self._read("probe_q"))
-        return ProbeRows(queries, self._read("probe_k"), self._trace.header.probe_chunks)
+    def _array(self, name: str) -> Tensor:
+        if name == "probe_chunks":
+            return torch.tensor(self._trace.header.probe_chunks)
+        if name == "o_proj":
+            parts = [projections(self._trace, run).to(self._device) for run in self._runs]
+            return self._grouped(_together(parts))
+        array = self._read(name)
+        return self._grouped(array) if AXES[name][1] == "qhead" else array
 
-    def summed(self, name: str) -> tuple[int, Tensor] | None:
+    def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
         """Sums over the rows before the end of those left out, [L, H, G, ...]; None if all are."""
         if self._trace.left_out is None:
             return None
-        return self._trace.left_out[1], self._grouped(self._read(name))
+        end = self._trace.left_out[1]
+        if stop < end:
+            self.queries(0, stop)  # its error names the rows that are not held
+        return end, self._grouped(self._read(name))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""

@@ -162,14 +162,15 @@ class AMS(Allocator):
         count = view.count
         rows = min(self.window, view.row + 1)
         if self.mode == "reference" and not view.is_prompt:
-            buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
+            buffered = min(view.setting.interval or _BUFFER, _BUFFER)
             rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
         if int(count.min()) <= view.row:
             return self._usage_over(view, width)
         # nothing has left: replays share it
-        terms = view.row, view.prompt_len, view.interval, *width.flatten().tolist()
-        return view.across(("usage", self, *terms), lambda: self._usage_over(view, width))
+        terms = view.row, view.setting.prompt_len, view.setting.interval, *width.flatten().tolist()
+        key = "usage", self, *terms
+        return view.memo(key, lambda: self._usage_over(view, width), shared=True)
 
     def _usage_over(self, view: View, width: Tensor) -> tuple[Tensor, Tensor]:
         """The same from the last `width` rows, int [L, H]."""

@@ -148,7 +148,7 @@ class Selecting(Propagation):
             return Step(done=True)
         recent, base = memory or ((), None)
         layer = int(view.layers[0])
-        first, back = self.rule(view.n_layers)
+        first, back = self.rule(view.setting.n_layers)
         k = budget - self.window
         ranked = ranks(pooled_scores(view, self.window, self.pool, self.pool_kernel)[0])
         recent = (*recent, ranked)[-back:]
@@ -158,7 +158,7 @@ class Selecting(Propagation):
         base = variance if base is None else base
         relative = variance / base if base > 0 else 0.0
         notes = {"variance": variance, "relative_variance": relative}
-        if relative < self.tau or (self.caches == "again" and layer == view.n_layers - 1):
+        if relative < self.tau or (self.caches == "again" and layer == view.setting.n_layers - 1):
             return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
         return Step(memory=(recent, base), notes=notes)
 

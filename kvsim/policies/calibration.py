@@ -75,8 +75,11 @@ class Calibration(str):
         learn, rotated, heads = scorer.learn, scorer.rotated, view.pos.shape[1]
         if self.trace is None:
             stop = view.source.n_rows if self.rows is None else self.rows
-            read = view.span if rotated else view.unrotated_span
-            return view.once((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
+
+            def read(first: int, last: int) -> Tensor:
+                return view.queries(range(first, last), rotated=rotated)
+
+            return view.memo((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
         if scorer not in self._learned:
             layers = (
                 learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])

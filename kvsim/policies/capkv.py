@@ -26,7 +26,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
-from kvsim.policies.expected_attention import quadratic, seen_moments
+from kvsim.policies.expected_attention import quadratic
 
 #: Most recent rows whose queries an event in decoding reads.
 BUFFER = 256
@@ -54,11 +54,9 @@ class CapKV(Scorer):
         """w_j v_j . A^-1 v_j, averaged over the group; [L, H, n]."""
         stop = view.row + 1
         start = self.sink if view.is_prompt else max(self.sink, stop - BUFFER)
-        _, mu, _ = view.across(
-            ("moments", start, stop, False),
-            lambda: seen_moments(view, start, stop, covariance=False),
-        )
-        anchor = view.rope.rotate_mean(mu, view.next_position, self.n_future)  # [L, H, G, d]
+        _, mu, _ = view.moments(range(start, stop), covariance=False)
+        future = int(view.positions[-1]) + 1
+        anchor = view.rope.rotate_mean(mu, future, self.n_future)  # [L, H, G, d]
         direction, keys = (torch.nn.functional.normalize(x, dim=-1) for x in (anchor, view.keys))
         cosine = (direction @ keys.mT).double()  # [L, H, G, n]
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)

@@ -78,7 +78,7 @@ class Compactor(Scorer):
             size = torch.linalg.vector_norm(values.double(), dim=-1)
             both.append(standardised(smooth(received * size, "avg", KERNEL)))
         if self.parts != "attention":
-            plain = view.unrotated_span(start, view.row + 1, keys)
+            plain = view.rope.unrotate(keys, view.positions[start:])
             factor = self.blending if self.parts == "both" else 1.0
             both.append(factor * standardised(leverage(plain)))
         return torch.stack(both).sum(0)
@@ -113,7 +113,7 @@ def attention(view: View, start: int, keys: Tensor, chunk: int) -> Tensor:
     for low in range(0, m, chunk):
         part = slice(low, min(low + chunk, m))
         k = keys[:, :, part].double().unsqueeze(2)
-        q = view.span(start + part.start, start + part.stop)  # [L, H, G, w, d]
+        q = view.queries(range(start + part.start, start + part.stop))  # [L, H, G, w, d]
         step = max(1, LOGIT_BYTES // (q[..., 0, 0].numel() * min(chunk, m) * 8))
         for rows in q.split(step, dim=3):
             weights = (rows.double() @ k.mT).softmax(-1)

@@ -70,7 +70,9 @@ def _projected(view: View) -> Tensor:
     norms = view["projected"]
     new = int((norms.isnan() & view.live).sum(-1).max())  # the last ones of each head
     old = 0 if view.rounded else norms.shape[-1] - new
-    return torch.cat([norms[..., :old], projected_size(view.values[:, :, old:], view.o_proj)], -1)
+    return torch.cat(
+        [norms[..., :old], projected_size(view.values[:, :, old:], view.array("o_proj"))], -1
+    )
 
 
 def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:

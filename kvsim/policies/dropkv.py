@@ -46,7 +46,7 @@ class DropKV(Windowed):
 
     def score(self, view: View) -> Tensor:
         """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""
-        rows = view.log_attn(self.window)  # [L, H, G, w, n]
+        rows = view.attn(self.window, log=True)  # [L, H, G, w, n]
         log_p, values = rows.flatten(2, 3), view.values.double()
         # of each row the entry with the largest weight, and the output without it
         first = log_p.argmax(-1, keepdim=True)

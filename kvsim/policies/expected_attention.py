@@ -33,19 +33,15 @@ of the score instead; AMS does so if epsilon is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import starmap
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.core.weights import row_grid
 from kvsim.errors import PolicyError
 
 
@@ -103,12 +99,9 @@ class ExpectedAttention(Scorer):
     def score(self, view: View) -> Tensor:
         """(mean over the group of a_j + epsilon) ||v_j||, or its logarithm; [L, H, n]."""
         start, stop, future = self._samples(view)
-        _, mu, sigma = view.across(
-            ("moments", start, stop, self.covariance),
-            lambda: seen_moments(view, start, stop, covariance=self.covariance),
-        )
+        _, mu, sigma = view.moments(range(start, stop), covariance=self.covariance)
         kind = mixture_logits if self.rope == "mixture" else mean_logits
-        logits = kind(view.keys, mu, sigma, view.scale, view.rope, future, self.n_future)
+        logits = kind(view.keys, mu, sigma, view.formula.scale, view.rope, future, self.n_future)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
         logits.masked_fill_(~scored, -torch.inf)
         if self.log:
@@ -120,12 +113,12 @@ class ExpectedAttention(Scorer):
 
     def _samples(self, view: View) -> tuple[int, int, int]:
         """Rows start..stop-1 to learn from, and the first position of the future."""
-        stop = view.row + 1
+        stop, future = view.row + 1, int(view.positions[-1]) + 1
         if view.is_prompt:
-            return self.sink, stop, view.next_position
+            return self.sink, stop, future
         if self.origin == "next":
-            return max(self.sink, stop - self.query_buffer), stop, view.next_position
-        buffered = min(view.interval or stop, self.query_buffer + 1, stop)
+            return max(self.sink, stop - self.query_buffer), stop, future
+        buffered = min(view.setting.interval or stop, self.query_buffer + 1, stop)
         return stop - buffered + self.sink, stop, buffered
 
     def _logarithm(self, view: View, logits: Tensor) -> Tensor:
@@ -140,33 +133,8 @@ class ExpectedAttention(Scorer):
             length: Tensor = torch.linalg.vector_norm(view.values, dim=-1)
             return length
         # ||W v||^2 = v.(W W^T) v, which needs no vector of the hidden size
-        gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
+        gram = (o_proj := view.array("o_proj")) @ o_proj.mT  # [L, H, G, d, d]
         return quadratic(view.values, gram).clamp_(min=0).sqrt_().mean(2)
-
-
-def moments(
-    blocks: Iterable[Tensor], covariance: bool = True, before: Moments | None = None
-) -> tuple[int, Tensor, Tensor | None]:
-    """Number, mean [L, ..., d] and covariance [L, ..., d, d] of the rows of blocks [L, ..., w, d].
-
-    The covariance divides by the number of rows; None where it is not requested. before: those of
-    other rows (`kvsim.core.left_out.merged`).
-    """
-    for block in blocks:
-        before = merged(before, block, covariance=covariance)
-    count, mean, spread = cast("Moments", before)
-    return count, mean, spread / count if covariance else None
-
-
-def seen_moments(
-    view: View, start: int, stop: int, *, covariance: bool
-) -> tuple[int, Tensor, Tensor | None]:
-    """Moments of rows start..stop-1, a block of 256 positions after the other."""
-    before, summed = None, view.summed("moments") if start == SINKS else None
-    if summed is not None and summed[0] < stop:
-        start, both = summed
-        before = start - SINKS, both[..., 0, :], both[..., 1:, :]
-    return moments(starmap(view.unrotated_span, row_grid(start, stop)), covariance, before)
 
 
 def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float) -> Tensor:

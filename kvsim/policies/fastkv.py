@@ -67,7 +67,7 @@ class FastKV(AtLayer):
             kept, self.window
         ):  # one that just fills the budget is long enough
             return Step(done=True)
-        if int(view.layers[0]) < self.at(view.n_layers):
+        if int(view.layers[0]) < self.at(view.setting.n_layers):
             return Step()
         if kept < self.window:
             raise PolicyError(

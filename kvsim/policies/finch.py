@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
-from kvsim.policies.window import Windowed, before_window, over_heads
+from kvsim.policies.window import Windowed, before_window, first_of, over_heads
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Finch(Windowed):
 
     def score(self, view: View) -> Tensor:
         """mean_r n_r a_r(j), averaged over the group; [L, H, n]."""
-        rows = torch.arange(view.first(self.window), view.row + 1, device=view.pos.device)
+        rows = torch.arange(first_of(view, self.window), view.row + 1, device=view.pos.device)
         before = view.live.unsqueeze(2) & (view.pos.unsqueeze(2) < rows.unsqueeze(-1))
         weights = view.attn(self.window)  # [L, H, G, w, n]
         vote = (weights * before.sum(-1)[:, :, None, :, None]).mean(3)

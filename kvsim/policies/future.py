@@ -118,4 +118,5 @@ def future_mass(
                 weights = weigh(weights, output[layer].flatten(1, 2), values)
             mass[layer] += weights.sum(1)
 
-    return source.lasting(("future", tuple(events), start, begin, end, weigh), compute)
+    key = "future", tuple(events), start, begin, end, weigh
+    return source.memo(key, compute, shared=True)

@@ -39,7 +39,7 @@ class GemFilter(AtLayer):
         """At the selection layer the best tokens."""
         if view.row < view.setting.budget:
             return Step(done=True)
-        if int(view.layers[0]) < self.at(view.n_layers):
+        if int(view.layers[0]) < self.at(view.setting.n_layers):
             return Step()
         # the scale of the logits changes no order
         products = view.logits(1)[0, ..., 0, :].sum((0, 1))  # [n]

@@ -68,8 +68,8 @@ class KVzip(Scorer):
 
     def score(self, view: View) -> Scores:
         """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""
-        chunks = view.probe.chunks
-        inside = view.live & (view.pos < chunks[-1].stop)
+        chunks = view.array("probe_chunks").tolist()
+        inside = view.live & (view.pos < chunks[-1][1])
         importance = view["importance"]
         missing = inside & importance.isnan()
         if bool(missing.any()):  # in layers from which nothing has left
@@ -87,12 +87,12 @@ def largest_weights(view: View, sink: int) -> Tensor:
 
     In layers from which nothing has left, where slots are positions. 0 if there are none.
     """
-    queries, probe_keys, chunks = view.probe
+    queries, probe_keys = view.array("probe_q"), view.array("probe_k")
     keys, formula = view.keys, view.formula
     layers, heads, n, _ = keys.shape
     group, end = queries.shape[2], 0
     out = keys.new_zeros(layers, heads, group, n)
-    for start, stop, rows in chunks if n > view.row else ():
+    for start, stop, rows in view.array("probe_chunks").tolist() if n > view.row else ():
         begin, end = end, end + rows
         sinks = min(sink, start)
         parts = (keys[:, :, :sinks], keys[:, :, start:stop], probe_keys[:, :, begin:end])

@@ -78,7 +78,7 @@ class LaCache(Scorer):
 
     def _offsets(self, view: View, most: Tensor | int, times: Tensor | int = 1) -> Tensor:
         """Where layers begin to keep entries of chunks that lose `most`; int, to [L, H, 1]."""
-        group, kept, step = self.ladder(view.n_layers)
+        group, kept, step = self.ladder(view.setting.n_layers)
         layers = view.layers.view(-1, 1, 1)
         offset = layers % (most + 1) if self.offset == "modulo" else layers // step * times
         return offset.minimum(torch.as_tensor(times * (group - kept)))
@@ -87,7 +87,8 @@ class LaCache(Scorer):
         self, view: View, cursor: Tensor, excess: Tensor, turns: Tensor
     ) -> tuple[Tensor, int]:
         """As `_each`, with all passes that start over in one of larger chunks."""
-        group, kept, _ = self.ladder(view.n_layers)
+        n_layers = view.setting.n_layers
+        group, kept, _ = self.ladder(n_layers)
         drops, n = group - kept, view.pos.shape[-1]
         due = view.live & (view["behind"] == 2)
         turns.copy_((view.slot - float(n)).where(due, torch.nan))
@@ -97,8 +98,8 @@ class LaCache(Scorer):
         rest = view.live & (view.pos >= self.sink) & ~due
         ahead = rest & (view.pos > cursor)
         # after this event, behind the cursor and behind the sinks
-        after = ahead.sum(-1, keepdim=True) - view.n_layers - excess
-        most = rest.sum(-1, keepdim=True) - view.n_layers - excess
+        after = ahead.sum(-1, keepdim=True) - n_layers - excess
+        most = rest.sum(-1, keepdim=True) - n_layers - excess
         chunks = after.clamp(min=0) // kept
         over = excess > chunks * drops
         chunks = chunks.where(over, -(-excess // drops))
@@ -126,10 +127,10 @@ class LaCache(Scorer):
         cursor, excess int [L, H, 1]: the last position that a pass has compacted, and how many
         entries leave now. turns [L, H, n]. The turn is behind all of them.
         """
-        group, kept, _ = self.ladder(view.n_layers)
+        group, kept, _ = self.ladder(view.setting.n_layers)
         drops, n, turn = group - kept, view.pos.shape[-1], 0
         offset = self._offsets(view, drops)
-        older = view.slot < view.count.unsqueeze(-1) - view.n_layers
+        older = view.slot < view.count.unsqueeze(-1) - view.setting.n_layers
         rest = view.live & older & (view.pos >= self.sink)
         ahead = rest & (view.pos > cursor)
         while drops and bool((rest.sum(-1) >= group).logical_and(excess[..., 0] > 0).any()):

@@ -15,7 +15,7 @@ one event, because the errors of several entries do not add up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Oracle(Scorer):
         by="optimum": the number of the event that evicts the entry.
         """
         if self.by == "optimum":
-            stops = view.once(self, lambda: self._stops(view))
+            stops = view.memo((self,), lambda: self._stops(view))
             return stops.gather(-1, view.pos.clamp(min=0))
         source, events, weigh = view.source, view.setting.events or (view.row,), None
         if self.by == "output":
@@ -57,12 +57,13 @@ class Oracle(Scorer):
         each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
         first = events.index(view.row) // each * each
         together = events[first : first + each]
-        weighed, ahead = source.memo.get(self, (None, None))
-        if weighed != together:
+        weighed: dict[Any, Tensor] = view.memo((self,), dict)  # of one group of events
+        if together not in weighed:
             mass = future_mass(source, together, 0, weigh=weigh)
-            ahead = mass.flip(-1).cumsum(-1).flip(-1)
-            source.memo[self] = together, ahead
-        total: Tensor = ahead[..., together.index(view.row)].gather(-1, view.pos.clamp(min=0))
+            weighed.clear()
+            weighed[together] = mass.flip(-1).cumsum(-1).flip(-1)
+        ahead = weighed[together][..., together.index(view.row)]
+        total = ahead.gather(-1, view.pos.clamp(min=0))
         return total.masked_fill(~view.live, 0.0)
 
     def _stops(self, view: View) -> Tensor:

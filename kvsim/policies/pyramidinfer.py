@@ -54,7 +54,7 @@ class PyramidInfer(Propagation):
         n = count if memory is None else memory
         recent = 1 + int(self.recent * n)
         context = count - recent
-        kept = self._kept(context, n, int(view.layers[0]), view.n_layers)
+        kept = self._kept(context, n, int(view.layers[0]), view.setting.n_layers)
         if kept == context:
             return Step(memory=n)
         scores = self._scores(view, recent)
@@ -72,7 +72,7 @@ class PyramidInfer(Propagation):
         step = max(1, LOGIT_BYTES // per_row)
         for start in range(count - recent, count, step):
             stop = min(start + step, count)
-            rows = view.rows(start, stop)[0, ..., : count - recent].mean((0, 1))  # [w, c]
+            rows = view.attn(range(start, stop))[0, ..., : count - recent].mean((0, 1))  # [w, c]
             total += weight[start - count + recent : stop - count + recent] @ rows
         return total
 

@@ -53,9 +53,9 @@ class Pyramid(LayerBudgets):
         """Return the budget n_l of each layer, int [L]."""
         if self.rule == "fixed":
             windowed = torch.tensor(view.setting.windowed, device=view.layers.device)
-            longest = view.setting.longest(view.next_position)
+            longest = view.setting.longest(int(view.positions[-1]) + 1)
             place = view.layers - (windowed < view.layers.unsqueeze(-1)).sum(-1)
-            of_all = self.planned(budget, view.n_layers - len(windowed), longest)
+            of_all = self.planned(budget, view.setting.n_layers - len(windowed), longest)
             return torch.tensor(of_all, device=view.layers.device)[place]
         count = view.count.amax(-1).double()  # entries of a head before the event
         last = torch.full_like(count, budget / self.beta)
@@ -63,7 +63,7 @@ class Pyramid(LayerBudgets):
         over = first >= count - self.window
         first = torch.where(over, count - self.window, first)
         last = torch.where(over, 2 * budget - first, last)
-        step = (first - last) / max(view.n_layers - 1, 1)
+        step = (first - last) / max(view.setting.n_layers - 1, 1)
         share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
         falls = (count >= first) & (first >= last) & (last >= self.window)
         return torch.where(falls, share, budget).clamp(min=view.setting.protected)

@@ -33,6 +33,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
 from kvsim.core.pieces import Protection, Scorer, Scores
 from kvsim.core.view import View
+from kvsim.policies.window import first_of
 
 # Rows whose stamps are found at once.
 _ROWS = 16
@@ -58,7 +59,7 @@ class RaaS(Scorer):
     def score(self, view: View) -> Scores:
         """t_j, then the weight of the last row, which is at most 1; float64 [L, H, n]."""
         last = min(self.query_buffer, view.row - int(view.since.min()))
-        attention, first = view.attn(last), view.first(last)  # [L, H, G, w, n]
+        attention, first = view.attn(last), first_of(view, last)  # [L, H, G, w, n]
         stamp = view["stamp"].double().nan_to_num(nan=-1.0).maximum(view.pos.double())
         for start in range(0, attention.shape[3], _ROWS):
             weights = attention[..., start : start + _ROWS, :].mean(2)

@@ -92,7 +92,7 @@ def mean_similarity(
     total = (unit @ together - with_itself).squeeze(-1)
     searched, pos = Searched(), torch.arange(n, device=keys.device).expand(len(keys), n)
     if view is not None and not view.rounded:
-        searched = view.once(("similar", threshold, epsilon), Searched)
+        searched = view.memo(("similar", threshold, epsilon), Searched)
         pos = view.pos.reshape(-1, n)
     previous, first = searched.slots(pos, chosen)
     heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))

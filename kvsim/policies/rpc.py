@@ -37,7 +37,7 @@ class RPC(Windowed):
 
     def score(self, view: View) -> Tensor:
         """pool_j(mean over query heads of the sum over the window of j's share); [L, H, n]."""
-        generated = before_window(view, self.window) & (view.pos >= view.prompt_len)
+        generated = before_window(view, self.window) & (view.pos >= view.setting.prompt_len)
         share = shares(view.logits(self.window), generated[:, :, None, None])
         vote = share.sum(3).mean(2)
         if self.heads == "all":
@@ -64,7 +64,7 @@ class Growing(LayerBudgets):
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """prompt_len + window + generated // compression, int [L]."""
-        size = self.unbounded_size(view.prompt_len, view.row + 1)
+        size = self.unbounded_size(view.setting.prompt_len, view.row + 1)
         return torch.full_like(view.layers, max(size, view.setting.protected))
 
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int:

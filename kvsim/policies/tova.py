@@ -49,7 +49,7 @@ class TOVA(Scorer):
     def score(self, view: View) -> Tensor:
         """s_j = mean over query heads of a_e(j), or its logarithm; [L, H, n]."""
         if self.log:
-            weights = view.log_attn(1)[..., 0, :]  # [L, H, G, n]
+            weights = view.attn(1, log=True)[..., 0, :]  # [L, H, G, n]
             heads = weights if self.heads == "group" else weights.flatten(1, 2).unsqueeze(1)
             mean = heads.logsumexp(2) - math.log(heads.shape[2])
             return mean.expand(-1, weights.shape[1], -1)

@@ -66,7 +66,7 @@ class TriAttention(Calibrated):
     def score(self, view: View) -> Tensor:
         """max over the group of z(trigonometric series + norm); [L, H, n]."""
         mean, size = self.learned(view)
-        future = view.next_position + torch.tensor(OFFSETS, device=mean.device)
+        future = int(view.positions[-1]) + 1 + torch.tensor(OFFSETS, device=mean.device)
         # rotate and the cached keys carry the embedding's scaling, one factor each
         centre = view.rope.rotate(mean.unsqueeze(-2), future).to(view.keys)  # [L, H, G, offsets, d]
         spread = size - torch.hypot(*view.rope.pairs(mean))  # [L, H, G, pairs]

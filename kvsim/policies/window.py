@@ -33,9 +33,14 @@ class Windowed(Scorer):
         return Protection(recent=self.window)
 
 
+def first_of(view: View, window: int) -> int:
+    """The first of the `window` most recent rows, 0 at the earliest."""
+    return max(0, view.row + 1 - window)
+
+
 def before_window(view: View, window: int) -> Tensor:
     """The candidates: live entries older than the window's rows; bool [L, H, n]."""
-    return view.live & (view.pos < view.first(window))
+    return view.live & (view.pos < first_of(view, window))
 
 
 def shares(logits: Tensor, among: Tensor) -> Tensor:

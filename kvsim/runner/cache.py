@@ -7,8 +7,7 @@ are the source that the block's View reads from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvsim.core.checks import compute_dtype
-from kvsim.core.probe import Probe, ProbeRows
+from kvsim.core.probe import Probe
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.hooks import kernel_mask
@@ -134,7 +133,7 @@ class LiveSource:
         self.n_rows = sketch.n_pos
         self.rope, self.formula = sketch.ropes[layers[0]], sketch.formulas[layers[0]]
         self.positions = sketch.positions.to(like.device)
-        self.memo: dict[Hashable, Any] = {}
+        self._memo: dict[Hashable, Any] = {}
         self.room = 0
         self.reads_queries = True  # an event follows
         self.dropped = dropped
@@ -153,7 +152,6 @@ class LiveSource:
         self._keys, self._queries = Table(of_keys), Table(of_queries)
         self._values = self._keys if self._latent is not None else Table(of_values)
         self._exact = Table(of_keys) if exact else None
-        self._probe: ProbeRows | None = None
         self.run = [0] * len(self.readers)
         self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
@@ -161,11 +159,18 @@ class LiveSource:
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
         self._padded, self._count = False, 0
 
-    def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`: each event has other rows."""
-        return compute()
+    def memo(
+        self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
+    ) -> T:
+        """Return `compute()`, kept unless it is shared: each run has other rows."""
+        if shared:
+            return compute()
+        if key not in self._memo:
+            self._memo[key] = compute()
+        kept: T = self._memo[key]
+        return kept
 
-    def summed(self, name: str) -> None:
+    def sums(self, name: str, stop: int) -> None:
         """Return None: all queries are held."""
 
     @property
@@ -191,9 +196,11 @@ class LiveSource:
         """Keys before a codec rounded them, [L, H, n, d]."""
         return computable((self._exact or self._keys).rows)
 
-    @cached_property
-    def o_proj(self) -> Tensor:
-        """Output projection of each query head, [L, H, G, d, D]."""
+    def array(self, name: str) -> Tensor:
+        """Return the projections, or an array of rows that repeat the context once they ran."""
+        return self.memo(("array", name), self._projections)
+
+    def _projections(self) -> Tensor:
         parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.readers]
         return self._grouped(torch.cat(parts).to(self.positions.device))
 
@@ -204,17 +211,14 @@ class LiveSource:
             out = out.transpose(0, 1).flatten(1, 2)[None]
         return out
 
-    @property
-    def probe(self) -> ProbeRows:
-        """Rows that repeat the context, of the block's layers."""
-        if self._probe is None:
-            raise NotImplementedError("rows that repeat the context, before they have run")
-        return self._probe
-
-    def note_probe(self, rows: ProbeRows) -> None:
+    def note_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Keep what `repeat_context` returns, of the block's layers."""
-        q, k = computable(rows.queries[[*self.readers]]), computable(rows.keys[[*self.layers]])
-        self._probe = ProbeRows(self._grouped(q), k, rows.chunks)
+        of_block = {
+            "probe_q": self._grouped(computable(arrays["probe_q"][[*self.readers]])),
+            "probe_k": computable(arrays["probe_k"][[*self.layers]]),
+            "probe_chunks": arrays["probe_chunks"],
+        }
+        self._memo |= {("array", name): array for name, array in of_block.items()}
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
@@ -364,14 +368,14 @@ def computable(x: Tensor) -> Tensor:
 
 def repeat_context(
     model: PreTrainedModel, context: Sequence[int], probe: Probe | None = None
-) -> ProbeRows:
+) -> dict[str, Tensor]:
     """Run rows that repeat the context, by default the repetition alone, through all layers.
 
-    Returns queries [layer, qhead, P, d], keys [layer, head, P, d] and the chunks.
+    Returns probe_q [layer, qhead, P, d], probe_k [layer, head, P, d] and probe_chunks [chunk, 3].
     """
     probe = probe or repetition(context)
     queries, keys = read_probe(model, context, probe, sorted(attention_modules(model)))
-    return ProbeRows(queries, keys, probe.chunks)
+    return {"probe_q": queries, "probe_k": keys, "probe_chunks": torch.tensor(probe.chunks)}
 
 
 class LiveLayer(DynamicLayer):

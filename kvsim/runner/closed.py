@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response, facts_of
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -162,7 +161,7 @@ class ClosedLoop:
         return self._prefixes[len(ids)]
 
     @cached_property
-    def _repeated(self) -> ProbeRows:
+    def _repeated(self) -> dict[str, Tensor]:
         """Rows that repeat the context, as recorded, run again: the same for all policies."""
         trace = self.trace
         if trace.header.probe is None:

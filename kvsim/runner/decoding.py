@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.probe import ProbeRows
 from kvsim.core.propagation import Propagation
 from kvsim.core.record import Record
 from kvsim.engine.block import Block
@@ -78,7 +77,7 @@ class Decoding:
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
-        probe: ProbeRows | None = None,
+        probe: Mapping[str, Tensor] | None = None,
         questions: Spans = (),
     ) -> None:
         check_live(policy, paged=paging is not None)
@@ -359,7 +358,7 @@ class Decoding:
             rows = self._probe or repeat_context(self.running.model, context)
             self._busy = True
             for _, source in self._blocks:
-                source.note_probe(rows)
+                source.note_arrays(rows)
         for block, source in self._blocks:
             if source.layers[0] in self._whole:
                 continue

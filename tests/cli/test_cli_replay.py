@@ -91,7 +91,7 @@ def test_every_policy_protects_what_is_asked_for(printed, trace, tmp_path):
 
 def test_an_error_that_repeats_is_printed_once(run, trace, own):
     """With the number of other cells, whether others work or not; numbers make no other error."""
-    leak = "if view.setting.budget != 40:\n            view.span(0, view.row + 2)\n        return"
+    leak = "if view.setting.budget != 40:\n            view.queries(range(999))\n        return"
     (own / "leak.py").write_text(OWN.replace("return view", f"{leak} view"))
     replayed = ["replay", trace, "--interval", "8", "--policy", "leak:odd", "--budget"]
 

@@ -41,7 +41,7 @@ class Stairs(Pyramid):
         count, free = int(view.count.max()), budget - self.window
         low = free // int(self.beta)
         high = min(2 * free - low, count - self.window)
-        step = (2 * high - 2 * free) // (view.n_layers - 1)
+        step = (2 * high - 2 * free) // (view.setting.n_layers - 1)
         if count < 2 * free:
             return torch.full_like(view.layers, budget)
         return high - view.layers * step + self.window

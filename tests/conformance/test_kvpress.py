@@ -444,7 +444,7 @@ class Unshifted(Scorer):
         scores = self.scorer.score(view)
         share = (view.budget // 2).expand_as(view.count)
         first = select(scores, share, torch.zeros_like(view.live), view.live)
-        sized = (scores + 1e-4) * projected_size(view.values, view.o_proj)
+        sized = (scores + 1e-4) * projected_size(view.values, view.array("o_proj"))
         return sized.masked_fill(first, torch.finfo(sized.dtype).max)
 
 

@@ -91,7 +91,7 @@ def test_a_larger_window_answers_a_smaller_one(trace, monkeypatch):
     """Attention of an event is computed once."""
     view = make_view(trace)
     whole = view.attn(8)
-    monkeypatch.setattr(View, "rows", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(View, "_weights_of", lambda *_: pytest.fail("computed again"))
 
     assert torch.equal(view.attn(3), whole[..., -3:, :])
     assert torch.equal(view.attn(8, group="max"), whole.amax(2))
@@ -125,4 +125,6 @@ def test_queries_are_those_of_the_last_rows_rotated_and_not(trace):
 
     assert torch.equal(view.queries(4).flatten(1, 2), trace.q[:, :, 11:15])
     assert view.queries(100).shape[3] == 15
-    torch.testing.assert_close(view.unrotated_span(11, 15).flatten(1, 2), plain[:, :, 11:15])
+    torch.testing.assert_close(
+        view.queries(range(11, 15), rotated=False).flatten(1, 2), plain[:, :, 11:15]
+    )

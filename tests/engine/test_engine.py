@@ -153,7 +153,7 @@ class Mistaken(Scorer):
         """Read the future or another column, or return another column or one of another shape."""
         score = view.pos.double()
         if self.kind == "future":
-            view.span(0, view.row + 2)
+            view.queries(range(view.row + 2))
         if self.kind == "column":
             score = score + view["old"]
         columns = {"new": {"old": score}, "shape": {"age": score[..., :3]}, "none": {"age": None}}

@@ -7,7 +7,8 @@ import torch
 
 import kvsim
 import reference
-from kvsim.policies.expected_attention import expected_logits, mixture_logits, moments, quadratic
+from kvsim.core.moments import moments
+from kvsim.policies.expected_attention import expected_logits, mixture_logits, quadratic
 from traces import random_trace
 
 DIM, SCALE = 8, 0.4

@@ -87,7 +87,7 @@ def test_policies_get_the_projection_of_values_under_the_mean_gate():
     source = TraceSource(trace, [0, 1], torch.device("cpu"))
     gate, o_proj, v = (trace.read(name).double() for name in ("gate", "o_proj", "v"))
 
-    sizes = projected_size(source.values, source.o_proj)
+    sizes = projected_size(source.values, source.array("o_proj"))
 
     for layer, head, pos in [(0, 0, 3), (0, 1, 40), (1, 0, 79), (1, 1, 59)]:
         total = 0.0

@@ -30,12 +30,13 @@ from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.moments import moments
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
-from kvsim.policies.expected_attention import expected_logits, moments
+from kvsim.policies.expected_attention import expected_logits
 
 #: Reads queries of rows start..stop-1; [1, H, G, w, d].
 Read = Callable[[int, int], Tensor]

@@ -47,15 +47,15 @@ class Utility(Scorer):
         A is the full cache's attention; the sum is over query heads and entries of a layer.
         """
         keys, n, rows = view.keys, view.pos.shape[-1], view.source.n_rows
-        gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
+        gram = (o_proj := view.array("o_proj")) @ o_proj.mT  # [L, H, G, d, d]
         size = quadratic(view.values, gram).clamp_(min=0).sqrt_()  # [L, H, G, n]
         size /= size.sum((1, 2, 3), keepdim=True).clamp_(min=1e-30)
         best = keys.new_zeros((*keys.shape[:2], n))
         for low in range(view.row + 1, rows, _ROWS):
             high = min(low + _ROWS, rows)
-            queries, lse = view.span(low, high), view.full(low, high)[1]
+            queries, lse = view.queries(range(low, high)), view.source.full(low, high)[1]
             for layer, visible in enumerate(keys.mT):  # [H, d, n]
-                q = queries[layer].flatten(1, 2) * view.scale  # [H, G * w, d]
+                q = queries[layer].flatten(1, 2) * view.formula.scale  # [H, G * w, d]
                 z = view.formula.capped(q @ visible).sub_(lse[layer].flatten(1).unsqueeze(-1))
                 weights = z.exp_().unflatten(1, lse.shape[2:])  # [H, G, w, n]
                 most = (weights.amax(2) * size[layer]).amax(1)

@@ -26,6 +26,7 @@ from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
 from kvsim.policies.streaming_llm import StreamingLLM
+from kvsim.policies.window import first_of
 from kvsim.studies.referee.judging import DumpCase
 
 #: Attention of the last rows of a view, [L, H, G, w, n].
@@ -144,23 +145,23 @@ class _Seen:
     def scored(self, scorer: Scorer) -> Scores:
         return Scores.of(scorer.score(self))  # type: ignore[arg-type]  # not what the plain view knows
 
-    def attn(self, last: int, group: Any = None) -> Tensor:
-        return reduce_group(self._weigh(self._view, last).nan_to_num(0.0), group)
+    def attn(self, rows: int, group: Any = None, *, log: bool = False) -> Tensor:
+        weights = self._weigh(self._view, rows).nan_to_num(0.0)
+        return reduce_group(weights.double().log() if log else weights, group)
 
-    def log_attn(self, last: int) -> Tensor:
-        return self.attn(last).double().log()
-
-    logits = log_attn
+    def logits(self, last: int) -> Tensor:
+        return self.attn(last, log=True)
 
 
 def _rotated(view: View, last: int) -> Tensor:
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
     if view.is_prompt:  # there every query has its position
         return view.attn(last)
-    first, stop = view.first(last), view.row + 1
-    plain, rows = view.unrotated_span(first, stop), torch.arange(first, stop)
+    first, stop = first_of(view, last), view.row + 1
+    plain = view.queries(range(first, stop), rotated=False)
+    rows = torch.arange(first, stop)
     queries = view.rope.rotate(plain, torch.full_like(rows, view.row))
-    logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
+    logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.formula.scale
     hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
 
