@@ -38,7 +38,7 @@ def live_policies():
             continue
         if policy.positions == "slot" or policy.propagation is not None:  # no single layers
             continue
-        if "probe_q" in policy.scorer.needs:  # see tests/runner/test_probe.py
+        if "probe_q" in policy.reads.arrays:  # see tests/runner/test_probe.py
             continue
         policies[name] = policy
     return policies

@@ -18,12 +18,51 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.schema import NEVER, Compress, Spans
+from kvsim.schema import GUIDE, NEVER, Compress, Spans
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
 
 Scores = setting.Scores
+
+# Members of earlier versions, and what took their place.
+_FORMER = {
+    "needs": "reads = Inputs(arrays=...)",
+    "rows": "reads = Inputs(rows=...)",
+    "query_rows": "reads = Inputs(first=..., last=...)",
+    "least_rows": "reads = Inputs(least=...)",
+    "copies": "reads = Inputs(copies=...)",
+    "clairvoyant": "reads = Inputs(future=True)",
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a piece reads of a run; `a | b` is what both read together.
+
+    rows: most rows whose attention is read at once, which memory budgets count. first, last: rows
+    whose queries an event in decoding reads, at the beginning of the text and most recent ones,
+    beside `rows` and those since the last event that acted; a live run keeps no others. least:
+    fewest rows that must exist at an event that acts. arrays: of a trace, beyond q, k and v.
+    copies: of the keys that a score makes; 0 of attention alone. every_key: choosing what is read
+    reads the key of every entry, which counts as read. future: rows after the event, or what a
+    cache need not know: a bound, and no policy to deploy. trace: rows of the trace itself, which a
+    running model does not have.
+    """
+
+    rows: int = 1
+    first: int = 0
+    last: int = 0
+    least: int = 1
+    arrays: frozenset[str] = frozenset()
+    copies: int = 4
+    every_key: bool = False
+    future: bool = False
+    trace: bool = False
+
+    def __or__(self, other: Inputs) -> Inputs:
+        both = ((name, vars(self)[name], vars(other)[name]) for name in vars(self))
+        return Inputs(**{name: x | y if name == "arrays" else max(x, y) for name, x, y in both})
 
 
 class Piece:
@@ -35,9 +74,17 @@ class Piece:
     #: name in errors; by default the file of a policy of kvsim, the class of a user's own
     label: ClassVar[str] = ""
 
+    @property
+    def reads(self) -> Inputs:
+        """What it reads of a run; also an attribute, `reads = Inputs(...)`."""
+        return Inputs()
+
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a name to errors."""
+        """Give a name to errors. Raise PolicyError for a member of an earlier version."""
         super().__init_subclass__(**options)
+        for name, new in _FORMER.items():
+            if name in vars(cls) and "ClassVar" in str(cls.__annotations__.get(name, "ClassVar")):
+                raise PolicyError(f"{cls.__name__} declares {name}; expected {new}, see {GUIDE}")
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")
             cls.label = file if package == "kvsim.policies" else cls.__name__
@@ -45,11 +92,6 @@ class Piece:
     def __post_init__(self) -> None:
         """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
         check_fields(self, self.label)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Arrays that a trace must hold beyond q, k and v."""
-        return frozenset()
 
 
 @dataclass(frozen=True)
@@ -178,21 +220,6 @@ class Scorer(Piece, ABC):
     columns: ClassVar[Mapping[str, float]] = {}
     #: scores by the last row and columns alone: in blocks of rows, evicted entries remain as holes
     per_row: ClassVar[bool] = False
-    #: copies of the keys that a score makes; 0 of attention alone, without keys and values
-    copies: ClassVar[int] = 4
-
-    @property
-    def rows(self) -> int:
-        """Most rows whose attention is read at once; memory budgets count what they take."""
-        return 1
-
-    @property
-    def query_rows(self) -> tuple[int, int]:
-        """Rows whose queries an event in decoding reads: first ones of the text, and last ones.
-
-        Beside those since the last event that acted. A live run keeps no other queries.
-        """
-        return 0, self.rows
 
     @property
     def logarithmic(self) -> bool:
@@ -203,16 +230,6 @@ class Scorer(Piece, ABC):
     def signed(self) -> bool:
         """Whether a score can be negative, as logarithms can."""
         return self.logarithmic
-
-    @property
-    def clairvoyant(self) -> bool:
-        """Whether rows later than the event are read: a bound, and no policy to deploy."""
-        return False
-
-    @property
-    def least_rows(self) -> int:
-        """Fewest rows that must exist at an event that acts."""
-        return 1
 
     @property
     def across_layers(self) -> bool:
@@ -255,12 +272,7 @@ class Wrapper(Scorer):
 
     # those of the scorer inside
     columns: ClassVar[Any] = property(attrgetter("scorer.columns"))
-    rows: ClassVar[Any] = property(attrgetter("scorer.rows"))
-    query_rows: ClassVar[Any] = property(attrgetter("scorer.query_rows"))
-    needs: ClassVar[Any] = property(attrgetter("scorer.needs"))
-    clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
-    least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
-    copies: ClassVar[Any] = property(attrgetter("scorer.copies"))
+    reads: ClassVar[Any] = property(attrgetter("scorer.reads"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
     protection: ClassVar[Any] = property(attrgetter("scorer.protection"))
@@ -291,11 +303,6 @@ class Plan:
 
 class Sizing(Piece, ABC):
     """How much stays: an allocator, or the budgets of layers."""
-
-    @property
-    def rows(self) -> int:
-        """Most rows whose attention is read at once."""
-        return 1
 
     @property
     def bounded(self) -> bool:

@@ -11,7 +11,8 @@ import reprlib
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
 from kvsim.core.merging import Merger
@@ -20,6 +21,7 @@ from kvsim.core.pieces import (
     Allocator,
     Even,
     Everything,
+    Inputs,
     LayerBudgets,
     Plan,
     Protection,
@@ -40,6 +42,7 @@ __all__ = [
     "Allocator",
     "Even",
     "Everything",
+    "Inputs",
     "LayerBudgets",
     "Plan",
     "Policy",
@@ -114,7 +117,7 @@ class Policy:
                 drops and self.across_layers
             ),
             "it drops rows of the prompt, and its scores are of rows that repeat all of it": (
-                drops and "probe_q" in self.scorer.needs
+                drops and "probe_q" in self.scorer.reads.arrays
             ),
             "its propagation, reader or scaled lengths have no rule for a budget that grows": (
                 self.so_far is not None and (drops or self.reader is not None or self.scaled)
@@ -123,7 +126,7 @@ class Policy:
                 accesses and (self.positions == "slot" or self.per_query_head)
             ),
             "a merger changes keys, which a propagation, a reader or a bound needs as recorded": (
-                merges and (drops or self.reader is not None or self.scorer.clairvoyant)
+                merges and (drops or self.reader is not None or self.scorer.reads.future)
             ),
         }
         for conflict, applies in conflicts.items():
@@ -159,9 +162,11 @@ class Policy:
         return {**self.scorer.columns, **self.allocator.columns}
 
     @property
-    def clairvoyant(self) -> bool:
-        """Whether it reads what a cache could not know, or need not: a bound, and no policy."""
-        return self.scorer.clairvoyant or bool(self.reader and self.reader.clairvoyant)
+    def reads(self) -> Inputs:
+        """What its pieces read."""
+        inner = self.scorer, self.allocator, self.layer_budgets
+        pieces = *inner, self.propagation, self.reader, self.codec
+        return reduce(or_, (piece.reads for piece in pieces if piece is not None))
 
     @property
     def bounded(self) -> bool:
@@ -390,18 +395,6 @@ class Policy:
         if self.protect != Protection():
             out["protect"] = asdict(self.protect)
         return out
-
-    @property
-    def query_rows(self) -> tuple[int, int]:
-        """First and last rows whose queries an event in decoding reads (`Scorer.query_rows`)."""
-        first, last = self.scorer.query_rows
-        return first, max(last, self.rows, 0 if self.codec is None else self.codec.rows)
-
-    @property
-    def rows(self) -> int:
-        """Most recent rows whose attention is read at once."""
-        window = 1 if self.propagation is None else self.propagation.window_rows
-        return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows, window)
 
 
 #: A policy, its name, or a scorer alone.

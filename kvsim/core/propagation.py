@@ -81,11 +81,6 @@ class Propagation(Piece, ABC):
     kv_before: Literal["budget", "full"] = "budget"
 
     @property
-    def window_rows(self) -> int:
-        """Most rows whose attention is read at once."""
-        return 1
-
-    @property
     def effect(self) -> Literal["exact", "near", "some", "none"]:
         """What the budget does: layers hold as much, at most as much, only some do, or none."""
         return "exact" if self.kv_before == "budget" else "some"

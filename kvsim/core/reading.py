@@ -76,20 +76,8 @@ class Reader(Piece, ABC):
     heads: Heads = "query"
     #: the first layers, in which every row reads everything
     dense_layers: int = 0
-    #: whether choosing reads the key of every entry, which counts as read
-    reads_keys: ClassVar[bool] = False
     #: whether entries enter a row's attention with the weights of `log_weights`; pages of one entry
     weighted: ClassVar[bool] = False
-
-    @property
-    def clairvoyant(self) -> bool:
-        """Whether choosing reads every key: a bound, and no method to deploy."""
-        return False
-
-    @property
-    def reads_trace(self) -> bool:
-        """Whether choosing reads rows of the trace itself, which a running model does not have."""
-        return False
 
     @property
     def bounded(self) -> bool:
@@ -190,7 +178,7 @@ class Reads:
     @classmethod
     def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
         """The account of a reader; dim: channels of a key."""
-        terms = reader.summary_bits(dim), reader.reads_keys, reader.weighted
+        terms = reader.summary_bits(dim), reader.reads.every_key, reader.weighted
         return cls(bits, reader.page, reader.heads, first, reader, *terms)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:

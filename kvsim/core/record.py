@@ -225,7 +225,7 @@ def facts_of(policy: Policy, schedule: Schedule) -> Facts:
         default, params = policy.default.params, policy.params
         changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
     return Facts(
-        looks_ahead=policy.clairvoyant,
+        looks_ahead=policy.reads.future,
         bounds=tuple(sorted(policy.bounds)),
         access=tuple(name for name, applies in access.items() if applies),
         changed=changed,

@@ -57,15 +57,11 @@ class Codec(Piece, ABC):
         """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
         return (Clock(self.window),) * 2  # type: ignore[attr-defined]  # of some
 
-    @property
-    def rows(self) -> int:
-        """Rows before rounding begins whose queries say which channels of keys are stored."""
-        return 0
-
     def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The channels of a layer's keys that are stored, bool [H, d], where `rows` is not 0.
+        """The channels of a layer's keys that are stored, bool [H, d], where `reads.last` is not 0.
 
-        queries [H, G, w, d] of these rows, after RoPE; keys [H, n, d], 0 where nothing is held.
+        queries [H, G, w, d] of so many rows before rounding begins, after RoPE; keys [H, n, d], 0
+        where nothing is held.
         """
         raise NotImplementedError(f"channels of {self.label}")
 

@@ -196,7 +196,7 @@ class Block:
         if codec is None or row <= start:
             return
         begins = start == self._settings[0].prompt_len - 1
-        channels = self._channels(codec, start, row) if begins and codec.rows else None
+        channels = self._channels(codec, start, row) if begins and codec.reads.last else None
         for which, clock in enumerate(codec.clocks):
             if begins or not clock.once:
                 stop = start + 1 if clock.once else row
@@ -221,7 +221,7 @@ class Block:
         held = self.evicted_at > last
         held[..., last + 1 :] = False
         held, keys = self._placed(held, row), self.source.writable(0)  # of any rotation
-        queries = self.source.queries(max(0, last + 1 - codec.rows), last + 1)
+        queries = self.source.queries(max(0, last + 1 - codec.reads.last), last + 1)
         parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
         return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])
 

@@ -53,8 +53,7 @@ def check_cell(
             "(kvsim.capture(..., context=...)), or compress the prompt"
         )
     _check_conflicts(trace, policy, schedule)
-    needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())
-    missing = sorted(name for name in needs if not trace.has(name))
+    missing = sorted(name for name in policy.reads.arrays if not trace.has(name))
     if missing:
         trace.read(missing[0])  # its error says how the array is recorded
     ends = schedule.ends(trace.prompt_len, trace.context_len)
@@ -71,7 +70,7 @@ def check_cell(
                 context_len=trace.context_len,
                 end=end,
             )
-        least = policy.scorer.least_rows
+        least = policy.reads.least
         event = next((row for row in rows if row >= policy.budget_at(row + 1, budget)), least)
         if event + 1 < least:
             raise PolicyError(
@@ -93,14 +92,16 @@ def check_cell(
 
 def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
     """Raise PolicyError where a part of the policy has no rule for the trace or the schedule."""
-    needs, codec = policy.scorer.needs, policy.codec
+    needs, codec = policy.reads.arrays, policy.codec
     drops = policy.propagation is not None and "hands rows of the prompt from layer to layer"
     of_whole_prompt = (
         drops,
         policy.reader is not None and "reads a part of what is held",
         "probe_q" in needs and "scores by rows that repeat the whole context",
         "o_proj" in needs and trace.has("gate") and "weighs values by the prompt's mean gate",
-        codec is not None and codec.rows > 0 and "prunes channels by the last rows of the prompt",
+        codec is not None
+        and codec.reads.last > 0
+        and "prunes channels by the last rows of the prompt",
     )
     changes = codec is not None and "changes keys and values apart"
     by_layer = (

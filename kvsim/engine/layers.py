@@ -78,7 +78,7 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
     Keys and values are those of all positions, and as gathered for an event, at most as many.
     """
     scorer, keys = policy.scorer, trace.n_heads * trace.dim
-    copies = 0 if scorer.per_row else scorer.copies
+    copies = 0 if scorer.per_row else scorer.reads.copies
     numbers = (2 + copies) * keys
     if copies:
         numbers += 2 * trace.n_heads * trace.value_dim
@@ -86,14 +86,14 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
         numbers += 2 * trace.n_heads * (trace.dim + trace.value_dim)
     # layers that read the entries of one are scored with it; attention of the window, and what it
     # is reduced to, some of it in float64
-    rows = min(max(policy.rows, ROWS * scorer.per_row), trace.n_pos) + 8
+    rows = min(max(policy.reads.rows, ROWS * scorer.per_row), trace.n_pos) + 8
     numbers += trace.n_qheads * max(map(trace.owners.count, trace.owners)) * rows
-    if scorer.clairvoyant and not trace.has("attn_out"):  # full attention is computed at once
+    if scorer.reads.future and not trace.has("attn_out"):  # full attention is computed at once
         numbers += trace.n_qheads * (trace.dim + 2 * trace.value_dim)
     numbers *= trace.n_pos
-    if "o_proj" in scorer.needs and trace.has("o_proj"):  # in two layouts
+    if "o_proj" in scorer.reads.arrays and trace.has("o_proj"):  # in two layouts
         numbers += 2 * math.prod(trace.source.shapes["o_proj"][1:])
-    if "probe_q" in scorer.needs and trace.has("probe_q"):
+    if "probe_q" in scorer.reads.arrays and trace.has("probe_q"):
         heads = trace.n_qheads + trace.n_heads
         numbers += heads * trace.source.shapes["probe_q"][2] * trace.dim
     return numbers * trace.dtype.itemsize

@@ -268,7 +268,7 @@ def settings_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -
             prompt_len=end,
             interval=schedule.interval,
             n_layers=trace.n_layers,
-            clairvoyant=policy.scorer.clairvoyant,
+            clairvoyant=policy.scorer.reads.future,
             protected=protection.size(end),
             longest=longest,
             windowed=trace.windowed,

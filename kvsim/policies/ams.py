@@ -109,7 +109,7 @@ class AMS(Allocator):
                 f"{self.min_segment}"
             )
 
-    rows = Windowed.rows
+    reads = Windowed.reads
 
     def protection(self, budget: int) -> Protection:
         """Sinks and recent entries; where the budget is tight, strict mode shortens the recent."""

@@ -118,7 +118,7 @@ class Selecting(Propagation):
     first_layer: Annotated[int, AtLeast(0)] | None = None
     look_back: Annotated[int, AtLeast(1)] = 8
 
-    window_rows = Windowed.rows
+    reads = Windowed.reads
 
     @property
     def least_budget(self) -> int:

@@ -77,7 +77,7 @@ class CakeBudgets(LayerBudgets):
 
     across_layers: ClassVar[bool] = True
 
-    rows = Windowed.rows
+    reads = Windowed.reads
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """At least what is protected, at most what there is; together len(layers) x budget."""

@@ -19,7 +19,7 @@ from typing import ClassVar, Self, cast
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Piece, Schedule, Scorer
+from kvsim.core.pieces import Inputs, Piece, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
@@ -120,11 +120,6 @@ class Sourced(Piece):
         """The source of the calibration rows."""
         return cast("Calibration", self.calibration)
 
-    @property
-    def clairvoyant(self) -> bool:
-        """With rows of the trace that are still to come."""
-        return self.source == "oracle"
-
 
 @dataclass(frozen=True)
 class Calibrated(Sourced, Scorer):
@@ -137,14 +132,10 @@ class Calibrated(Sourced, Scorer):
     rotated: ClassVar[bool]
 
     @property
-    def query_rows(self) -> tuple[int, int]:
-        """Rows of the prefix, and those of the scorer."""
-        return self.source.rows or 0, self.rows
-
-    @property
-    def least_rows(self) -> int:
-        """The prefix must have been seen."""
-        return self.source.rows or 1
+    def reads(self) -> Inputs:
+        """Rows of the prefix, which must have been seen; or those that are still to come."""
+        prefix = self.source.rows or 0
+        return Inputs(first=prefix, least=max(1, prefix), future=self.source == "oracle")
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """The calibration queries come from the same model."""

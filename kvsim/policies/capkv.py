@@ -24,7 +24,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.pieces import Scorer
+from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.view import View
 from kvsim.policies.expected_attention import quadratic
 
@@ -42,13 +42,12 @@ class CapKV(Scorer):
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4
 
-    query_rows = 0, BUFFER
     protection = Scorer.protect_sinks
 
     @property
-    def least_rows(self) -> int:
-        """A row behind the sinks."""
-        return self.sink + 1
+    def reads(self) -> Inputs:
+        """Recent queries, and a row behind the sinks."""
+        return Inputs(last=BUFFER, least=self.sink + 1)
 
     def score(self, view: View) -> Tensor:
         """w_j v_j . A^-1 v_j, averaged over the group; [L, H, n]."""

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, Reader
 
 
@@ -22,7 +23,7 @@ class TopK(Reader):
     """
 
     label: ClassVar[str] = "topk"
-    clairvoyant = True
+    reads = Inputs(future=True)
 
     share: Annotated[float, Above(0), AtMost(1)] = 1.0
     heads: Heads = "query"
@@ -46,7 +47,7 @@ class TopP(Reader):
     """
 
     label: ClassVar[str] = "topp"
-    clairvoyant = True
+    reads = Inputs(future=True)
     bounded = False
 
     p: Annotated[float, Above(0), AtMost(1)] = 0.95

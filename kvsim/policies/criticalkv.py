@@ -23,7 +23,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
-from kvsim.core.pieces import Scorer, Scores, Wrapper, protected_by
+from kvsim.core.pieces import Inputs, Scores, Wrapper, protected_by
 from kvsim.core.select import select
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.gkv import check_sign
@@ -35,12 +35,12 @@ class CriticalKV(Wrapper):
 
     epsilon: Annotated[float, AtLeast(0), Finite()] = 1e-4
     first_stage: Annotated[float, Between(0, 1)] = 0.5
-    copies = Scorer.copies
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Needs of the scorer, and the output projection."""
-        return self.scorer.needs | {"o_proj"}
+    def reads(self) -> Inputs:
+        """What the scorer reads, and the output projection."""
+        reads: Inputs = self.scorer.reads
+        return reads | Inputs(arrays=frozenset({"o_proj"}))
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and its

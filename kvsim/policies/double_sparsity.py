@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, Reader
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -45,9 +46,9 @@ class DoubleSparsity(Sourced, Reader):
     dense_layers: Annotated[int, AtLeast(0)] = 2
 
     @property
-    def reads_trace(self) -> bool:
-        """Unless the calibration rows are another trace's."""
-        return self.source.trace is None
+    def reads(self) -> Inputs:
+        """Rows of the trace, unless the calibration rows are another one's."""
+        return Inputs(trace=self.source.trace is None, future=self.source == "oracle")
 
     def check(self, trace: Trace) -> None:
         """The calibration rows come from the same model, and before the first row that reads."""

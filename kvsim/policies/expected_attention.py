@@ -39,7 +39,7 @@ from typing import Annotated, Literal
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.pieces import Schedule, Scorer
+from kvsim.core.pieces import Inputs, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
@@ -62,19 +62,10 @@ class ExpectedAttention(Scorer):
     protection = Scorer.protect_sinks
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The output projection where values are measured behind it."""
-        return frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
-
-    @property
-    def query_rows(self) -> tuple[int, int]:
-        """Those of the buffer."""
-        return 0, self.query_buffer + 1
-
-    @property
-    def least_rows(self) -> int:
-        """Two samples behind the sinks."""
-        return self.sink + 2
+    def reads(self) -> Inputs:
+        """Queries of the buffer, two of them behind the sinks; perhaps the output projection."""
+        arrays = frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
+        return Inputs(last=self.query_buffer + 1, least=self.sink + 2, arrays=arrays)
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""

@@ -45,7 +45,7 @@ class FastKV(AtLayer):
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     kv_before: Literal["budget", "full"] = "budget"
 
-    window_rows = Windowed.rows
+    reads = Windowed.reads
 
     @property
     def effect(self) -> Literal["exact", "near", "some"]:

@@ -35,7 +35,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Scorer, Scores, Wrapper, protected_by
+from kvsim.core.pieces import Inputs, Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.redundancy import mean_similarity
@@ -111,7 +111,11 @@ class GKV(Windowed):
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}
-    copies = Scorer.copies
+
+    @property
+    def reads(self) -> Inputs:
+        """The window, and keys."""
+        return Inputs(rows=self.window)
 
     @property
     def signed(self) -> bool:

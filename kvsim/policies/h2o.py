@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Protection, Scorer, Scores
+from kvsim.core.pieces import Inputs, Protection, Scorer, Scores
 from kvsim.core.view import View
 
 
@@ -51,7 +51,7 @@ class ObservedAttention(Scorer):
     The forward of a prompt in chunks has the rows since the last event that evicted.
     """
 
-    copies = 0
+    reads = Inputs(copies=0)
 
     def score(self, view: View) -> Tensor:
         """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""

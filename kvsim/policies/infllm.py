@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, highest
 from kvsim.policies.ends import Ends
 
@@ -42,7 +43,7 @@ class InfLLM(Ends):
     heads: Heads = "layer"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    reads_trace = True  # votes are of rows that need not be resident any more
+    reads = Inputs(trace=True)  # votes are of rows that need not be resident any more
     usual = (2, 3, False)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Allocator, Plan, Scorer, Scores
+from kvsim.core.pieces import Allocator, Inputs, Plan, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.view import LOGIT_BYTES, View
 
@@ -64,7 +64,7 @@ class KVzip(Scorer):
 
     #: the score of an entry of the context
     columns: ClassVar[Mapping[str, float]] = {"importance": math.nan}
-    needs = frozenset({"probe_q", "probe_k"})
+    reads = Inputs(arrays=frozenset({"probe_q", "probe_k"}))
 
     def score(self, view: View) -> Scores:
         """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""

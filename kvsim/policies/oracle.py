@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Scorer
+from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.view import View
 from kvsim.policies.future import best, future_mass
 
@@ -39,7 +39,7 @@ class Oracle(Scorer):
     by: Literal["mass", "output", "optimum"] = "mass"
     pooled: bool = False
 
-    clairvoyant = True
+    reads = Inputs(future=True)
 
     def score(self, view: View) -> Tensor:
         """s_j = sum over rows r > e and the group of A_r(j), A the full cache's softmax; [L, H, n].

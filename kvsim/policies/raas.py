@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
-from kvsim.core.pieces import Protection, Scorer, Scores
+from kvsim.core.pieces import Inputs, Protection, Scorer, Scores
 from kvsim.core.view import View
 from kvsim.policies.window import first_of
 
@@ -52,9 +52,9 @@ class RaaS(Scorer):
     per_row: ClassVar[bool] = True
 
     @property
-    def rows(self) -> int:
-        """Rows of the buffer."""
-        return self.query_buffer
+    def reads(self) -> Inputs:
+        """Attention of the buffer."""
+        return Inputs(rows=self.query_buffer)
 
     def score(self, view: View) -> Scores:
         """t_j, then the weight of the last row, which is at most 1; float64 [L, H, n]."""

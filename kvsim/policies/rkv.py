@@ -38,7 +38,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Protection, Scorer, Scores, protected_by
+from kvsim.core.pieces import Inputs, Protection, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_score
 from kvsim.policies.redundancy import mean_similarity
@@ -57,7 +57,11 @@ class RKV(Windowed):
     sink: Annotated[int, AtLeast(0)] = 0
     variant: Literal["gkv", "original", "ams"] = "gkv"
     slot_order: Literal["position", "topk"] = "position"
-    copies = Scorer.copies
+
+    @property
+    def reads(self) -> Inputs:
+        """The window, and keys."""
+        return Inputs(rows=self.window)
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, Reader
 
 
@@ -39,7 +40,7 @@ class SkipSoftmax(Reader):
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
     bounded = False
-    reads_keys = True
+    reads = Inputs(every_key=True)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """The largest logit of each block [H, G, w, P]."""

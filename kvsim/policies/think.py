@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Below
+from kvsim.core.pieces import Inputs
 from kvsim.core.reading import highest
 from kvsim.core.storing import Clock, Codec
 
@@ -37,9 +38,9 @@ class ThinK(Codec):
         return (Clock(self.recent, once=True),) * 2
 
     @property
-    def rows(self) -> int:
+    def reads(self) -> Inputs:
         """The last queries of the prompt."""
-        return self.window
+        return Inputs(last=self.window)
 
     def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Channels with the largest products of both norms, bool [H, d]."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Protection, Scorer
+from kvsim.core.pieces import Inputs, Protection, Scorer
 from kvsim.core.view import LOGIT_BYTES, View
 
 Pooling = Literal["max", "avg"] | None
@@ -21,12 +21,11 @@ class Windowed(Scorer):
     """
 
     window: Annotated[int, AtLeast(1)] = 32
-    copies = 0
 
     @property
-    def rows(self) -> int:
-        """Rows of the window."""
-        return self.window
+    def reads(self) -> Inputs:
+        """Attention of the window."""
+        return Inputs(rows=self.window, copies=0)
 
     def protection(self, budget: int) -> Protection:
         """Protect the window."""

@@ -229,13 +229,13 @@ class LiveSource:
         else:
             raise PolicyError(
                 f"a scorer reads the queries of rows {start}..{stop - 1}, and those before "
-                f"{self._first_row} are gone; expected a scorer that declares them (query_rows), "
+                f"{self._first_row} are gone; expected a scorer that declares them (reads), "
                 "so that a live run keeps them"
             )
         return computable(self._grouped(rows))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Only clairvoyant scorers read it, and they are refused before a model runs."""
+        """Only scorers of the future read it, and they are refused before a model runs."""
         raise NotImplementedError(f"attention of rows {start}..{stop - 1} over the full cache")
 
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

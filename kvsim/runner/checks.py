@@ -14,9 +14,9 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
     paged: with a cache in blocks (`kvsim.runner.paged`).
     """
     reasons = {
-        "reads rows of the future": policy.scorer.clairvoyant,
+        "reads rows of the future": policy.scorer.reads.future,
         "keeps sets per query head, which a grouped cache cannot hold": policy.per_query_head,
-        "chooses what it reads by rows of the trace": policy.reader and policy.reader.reads_trace,
+        "chooses what it reads by rows of the trace": policy.reads.trace,
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None:

@@ -100,7 +100,7 @@ class Decoding:
         self.peak_bytes = 0
         self.decode_peak_bytes = 0  #: from the end of the prompt on, after the event there
         self._observe, self._paging = observe, paging
-        self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
+        self._repeats, self._probe = "probe_q" in policy.reads.arrays, probe
         # the first row that may read a part, or see rounded entries
         self._first = self.schedule.ends(prompt_len, context_len)[0]
         reader, terms = policy.reader, (self.budget, self.layers)
@@ -108,7 +108,7 @@ class Decoding:
         self._reads = None if reader is None else LiveReads(first, reader, *terms)
         #: after which row entries are first rounded
         self._stores = self._first - 1 if policy.rounds else None
-        self._prunes = self._first if policy.codec and policy.codec.rows else 0
+        self._prunes = self._first if policy.codec and policy.codec.reads.last else 0
         #: in its `with` block; while its rows are in the model, or an error stopped them there
         self._open = self._busy = False
         self._stack = ExitStack()
@@ -351,7 +351,8 @@ class Decoding:
 
     def _fire(self, row: int) -> None:
         """Fire the event after row `row`, and free the queries that no later one reads."""
-        first, last = self.policy.query_rows
+        reads = self.policy.reads
+        last = max(reads.last, reads.rows)
         if self._repeats:
             context = self.tokens[: self.sketch.context_len or self.sketch.prompt_len]
             self._busy = self._repeats = False  # these rows are not part of the sequence
@@ -365,7 +366,7 @@ class Decoding:
             at = row - source.dropped
             block.event(at)
             if row >= self.sketch.prompt_len - 1:  # an event at its end may read all of it
-                source.drop_queries(min(at + 1 - last, int(block.since.min()) + 1), first)
+                source.drop_queries(min(at + 1 - last, int(block.since.min()) + 1), reads.first)
 
     def _receive(self, call: KernelCall) -> None:
         if not self._busy:  # another forward of this model

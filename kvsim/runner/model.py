@@ -147,7 +147,7 @@ class RunningModel:
     ) -> Trace:
         """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
         self.check_length(n_pos)
-        example = self._projected if "o_proj" in policy.scorer.needs else self._plain
+        example = self._projected if "o_proj" in policy.reads.arrays else self._plain
         zero = torch.zeros((), dtype=example.dtype)
         if example.has("gate"):
             raise CaptureError(
@@ -166,7 +166,7 @@ class RunningModel:
         }
         if example.header.latent is not None:
             meta["latent"] = example.header.latent
-        if "probe_q" in policy.scorer.needs:
+        if "probe_q" in policy.reads.arrays:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
             arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}

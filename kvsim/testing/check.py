@@ -39,7 +39,7 @@ def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Tr
     schedule = policy.schedule.override(interval, prefill)
     least = smallest_budget(policy, case, schedule)
     # an event that acts needs enough rows for the scorer
-    least = max(least, min(policy.scorer.least_rows, case.n))
+    least = max(least, min(policy.reads.least, case.n))
     return replace(trial, budget=draw_budget(draw, least, max(trial.rows, default=0)))
 
 

@@ -1,7 +1,6 @@
 """Facts about policies: columns that are written where a value is measured."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import polars as pl
 import pytest
@@ -9,7 +8,7 @@ import pytest
 import kvsim
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.results import FACTS, labelled
-from kvsim.core.pieces import Scorer
+from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.policy import Protection
 from kvsim.errors import PolicyError
 from kvsim.plots.summary import pareto
@@ -20,7 +19,7 @@ from traces import random_trace
 class Ahead(Scorer):
     """Of the user's own: it scores by the rows that are still to come."""
 
-    clairvoyant: ClassVar[bool] = True
+    reads = Inputs(future=True)
 
     def score(self, view):
         """Earlier entries stay."""

@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
 from kvsim.analysis.output.partial import kept_channels
-from kvsim.core.policy import Scorer
+from kvsim.core.policy import Inputs, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
@@ -434,10 +434,7 @@ class Unshifted(Scorer):
 
     scorer: Scorer
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The output projection."""
-        return frozenset({"o_proj"})
+    reads = Inputs(arrays=frozenset({"o_proj"}))
 
     def score(self, view: View) -> torch.Tensor:
         """The first half of the budget by s, the rest by (s + 1e-4) |W_o v|; [L, H, n]."""

@@ -11,7 +11,7 @@ from kvsim import store
 from kvsim.analysis.output.error import output_error
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
-from kvsim.core.policy import Policy, Scorer
+from kvsim.core.policy import Inputs, Policy, Scorer
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
@@ -158,7 +158,7 @@ def test_attention_of_a_trace_equals_the_definition(name):
 class Watching(Scorer):
     """Scores by position and keeps what it was shown."""
 
-    rows = 6
+    reads = Inputs(rows=6)
 
     def __init__(self):
         self.shown = []

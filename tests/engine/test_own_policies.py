@@ -116,6 +116,13 @@ def test_what_is_no_allocator_in_front_is_refused(name, message):
         kvsim.policy(name.format(__name__))
 
 
+def test_a_member_of_an_earlier_version_is_refused():
+    """In one sentence that names the new one; a parameter may have such a name."""
+    with pytest.raises(PolicyError, match=r"^Ahead declares clairvoyant; expected reads = Inputs"):
+        type("Ahead", (Scorer,), {"clairvoyant": True})
+    assert type("Rows", (Scorer,), {"__annotations__": {"rows": int}, "rows": 3}).rows == 3
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -31,8 +31,6 @@ def make(owners=OWNERS, **changes):
 class LastRow(Scorer):
     """The attention of the last row, summed over the query heads of a group."""
 
-    rows = 1
-
     def score(self, view):
         """[L, H, n]."""
         return view.attn(1).sum(2)[:, :, 0]

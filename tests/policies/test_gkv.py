@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.core.pieces import Inputs
 from kvsim.core.select import select
 from kvsim.errors import PolicyError
 from kvsim.policies import redundancy
@@ -159,7 +160,7 @@ def test_global_takes_what_it_is_from_the_scorer_inside():
 
     assert set(it.columns) == {"global", "fused"}
     assert all(math.isnan(value) for value in it.columns.values())
-    assert (it.rows, it.least_rows, it.needs, it.clairvoyant) == (9, 1, frozenset(), False)
+    assert it.reads == Inputs(rows=9)
     assert it.protection(50) == GKV(window=9).protection(50)
     assert not it.signed
     with pytest.raises(PolicyError, match="global score already"):

@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import kvsim
 from families import FAMILIES
+from kvsim.core.pieces import Inputs
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
@@ -343,8 +344,8 @@ def test_queries_are_kept_as_long_as_an_event_can_read_them(name, rows):
 
 def test_a_scorer_that_reads_undeclared_rows_is_refused(monkeypatch):
     """Queries that are gone are no zeros: an error says what to declare."""
-    monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "query_rows", (0, 8))
-    with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(query_rows\)"):
+    monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "reads", Inputs(last=8))
+    with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(reads\)"):
         run_live(running("llama"), POLICIES["expected_attention"], BUDGET, TOKENS, 40, interval=8)
 
 

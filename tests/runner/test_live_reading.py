@@ -95,10 +95,10 @@ def rounded(live, layer, record, which, end=None):
             at = [pos for pos in range(LENGTH) if rows[pos] == row]
             groups = new[head, at].unflatten(0, (-1, codec.clocks[which].group))
             new[head, at] = (codec.keys, codec.values)[which](groups).flatten(0, 1)
-            if codec.rows and not which:
+            if codec.reads.last and not which:
                 held = gone[record.layers.index(layer), head, : first + 1] > first
                 q = live.q[layer].unflatten(0, (len(exact), -1))[head, :, : first + 1]
-                outer = q[:, -codec.rows :, None] * exact[head, : first + 1][held]
+                outer = q[:, -codec.reads.last :, None] * exact[head, : first + 1][held]
                 order = outer.double().square().sum((0, 1, 2)).argsort()
                 kept = round(codec.bits(len(order))[0] / 16)
                 new[head, at] = new[head, at].index_fill(-1, order[:-kept], 0.0)

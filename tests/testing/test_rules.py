@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Scores
+from kvsim.core.policy import Allocator, Inputs, Plan, Protection, Schedule, Scorer, Scores
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing import InvariantError, Rule, Scored, check_policy, loops, strategies
 from kvsim.testing.loops.rows import choose
@@ -23,9 +23,9 @@ class Peak(Scorer):
     columns: ClassVar[dict[str, float]] = {"best": float("nan")}
 
     @property
-    def rows(self):
+    def reads(self):
         """The window."""
-        return self.window
+        return Inputs(rows=self.window)
 
     def score(self, view):
         """The larger of half of what was and the largest attention now, and the value's norm."""

@@ -89,10 +89,10 @@ def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: in
     By what is held after row `last`, the first after which entries are rounded. gone: after which
     row each entry has left, int [H, T].
     """
-    if not codec.rows:
+    if not codec.reads.last:
         return None
     owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
-    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.rows :, 0].cpu()  # rows
+    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.reads.last :, 0].cpu()  # rows
     queries = torch.cat(
         [
             trace.read("q", slice(i, i + 1), slice(int(computed[0]), last + 1))[0].unflatten(

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Policy, Schedule, Scorer
+from kvsim.core.policy import Inputs, Policy, Schedule, Scorer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
@@ -92,7 +92,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
     def __init__(self, policy: Policy, budget: int, schedule: Schedule, new_tokens: int) -> None:
         super().__init__()
         check_live(policy)
-        repeats = "probe_q" in policy.scorer.needs
+        repeats = "probe_q" in policy.reads.arrays
         if policy.positions == "slot" or policy.propagation or policy.codec or repeats:
             raise PolicyError(
                 f"{policy.name}: rotates or rounds keys, drops rows of the prompt, or reads the "
@@ -238,14 +238,9 @@ class PressScorer(Scorer):
         object.__setattr__(self, "_press", copy.copy(instance))
 
     @property
-    def rows(self) -> int:
-        """Most rows of attention that the press gets."""
-        return NEVER if self.last is None else max(1, self.last)
-
-    @property
-    def query_rows(self) -> tuple[int, int]:
-        """First and last rows whose queries the press reads at an event in decoding."""
-        return 0, max(1, self.last or 0)
+    def reads(self) -> Inputs:
+        """Rows of attention that the press gets."""
+        return Inputs(rows=NEVER if self.last is None else max(1, self.last))
 
     @property
     def signed(self) -> bool:

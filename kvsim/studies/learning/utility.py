@@ -12,7 +12,7 @@ from scipy.optimize import isotonic_regression
 from kvsim.analysis.arrays import Floats
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Everything, Policy, Protection, Schedule, Scorer
+from kvsim.core.policy import Everything, Inputs, Policy, Protection, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.replay import replay
@@ -33,13 +33,7 @@ class Utility(Scorer):
     """The largest product of attention and size of the value, over later rows and query heads."""
 
     label: ClassVar[str] = "lukv"
-    clairvoyant = True
-    reads_values: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The output projection, behind which values are measured."""
-        return frozenset({"o_proj"})
+    reads = Inputs(future=True, arrays=frozenset({"o_proj"}))  # of the values
 
     def score(self, view: View) -> Tensor:
         """max over rows r after the event and query heads h of A_r,h(j) |W_h v_j| / sum; [L, H, n].

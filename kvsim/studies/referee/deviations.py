@@ -20,7 +20,7 @@ from kvsim.core.arguments import setting
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
+from kvsim.core.policy import Inputs, Policy, Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
@@ -166,6 +166,10 @@ def _rotated(view: View, last: int) -> Tensor:
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
 
 
+def _more(reads: Inputs) -> Inputs:
+    return replace(reads, rows=reads.rows + 1, last=reads.last + 1)
+
+
 @dataclass(frozen=True)
 class _Seeing(Wrapper):
     """The scorer inside on another view of the window."""
@@ -174,9 +178,10 @@ class _Seeing(Wrapper):
 
     logarithmic: ClassVar[Any] = property(attrgetter("scorer.logarithmic"))
     signed: ClassVar[Any] = property(attrgetter("scorer.signed"))
-    rows: ClassVar[Any] = property(lambda self: self.scorer.rows + 1)
-    query_rows: ClassVar[Any] = property(
-        lambda self: (self.scorer.query_rows[0], self.scorer.query_rows[1] + 1)
+    reads: ClassVar[Any] = property(
+        lambda x: replace(
+            x.scorer.reads, rows=x.scorer.reads.rows + 1, last=x.scorer.reads.last + 1
+        )
     )
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ def conform(
     if source is None or entries is None:
         lacking = "q, k and v: give the trace, --trace" if source is None else "budget: --budget N"
         raise DumpError(f"{dump.name} has no {lacking}")
-    if rule.propagation is not None or rule.per_query_head or rule.clairvoyant:
+    if rule.propagation is not None or rule.per_query_head or rule.reads.future:
         raise PolicyError(
             f"{rule.name}: drops rows on the way down, keeps sets per query head or reads later "
             "rows; expected a policy with a set for each KV head of each layer"

@@ -66,7 +66,7 @@ def causality(trial: Trial) -> None:
 
 def _same_before(end: int, trial: Trial, what: str, *others: Trial) -> None:
     """Raise Broken where others, with other rows from `end` on or none, evict otherwise before."""
-    if trial.policy.scorer.clairvoyant or not all(map(_has_rule, others)):
+    if trial.policy.scorer.reads.future or not all(map(_has_rule, others)):
         return
     for other in others:
         evicted_at, n = np.full_like(trial.record.evicted_at, NEVER), other.case.n
