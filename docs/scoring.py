@@ -49,7 +49,7 @@ from study import ROOT, finished
 
 import kvsim
 from kvsim import Policy
-from kvsim.analysis.live.table import measure_judged
+from kvsim.analysis.table import measure_judged
 from kvsim.core.policy import Protection
 from kvsim.policies import parameters
 from kvsim.recorder import capture, load_model

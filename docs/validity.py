@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim.analysis.attention.agreement import spearman
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import per_prompt
-from kvsim.analysis.table import REGRET
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvsim import plots as plots
     from kvsim.analysis.comparison import compare as compare
     from kvsim.analysis.folder import read_run as read_run
+    from kvsim.analysis.measuring import measure as measure
     from kvsim.analysis.summaries import averages as averages
-    from kvsim.analysis.table import measure as measure
     from kvsim.core.attention import Rope as Rope
     from kvsim.core.policy import Policy as Policy
     from kvsim.core.record import Record as Record
@@ -57,7 +57,7 @@ _HOME = {
     "conform": "studies.referee.ruling",
     "judge": "runner.judging",
     "live": "sweeps.closed_loop",
-    "measure": "analysis.table",
+    "measure": "analysis.measuring",
     "open_trace": "store",
     "policy": "policies",
     "read_run": "analysis.folder",

@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
-from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import ROUNDING
-from kvsim.plots.style import requested_order
-from kvsim.schema import plural, rounded
+from kvsim.schema import plural
 from kvsim.studies.segments.segments import Segmented
 
 from .cuts import spread
@@ -89,62 +85,3 @@ def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | 
         f"{meaning}. AMS differs most from {scorer} alone at {_cell(edges, most, None)}: "
         f"{kept[most]} entries against {held[most]}."
     )
-
-
-def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str:
-    """Say which policy has the best mean, at the smallest and the largest budget or in each part.
-
-    means: of `averages`. A metric without a better direction has its ends named.
-    """
-    better = METRICS[metric].better if metric in METRICS else None
-    what = {"higher": "Highest mean", "lower": "Lowest mean"}
-    budgets = requested_order(means["requested"].to_list())
-    if by is None:
-        parts = [
-            (f"at budget {budget}", means.filter(requested=budget))
-            for budget in dict.fromkeys((budgets[0], budgets[-1]))
-        ]
-    else:
-        last = means.filter(requested=budgets[-1])
-        groups = last[by].unique(maintain_order=True)
-        parts = [(f"{by} {group}", last.filter(pl.col(by) == group)) for group in groups]
-    of_budget = "" if by is None else f" at budget {budgets[-1]}"
-    each = "; ".join(f"{where} {_first(rows, better)}" for where, rows in parts)
-    return f"{what.get(better or '', 'Lowest and highest')}{of_budget}: {each}."
-
-
-def _first(part: pl.DataFrame, better: str | None) -> str:
-    """The best policy and the next one, or the two ends, with their values; `full` is no rival."""
-    rivals = part.filter(pl.col("policy") != "full")
-    part = rivals if better and rivals.height else part
-    part = part.sort("mean", descending=better == "higher", maintain_order=True)
-    ranked = part.select("policy", "mean").rows()
-    mean = ranked[0][1]
-    first = [name for name, value in ranked if abs(value - mean) <= ROUNDING * abs(mean)]
-    first, others = (first, ranked[len(first) :]) if better else (first[:1], ranked[1:])
-    text = f"{' and '.join(first)} ({rounded(mean, '.3g')})"
-    if not others:
-        return text
-    other, value = others[-1] if better is None else others[0]
-    return f"{text}, {'to' if better is None else 'then'} {other} ({rounded(value, '.3g')})"
-
-
-def front(panels: Mapping[str, pl.DataFrame]) -> str:
-    """Say which points of each panel are on the front; panels: of `against_entries`, by label."""
-    parts = []
-    for label, points in panels.items():
-        best = points.filter("best").sort("seen")
-        names = [f"{x['policy']} at {x['requested']}" for x in best.head(6).to_dicts()]
-        more = f" and {best.height - 6} more" if best.height > 6 else ""
-        parts.append(f"{label}: {', '.join(names)}{more}")
-    return f"On the front of {'; of '.join(parts)}."
-
-
-def regret(means: pl.DataFrame) -> str:
-    """Say where least and most is left to gain; means: of `averages`."""
-    rows = means.sort("mean").to_dicts()
-    ends = (rows[0], rows[-1])
-    least, most = (
-        f"{x['policy']} at budget {x['requested']} ({rounded(x['mean'], '.3g')})" for x in ends
-    )
-    return f"Least is left to gain for {least}, most for {most}."

@@ -9,8 +9,7 @@ from typing import Any
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.arrays import Ints
-from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.arrays import Ints, event_rows
 from kvsim.analysis.kept.states import TokenStates, has_reads, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed

@@ -17,7 +17,9 @@ from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.live.metrics import KL_TOKENS
+from kvsim.analysis.measuring import available
 from kvsim.analysis.output.error import check_record
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, labelled, mixed
 from kvsim.analysis.sentences import answer
@@ -26,7 +28,7 @@ from kvsim.analysis.summaries import (
     stages,
     strongest,
 )
-from kvsim.analysis.table import REGRET, available, columns_of
+from kvsim.analysis.table import columns_of
 from kvsim.errors import KvsimError, OutputError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.store.records import read_records

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Ints
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.arrays import Ints, event_rows
+from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import held_entries, read_entries
 from kvsim.core.record import Record
 

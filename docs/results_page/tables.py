@@ -16,9 +16,10 @@ import torch
 
 import kvsim
 from kvsim import Policy, Trace, open_trace
-from kvsim.analysis.live.table import measure_judged
+from kvsim.analysis.live.metrics import JUDGED
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS, JUDGED, REGRET
+from kvsim.analysis.table import COLUMNS, measure_judged
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged

@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.schema import NEVER
+
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Strings = NDArray[np.str_]
 #: Rows [H, T] after which the entries of a layer are gone, as `Record.gone_after` has them.
 EvictedAt = NDArray[np.int32]
+
+
+def event_rows(evicted_at: EvictedAt) -> Ints:
+    """Rows after which at least one entry of the layer left, ascending; [E]."""
+    return np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
 
 
 def histogram(index: Ints, shape: tuple[int, int]) -> Ints:

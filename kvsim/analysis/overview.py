@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import FACTS, REQUESTED, of_model, of_policies
+from kvsim.analysis.results import REQUESTED, of_model, of_policies
 from kvsim.analysis.summaries import main_variants, over_events, over_layers
-from kvsim.analysis.table import OF_RECORD, REGRET
+from kvsim.analysis.table import FACTS, OF_RECORD
 
 #: Metrics of the summary, in the order in which they are shown.
 SUMMARY = (

@@ -18,23 +18,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.core.header import printable
+from kvsim.analysis.table import model_name
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import first_of, object_at, schedule
 
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
-
-#: Facts about the policy of a value (`kvsim.core.record.Facts`); several words are separated by
-#: commas. per_query_head: each query head has a set of `budget` entries.
-FACTS: dict[str, Any] = {
-    "looks_ahead": pl.Boolean,
-    "bounds": pl.String,
-    "access": pl.String,
-    "per_query_head": pl.Boolean,
-    "changed": pl.String,
-}
 
 #: Results whose budget bounds what is held, or the rows that propagate.
 HELD = pl.col("bounds").str.contains("held", literal=True)
@@ -69,17 +59,12 @@ def check_distinct(traces: Sequence[Trace]) -> None:
     for trace in traces:
         if trace.name in by_name:
             both = by_name[trace.name], trace
-            where = (f"{x.path or 'in memory'} (of {_model(x) or 'no model'})" for x in both)
+            where = (f"{x.path or 'in memory'} (of {model_name(x) or 'no model'})" for x in both)
             raise TraceError(
                 f"{' and '.join(where)} are both called {trace.name!r}; expected one name per "
                 "trace: give them one by one, or record one again under another id"
             )
         by_name[trace.name] = trace
-
-
-def model_name(trace: Trace) -> str | None:
-    """Return the name of a trace's model, of a path or hub id the last part; None if unknown."""
-    return printable(_model(trace)).rstrip("/").rpartition("/")[2] or None
 
 
 def models_of(traces: Iterable[Trace]) -> dict[str, str]:
@@ -108,10 +93,6 @@ def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
     labels = {trace: x for trace, x in names if x and not models[trace].startswith(f"{x}@")}
     model = pl.col("trace").replace_strict(labels, default=pl.col("model"), return_dtype=pl.String)
     return table.with_columns(model=model)
-
-
-def _model(trace: Trace) -> str:
-    return str(object_at(trace.meta, "model").get("name", ""))
 
 
 def several_models(traces: Iterable[tuple[str | None, str]]) -> str:

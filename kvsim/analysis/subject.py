@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
-from kvsim.analysis.arrays import EvictedAt
-from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.arrays import EvictedAt, event_rows
 from kvsim.core.checks import resolve_device
 from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record

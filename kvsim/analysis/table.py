@@ -1,34 +1,33 @@
-"""`measure`: records, or a trace alone, to a tidy Table; every row with its fidelity."""
+"""Tables: one row per value of a metric, with its fidelity."""
 
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
-from kvsim.analysis.attention.windows import default_window
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.live.metrics import KL_TOKENS
-from kvsim.analysis.output.error import check_record, output_error
-from kvsim.analysis.output.metrics import METRICS as OUTPUT
-from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.results import FACTS, model_name
-from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
-from kvsim.core.arguments import listed
-from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.outcome import OutputDeviation
+from kvsim.analysis.registry import metric
+from kvsim.analysis.subject import Analysis, LiveSubject, Subject
+from kvsim.core.header import printable
+from kvsim.core.outcome import Outcome
 from kvsim.core.record import Record, record_document
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError, TraceError
-from kvsim.schema import FIDELITY, LABELS, PREFILL
-from kvsim.store.opening import TraceLike, as_trace
+from kvsim.schema import FIDELITY, LABELS, PREFILL, object_at
+
+#: Facts about the policy of a value (`kvsim.core.record.Facts`); several words are separated by
+#: commas. per_query_head: each query head has a set of `budget` entries.
+FACTS: dict[str, Any] = {
+    "looks_ahead": pl.Boolean,
+    "bounds": pl.String,
+    "access": pl.String,
+    "per_query_head": pl.Boolean,
+    "changed": pl.String,
+}
 
 # Labels that are numbers; a Table has their columns, and the turn, only where a trace has them.
 _NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
@@ -55,109 +54,6 @@ TYPES: dict[str, Any] = {
 COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _OPTIONAL}
 
 
-#: Records that metrics compare with (`Metric.beside`), those about the optimum, and what a pass of
-#: the model says of a replay (`kvsim.runner.judging`).
-BESIDE = {
-    "optimum": "optimum",
-    "unprotected": "optimum without protected entries",
-}
-JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
-REGRET = tuple(name for name, entry in OUTPUT.items() if entry.beside)
-
-#: Called with (metrics done, metrics, current metric).
-Progress = Callable[[int, int, str], None]
-
-
-def measure(
-    trace: TraceLike | Analysis,
-    record: Record | Sequence[Record] | None = None,
-    metrics: str | Sequence[str] | None = None,
-    *,
-    events: bool = False,
-    device: str = "cpu",
-    optima: Sequence[Record | None] | None = None,
-    unprotected: Sequence[Record | None] | None = None,
-    progress: Progress | None = None,
-) -> pl.DataFrame:
-    """Measure one record or many of the same trace, or a trace alone.
-
-    Metrics of decisions at events (`Metric.notes`: segments and quotas of `ams`) need a record with
-    internals, `kvsim.replay(..., internals=True)`; without them only their proxies have values. A
-    metric that a trace is too short for has no rows (`Analysis.left_out`).
-
-    Args:
-        trace: a trace, its path or URL, or an `Analysis` of it with another k, rule or cut.
-        record: one or many; None for metrics of the trace alone.
-        metrics: one or several, by name. By default, of records those that are quick
-            (`Metric.default`), and of a trace alone all of kind "trace".
-        events: add a row for every event, with the row after which it fired.
-        device: cpu, cuda or auto; of an `Analysis` its own.
-        optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
-            `kvsim.sweep(metrics="regret")` computes them.
-        unprotected: for `possible_share`, the same with nothing protected.
-        progress: called with (metrics done, metrics, current metric).
-
-    Returns:
-        A Table with one row per value: trace, its model, labels of the prompt (task, domain, level;
-        length and depth), policy, budget, the turn of a trace with several, whose labels these then
-        are, layer, head (KV head) or qhead (query head), value, chance (its value by chance alone,
-        if known) and fidelity. Policy, budget and schedule are null in rows about the trace.
-        Without `events`, a row has the last event or the mean over events (`Metric.over_events`).
-        Facts about the policy are in the columns `kvsim.analysis.results.FACTS`.
-
-    Raises:
-        PolicyError: an unknown metric, a metric of records without a record, or regret without
-            optima.
-        NeedsError: the trace lacks an array of a metric that `metrics` names (`Metric.arrays`).
-        TraceError: anything but traces and records, or a record of another trace.
-    """
-    device = resolve_device(device)
-    check_progress(progress)
-    records = [record] if isinstance(record, Record) else record
-    trace = trace if isinstance(trace, Analysis) else as_trace(trace)
-    references = {"optimum": optima, "unprotected": unprotected}
-    _check_inputs(records, references)
-    beside = [name for name, given in references.items() if given is not None]
-    chosen = choose(metrics, beside=beside, records=records is not None)
-    if isinstance(trace, Analysis):
-        analysis = trace
-    else:
-        analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
-    trace = analysis.trace
-    if metrics is None:
-        chosen = {name: chosen[name] for name in available(chosen, [trace])}
-    check_arrays(trace, chosen)
-    subjects: Sequence[Analysis | Subject] = [analysis]
-    if records is not None:
-        projected = any("o_proj" in entry.arrays for entry in chosen.values())
-        subjects = subjects_of(trace, records, references, device, projected=projected)
-    steps = [
-        (analysis if entry.kind == "trace" else subject, name, entry)
-        for place, subject in enumerate(subjects)
-        for name, entry in chosen.items()
-        if not place or entry.kind != "trace"  # the same for every record
-    ]
-    blocks: list[RowArrays] = []
-    for done, (subject, name, entry) in enumerate(steps):
-        if progress is not None:
-            progress(done, len(steps), f"{trace.name}: {name}")
-        blocks += blocks_of(subject, name, entry, events=events)
-    return table_of(blocks)
-
-
-def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
-    if records is not None and not all(isinstance(each, Record) for each in listed(records)):
-        raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    for given in references.values():
-        optima = listed(given or ())
-        certified = all(x is None or getattr(x, "internals", ()) for x in optima)
-        if given is not None and not (certified and len(optima) == len(records or ())):
-            raise PolicyError(
-                f"optima are {reprlib.repr(given)}; expected for each record None or a Record of "
-                "kvsim.analysis.output.optimum"
-            )
-
-
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
 
@@ -171,119 +67,6 @@ def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
     return table.select(
         name for name in TYPES if name in COLUMNS or (name in table and table[name].count())
     )
-
-
-def choose(
-    metrics: Sequence[str] | None,
-    *,
-    beside: Collection[str] = (),
-    records: bool = True,
-    judged: bool = False,
-) -> dict[str, Metric]:
-    """The metrics by name, or the default ones of records or of a trace alone.
-
-    judged: with those of a judge (`JUDGED`). beside: records to compare with (`Metric.beside`),
-    whose metrics are among the default ones then. Raises PolicyError for an unknown name, and for a
-    metric whose record is missing.
-    """
-    if metrics is None and not records:
-        return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
-    if metrics is None:
-        comparable = {"", *beside}
-        metrics = [name for name, x in METRICS.items() if x.default and x.beside in comparable]
-    names: list[str] = listed(metrics)
-    chosen = {name: metric(name) for name in [*names, *(JUDGED if judged else ())]}
-    for name, entry in chosen.items():
-        of_judge = name in (*JUDGED, KL_TOKENS)
-        reason = ""
-        if entry.kind == "live" and not (judged and of_judge):
-            way = "give --judge, or take kvsim live" if of_judge else "take kvsim live"
-            reason = f"is about a running model, and a replay runs none; {way}"
-        elif not records and entry.kind != "trace":
-            of_trace = ", ".join(choose(None, records=False))
-            reason = f"is about a record, and only a trace was given; give one, or {of_trace}"
-        elif entry.beside and entry.beside not in beside:
-            reason = f"compares with the {BESIDE[entry.beside]}, which was not replayed; give "
-            reason += "it as a metric of `kvsim replay` or kvsim.sweep"
-        if reason:
-            raise PolicyError(f"{name} {reason}")
-    return chosen
-
-
-def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
-    """The metrics whose arrays every trace has recorded (`Metric.arrays`)."""
-    return [
-        name
-        for name in metrics
-        if all(_has(trace, array) for array in metric(name).arrays for trace in traces)
-    ]
-
-
-def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
-    """Raise NeedsError where the trace lacks an array that one of the metrics reads."""
-    for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
-        if not _has(trace, name):
-            trace.read("q" if name in ROWS else name, slice(0, 0))
-
-
-#: What `Metric.arrays` names beside arrays: the first of the rows that a metric reads.
-ROWS: Mapping[str, Callable[[int], int]] = {
-    "all_rows": lambda _: 0,
-    "last_windows": lambda n_pos: n_pos - 4 * default_window(n_pos),
-}
-
-
-def _has(trace: Trace, array: str) -> bool:
-    """Whether a trace has an array, or the rows that one of `ROWS` names."""
-    if array == "layer_sensitivity":
-        return bool(trace.header.layer_sensitivity)
-    if array in ROWS:
-        return trace.left_out is None or trace.left_out[1] <= ROWS[array](trace.n_pos)
-    return trace.has(array)
-
-
-def subjects_of(
-    trace: Trace,
-    records: Sequence[Record],
-    references: Mapping[str, Sequence[Record | None] | None],
-    device: str,
-    *,
-    projected: bool,
-) -> list[Subject]:
-    """Return a Subject of each record; they share walks over the trace and output errors.
-
-    references: by name (`Metric.beside`), what each record is compared with.
-    """
-    trace = trace.evicting
-    beside = [references.get(name) or [None] * len(records) for name in BESIDE]
-    replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
-    for record in replayed:
-        check_record(trace, record)
-    different = list({id(record): record for record in records}.values())
-
-    @cache
-    def outputs() -> dict[int, OutputDeviation]:
-        errors = output_error(trace, replayed, device, projected=projected, prompt=False)
-        return dict(zip(map(id, replayed), errors, strict=True))
-
-    @cache
-    def results(walk: Walk[Any]) -> dict[int, Any]:
-        return dict(zip(map(id, different), walk(trace, different, device), strict=True))
-
-    def error_of(record: Record) -> OutputDeviation:
-        return outputs()[id(record)]
-
-    def subject(record: Record, *beside: Record | None) -> Subject:
-        return Subject(
-            *(trace, record, partial(error_of, record), lambda walk: results(walk)[id(record)]),
-            beside={
-                name: (other, partial(error_of, other))
-                for name, other in zip(BESIDE, beside, strict=True)
-                if other is not None
-            },
-        )
-
-    return [subject(*each) for each in zip(records, *beside, strict=True)]
 
 
 #: The columns about a record, null in rows about a trace.
@@ -306,6 +89,12 @@ def columns_of(record: Record) -> dict[str, Any]:
         "access": ",".join(record.facts.access),
         "changed": None if changed is None else ",".join((*changed, *other)),
     }
+
+
+def model_name(trace: Trace) -> str | None:
+    """Return the name of a trace's model, of a path or hub id the last part; None if unknown."""
+    name = str(object_at(trace.meta, "model").get("name", ""))
+    return printable(name).rstrip("/").rpartition("/")[2] or None
 
 
 def blocks_of(
@@ -368,6 +157,16 @@ def table_of(blocks: Sequence[RowArrays]) -> pl.DataFrame:
         .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
     )
     return in_order([table])
+
+
+def measure_judged(
+    trace: Trace, records: Sequence[Record], outcomes: Sequence[Outcome], metrics: Iterable[str]
+) -> pl.DataFrame:
+    """A Table of a pass of the model under the kept sets of replays (`JUDGED`)."""
+    judged = [LiveSubject(trace, *each) for each in zip(records, outcomes, strict=True)]
+    pairs = ((subject, name) for subject in judged for name in metrics)
+    blocks = (blocks_of(subject, name, metric(name), events=False) for subject, name in pairs)
+    return table_of([block for each in blocks for block in each])
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:

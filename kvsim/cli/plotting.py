@@ -186,9 +186,9 @@ def _replayed(
     flags: dict[str, Any],
 ) -> Data:
     """Replay what a figure shows; the layer of `flags` is chosen where a default has a window."""
+    from kvsim.analysis.measuring import available
     from kvsim.analysis.results import check_models
     from kvsim.analysis.summaries import COSTS
-    from kvsim.analysis.table import available
 
     policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
     if figure.single == "record" and len(policies) > 1:

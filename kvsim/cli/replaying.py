@@ -67,8 +67,8 @@ def replay(
     out, jobs, metrics = folder.out, options.pop("jobs"), options["metrics"]
     options |= {"judge": judging.by, "events": folder.events}
 
+    from kvsim.analysis.measuring import available
     from kvsim.analysis.overview import SUMMARY
-    from kvsim.analysis.table import available
     from kvsim.sweeps.driver import Plan, plan_replays
     from kvsim.sweeps.grid import read_grid
 

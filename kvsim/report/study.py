@@ -9,10 +9,11 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.folder import Saved
+from kvsim.analysis.measuring import measure
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct, check_models
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import in_order, measure
+from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
 from kvsim.report.section import Section

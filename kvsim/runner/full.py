@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.partial import prompt_parts
+from kvsim.analysis.output.changed import prompt_parts
 from kvsim.core.policy import Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY

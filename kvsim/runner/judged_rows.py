@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.partial import first_row, kept_channels, log_weights
+from kvsim.analysis.output.changed import first_row, kept_channels, log_weights
 from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record

@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsim.analysis.live.metrics import KL_TOKENS
-from kvsim.analysis.live.table import measure_judged
-from kvsim.analysis.output.partial import first_moved
-from kvsim.analysis.table import JUDGED
+from kvsim.analysis.live.metrics import JUDGED, KL_TOKENS
+from kvsim.analysis.output.changed import first_moved
+from kvsim.analysis.table import measure_judged
 from kvsim.core.merging import Merger
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.core.policy import Schedule

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
-from kvsim.analysis.live.table import measure_judged
+from kvsim.analysis.measuring import available, measure
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import COLUMNS, OF_RECORD, available, columns_of, in_order, measure
+from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order, measure_judged
 from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
 from kvsim.core.policy import Policy, Schedule

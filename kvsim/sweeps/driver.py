@@ -12,9 +12,9 @@ from typing import Any, Unpack, get_type_hints
 
 import numpy as np
 
+from kvsim.analysis.measuring import choose
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import by_model, models_of
-from kvsim.analysis.table import choose
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.options import given_options, takes_options

@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from kvsim.analysis.measuring import BESIDE, available, check_arrays, choose
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import BESIDE, available, check_arrays, choose
 from kvsim.core.arguments import value_of
 from kvsim.core.budgets import EXPECTED
 from kvsim.core.checks import resolve_device

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvsim.analysis.measuring import measure
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import measure
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy

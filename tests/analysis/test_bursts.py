@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
+from kvsim.analysis.arrays import event_rows
 from kvsim.analysis.kept.bursts import dropped_bursts
-from kvsim.analysis.kept.retention import event_rows
 from kvsim.schema import NEVER
 from reference.strategies import evictions
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvsim.analysis.arrays import event_rows
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
-from kvsim.analysis.kept.retention import event_rows, retention_ratio
+from kvsim.analysis.kept.retention import retention_ratio
 from kvsim.schema import NEVER
 from reference.strategies import evictions
 

@@ -7,7 +7,8 @@ import pytest
 
 import kvsim
 from kvsim.analysis.overview import summarise
-from kvsim.analysis.results import FACTS, labelled
+from kvsim.analysis.results import labelled
+from kvsim.analysis.table import FACTS
 from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.policy import Protection
 from kvsim.errors import PolicyError

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis import subject as subject_module
+from kvsim.analysis.arrays import event_rows
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import entries_seen, event_rows, wipeouts
+from kvsim.analysis.kept.retention import entries_seen, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity

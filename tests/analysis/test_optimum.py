@@ -7,8 +7,8 @@ import torch
 
 import kvsim
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.output.optimum import optimum
-from kvsim.analysis.table import REGRET
 from kvsim.core.policy import Even, Protection
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import names

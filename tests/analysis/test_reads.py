@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvsim
+from kvsim.analysis.measuring import available
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import available
 from kvsim.testing.strategies import make_case
 from traces import changed
 

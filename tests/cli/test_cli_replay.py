@@ -9,7 +9,7 @@ import pytest
 from command_line import OWN, one_line
 
 import kvsim
-from kvsim.analysis.table import REGRET
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.store.records import read_records
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
-from kvsim.analysis.output.partial import kept_channels
+from kvsim.analysis.output.changed import kept_channels
 from kvsim.core.policy import Inputs, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View

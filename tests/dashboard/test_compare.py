@@ -9,10 +9,10 @@ import pytest
 
 import kvsim
 from kvsim.analysis.folder import read_run
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import averages, stages
-from kvsim.analysis.table import REGRET
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace

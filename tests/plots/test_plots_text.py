@@ -13,7 +13,8 @@ from apps.dashboard.html_text import kl_html, token_html
 from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift, spaced
-from kvsim.analysis.live.table import kl_by_token, measure_judged
+from kvsim.analysis.live.table import kl_by_token
+from kvsim.analysis.table import measure_judged
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.plots.records import lift_bars
 from kvsim.plots.text import kl_text, token_text

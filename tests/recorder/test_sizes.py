@@ -8,7 +8,7 @@ from sized_models import MODELS, SIZES, sized
 
 import kvsim
 from kvsim import store
-from kvsim.analysis.table import choose
+from kvsim.analysis.measuring import choose
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import intercepting
 

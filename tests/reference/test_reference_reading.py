@@ -12,8 +12,8 @@ import torch
 
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
+from kvsim.analysis.output.changed import log_weights
 from kvsim.analysis.output.error import output_error
-from kvsim.analysis.output.partial import log_weights
 from kvsim.core.attention import Formula
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record, record_document, record_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
+from kvsim.analysis.output.changed import kept_channels
 from kvsim.analysis.output.error import output_error
-from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.attention import Formula
 from kvsim.core.merging import Merger
 from kvsim.core.storing import round_marked, stored_after

@@ -12,9 +12,9 @@ import torch
 import kvsim
 from families import FAMILIES
 from kvsim.analysis.evidence import ranking
-from kvsim.analysis.output.partial import first_moved
+from kvsim.analysis.live.metrics import JUDGED
+from kvsim.analysis.output.changed import first_moved
 from kvsim.analysis.overview import summarise
-from kvsim.analysis.table import JUDGED
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters

@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from families import FAMILIES
-from kvsim.analysis.live.table import measure_judged
-from kvsim.analysis.table import JUDGED
+from kvsim.analysis.live.metrics import JUDGED
+from kvsim.analysis.table import measure_judged
 from kvsim.core.policy import Schedule
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.judging import Judge

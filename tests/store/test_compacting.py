@@ -11,8 +11,8 @@ import zarr
 from compacting import compacted
 
 import kvsim
+from kvsim.analysis.measuring import available
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import available
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import NeedsError, TraceError
 from kvsim.policies import ACCESS, CATALOGUE, names

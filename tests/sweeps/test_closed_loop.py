@@ -13,7 +13,7 @@ import torch
 
 import kvsim
 from kvsim.analysis.folder import read_run
-from kvsim.analysis.results import FACTS
+from kvsim.analysis.table import FACTS
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture

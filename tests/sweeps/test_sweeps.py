@@ -10,10 +10,10 @@ import torch
 from probes import repeated
 
 import kvsim
+from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import REGRET
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import (

@@ -9,7 +9,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.sentences import tabulated
 from kvsim.schema import visible
 
-from .. import controls, elements, line_charts, readings, replays, runs
+from .. import controls, elements, line_charts, replays, runs
 
 #: Policies that differ in what they miss of the sample.
 FIRST, SECOND = "snapkv", "streaming_llm"
@@ -52,7 +52,6 @@ def _run(run: runs.Run) -> None:
     line_charts.over_budgets(
         means, line_charts.styles(policies), key="answer", label=line_charts.label(metric)
     )
-    elements.reading(readings.over_budgets(means, metric))
     elements.prompts(means)
     elements.fidelity(means["fidelity"])
     runs.provenance(run)

@@ -13,7 +13,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import COSTS, against_entries
 from kvsim.schema import LABELS, visible
 
-from .. import controls, downloads, elements, line_charts, readings, runs
+from .. import controls, downloads, elements, line_charts, runs
 
 #: Policies that are shown at first, where a run has many.
 FEW = 8
@@ -109,7 +109,6 @@ def _over_budgets(comparison: Comparison) -> None:
         by=by,
         logarithmic=comparison.logarithmic,
     )
-    elements.reading(readings.over_budgets(means, metric, by))
     elements.prompts(means)
     elements.fidelity(means["fidelity"])
     every = run.parts[metric].filter(variant=comparison.variant)
@@ -142,7 +141,6 @@ def _front(comparison: Comparison) -> None:
         return
     figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost])
     line_charts.draw(figure, "pareto", 100 + 270 * len(panels))
-    elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
     elements.fidelity(both["fidelity"])
     downloads.table(both, f"{comparison.run.name}-pareto", key="pareto")
@@ -171,6 +169,5 @@ def _regret(comparison: Comparison) -> None:
         label=line_charts.label("regret"),
         by=comparison.by,
     )
-    elements.reading(readings.regret(regret))
     elements.fidelity(regret["fidelity"])
     downloads.table(regret, f"{comparison.run.name}-regret", key="regret-chart")

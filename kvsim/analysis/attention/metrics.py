@@ -6,25 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvsim.analysis.attention.agreement import spearman
-from kvsim.analysis.attention.sparsity import attention_sparsity
-from kvsim.analysis.attention.windows import (
-    GAP_SHARE,
-    WINDOW,
-    attention_gaps,
-    default_window,
-    gap_windows,
-    row_blocks,
-    window_overlap,
-    window_scores,
-)
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.subject import Analysis
 
-_SHARE = f"share={GAP_SHARE:g}"
-
 
 def _overlap(analysis: Analysis) -> Iterator[Cells]:
+    from kvsim.analysis.attention.windows import default_window, window_overlap
+
     trace = analysis.trace
     window = default_window(trace.n_pos)
     if window < 1:
@@ -43,6 +31,8 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _sparsity(analysis: Analysis) -> Iterator[Cells]:
+    from kvsim.analysis.attention.sparsity import attention_sparsity
+
     for layer in analysis.layers:
         sparsity = attention_sparsity(analysis.trace, layer)
         for variant, values in sparsity.variants():
@@ -50,13 +40,18 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
+    from kvsim.analysis.attention.windows import GAP_SHARE, attention_gaps, gap_windows
+
     for layer in analysis.layers if gap_windows(analysis.trace)[1] else ():
         gaps, chance = attention_gaps(analysis.trace, layer)
-        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", chance.after_gap)
-        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", chance.keys_back)
+        yield Cells(layer, gaps.after_gap, "head", f"share={GAP_SHARE:g},returns", chance.after_gap)
+        yield Cells(layer, gaps.keys_back, "head", f"share={GAP_SHARE:g},keys", chance.keys_back)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:
+    from kvsim.analysis.attention.agreement import spearman
+    from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
+
     trace = analysis.trace
     prompt_len = trace.prompt_len
     whole = (trace.n_pos - prompt_len) // WINDOW * WINDOW

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, event_rows, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import LENGTHS, event_rows
+from kvsim.analysis.kept.retention import LENGTHS
 
 
 @dataclass(frozen=True)

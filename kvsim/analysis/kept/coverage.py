@@ -15,8 +15,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, present, share
-from kvsim.analysis.kept.retention import event_rows, last_event, rows_that_see
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, event_rows, present, share
+from kvsim.analysis.kept.retention import last_event, rows_that_see
 from kvsim.core.lazy import torch
 from kvsim.core.reading import Reads
 

@@ -1,25 +1,30 @@
-"""Metrics of kept sets: places of kept and evicted entries, and contents of the kept ones."""
+"""Metrics of kept sets: places of kept and evicted entries, and contents of the kept ones.
+
+A metric is one function, which imports what it computes, and its entry below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvsim.analysis.arrays import Bools
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.coverage import kept_coverage, needle_visibility, retained_positions
-from kvsim.analysis.kept.retention import entries_seen, retained_iou, retention_ratio, wipeouts
-from kvsim.analysis.kept.text import NGRAMS, is_punctuation, punctuation_lift, repetition
-from kvsim.analysis.kept.vectors import WithChance, key_similarities, value_norm_overlaps
-from kvsim.analysis.subject import Analysis, Layers, Subject, Walk
+from kvsim.analysis.subject import Analysis, Layers, Subject
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
+if TYPE_CHECKING:
+    from kvsim.analysis.kept.bursts import Bursts
+
+Values = Callable[[Subject], Iterator[Cells]]
+
 
 def _wipeout(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.retention import wipeouts
+
     for layers, evicted_at in subject.layer_groups:
         for length, threshold, found in wipeouts(evicted_at):
             variant, chance = f"length={length},threshold={threshold:g}", found.cumulative_chance
@@ -27,12 +32,16 @@ def _wipeout(subject: Subject) -> Iterator[Cells]:
 
 
 def _iou(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.retention import retained_iou
+
     for layers, evicted_at in subject.layer_groups:
         rows, iou, chance = retained_iou(evicted_at)
         yield Cells(layers, iou, "head", "", chance, rows)
 
 
 def _coverage(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.coverage import kept_coverage
+
     for layers, evicted_at in subject.layer_groups:
         coverage = kept_coverage(evicted_at, bins=1)  # no curve
         flat, rows = coverage.overall, coverage.rows
@@ -40,6 +49,8 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
 
 
 def _bursts(subject: Subject) -> list[tuple[Layers, Bursts]]:
+    from kvsim.analysis.kept.bursts import dropped_bursts
+
     return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in subject.layer_groups]
 
 
@@ -58,6 +69,8 @@ def _burst_share(subject: Subject) -> Iterator[Cells]:
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.coverage import retained_positions
+
     for layers, evicted_at in subject.layer_groups:
         retained = retained_positions(evicted_at)
         if retained is None:
@@ -70,6 +83,8 @@ def _position(subject: Subject) -> Iterator[Cells]:
 
 
 def _ratio(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.retention import retention_ratio
+
     trace = subject.trace
     nominal = min(1.0, subject.record.budget / trace.n_pos)
     for layers, evicted_at in subject.layer_groups:
@@ -80,12 +95,16 @@ def _ratio(subject: Subject) -> Iterator[Cells]:
 
 
 def _entries(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.retention import entries_seen
+
     for layers, evicted_at in subject.layer_groups:
         yield Cells(layers, entries_seen(evicted_at, subject.trace.prompt_len), "head")
 
 
-def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
+def _needle(name: Literal["recall", "wipeout"]) -> Values:
     def cells(subject: Subject) -> Iterator[Cells]:
+        from kvsim.analysis.kept.coverage import needle_visibility
+
         if spans := subject.trace.spans.get("needle"):
             record = subject.record
             for index, gone in enumerate(record.gone_after):
@@ -135,15 +154,20 @@ PLACES: Mapping[str, Metric] = {
 
 
 def _repetition(analysis: Analysis) -> Iterator[Cells]:
+    from kvsim.analysis.kept.text import NGRAMS, repetition
+
     if (tokens := analysis.trace.tokens) is not None:
         response = tokens[analysis.trace.prompt_len :].numpy()
         for n in NGRAMS:
             yield Cells(None, np.array([repetition(response, n)]), variant=f"n={n}")
 
 
-def _contents(walk: Walk[list[WithChance]]) -> Callable[[Subject], Iterator[Cells]]:
+def _vectors(walk: Literal["value_norm_overlaps", "key_similarities"]) -> Values:
     def cells(subject: Subject) -> Iterator[Cells]:
-        for layer, (values, chance) in zip(subject.record.layers, subject.walk(walk), strict=True):
+        from kvsim.analysis.kept import vectors
+
+        of_layers = subject.walk(getattr(vectors, walk))
+        for layer, (values, chance) in zip(subject.record.layers, of_layers, strict=True):
             yield Cells(layer, values, "head", chance=chance)
 
     return cells
@@ -151,11 +175,15 @@ def _contents(walk: Walk[list[WithChance]]) -> Callable[[Subject], Iterator[Cell
 
 def _marks(trace: Trace, records: Sequence[Record], _: str) -> Sequence[Bools | None]:
     """Which tokens of a trace are punctuation, the same for all records; None without a text."""
+    from kvsim.analysis.kept.text import is_punctuation
+
     text = trace.token_text
     return [None if text is None else is_punctuation(text)] * len(records)
 
 
 def _punctuation(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.kept.text import punctuation_lift
+
     if (marks := subject.walk(_marks)) is not None:
         for layers, evicted_at in subject.layer_groups:
             yield Cells(layers, punctuation_lift(evicted_at, marks), "head")
@@ -170,11 +198,11 @@ CONTENTS: Mapping[str, Metric] = {
         "share of the entries kept behind the sinks that the largest values would keep too, "
         "after the last event, next to chance",
         "sets", "share", None, "after Expected Attention",
-        _contents(value_norm_overlaps)),
+        _vectors("value_norm_overlaps")),
     "key_similarity": Metric(
         "mean cosine of two keys that a head keeps, after the last event, next to chance",
         "sets", "cosine", None, "G-KV, section 4",
-        _contents(key_similarities)),
+        _vectors("key_similarities")),
     "punctuation_lift": Metric(
         "share kept of punctuation over the share kept of all tokens, after the last event",
         "sets", "ratio", None, "G-KV, App. I", _punctuation),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, event_rows, histogram, share
 from kvsim.analysis.kept import chance
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
@@ -23,11 +23,6 @@ SINK, RECENT = 4, 32
 #: Regions of the wipe-out rate: lengths in tokens and survival thresholds.
 LENGTHS = (16, 32, 64, 128)
 THRESHOLDS = (0.0, 0.1)
-
-
-def event_rows(evicted_at: EvictedAt) -> Ints:
-    """Rows after which at least one entry of the layer left, ascending; [E]."""
-    return np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
 
 
 def last_event(evicted_at: EvictedAt) -> int:

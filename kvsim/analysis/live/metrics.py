@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.output.partial import prompt_parts
+from kvsim.analysis.output.changed import prompt_parts
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
 
@@ -102,6 +102,8 @@ def _peak(*, share: bool) -> Values:
     return cells
 
 
+#: What a pass of the model says of a replay (`kvsim.runner.judging`).
+JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
 #: The metric that has a row for each token: the same KL as `response_kl`, which ranks.
 KL_TOKENS = "response_kl_tokens"
 

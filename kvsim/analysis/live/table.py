@@ -11,11 +11,12 @@ import polars as pl
 
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.live.metrics import KL_TOKENS
+from kvsim.analysis.measuring import subjects_of
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.subject import LiveSubject
-from kvsim.analysis.table import RowArrays, blocks_of, subjects_of, table_of
-from kvsim.core.outcome import Outcome, OutputDeviation
+from kvsim.analysis.table import RowArrays, blocks_of, table_of
+from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -49,22 +50,6 @@ def measure_live(
                 measured = replace(subject, output=partial(_same, output))
                 blocks += blocks_of(measured, name, entry, events=events)
     return table_of(blocks)
-
-
-def measure_judged(
-    trace: Trace, records: Sequence[Record], outcomes: Sequence[Outcome], metrics: Iterable[str]
-) -> pl.DataFrame:
-    """A Table of a pass of the model under the kept sets of replays (`JUDGED`)."""
-    return table_of(
-        [
-            block
-            for record, outcome in zip(records, outcomes, strict=True)
-            for name in metrics
-            for block in blocks_of(
-                LiveSubject(trace, record, outcome), name, metric(name), events=False
-            )
-        ]
-    )
 
 
 def _same(output: OutputDeviation) -> OutputDeviation:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.output.partial import first_row
+from kvsim.analysis.output.changed import first_row
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record

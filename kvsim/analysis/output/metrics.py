@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from kvsim.analysis.arrays import Floats, mean_known
-from kvsim.analysis.attention.sparsity import compressed_sparsity
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.output.bytes import cache_bytes
-from kvsim.analysis.output.error import head_lengths
-from kvsim.analysis.output.partial import prompt_parts
+from kvsim.analysis.output.changed import prompt_parts
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
 
@@ -48,6 +45,8 @@ def _layer_error(subject: Subject) -> Iterator[Cells]:
 
 
 def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
+    from kvsim.analysis.attention.sparsity import compressed_sparsity
+
     each = zip(subject.record.layers, subject.walk(compressed_sparsity), strict=True)
     for layer, sparsity in each:
         for variant, values in sparsity.variants():
@@ -126,6 +125,8 @@ def _added_weighted(subject: Subject) -> Floats:
 
 def _all_heads(subject: Subject) -> Floats:
     """How far the output of all heads moves, relative [layer, row]; 0 where 0 has not moved."""
+    from kvsim.analysis.output.error import head_lengths
+
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
     moved: Floats = np.sqrt(((subject.output().error * lengths) ** 2).sum(1))
     length: Floats = np.sqrt((lengths**2).sum(1))
@@ -134,6 +135,8 @@ def _all_heads(subject: Subject) -> Floats:
 
 def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
+        from kvsim.analysis.output.bytes import cache_bytes
+
         by_turn = getattr(subject.walk(cache_bytes), name).sum(-1)  # [turn, layer]
         for (turn, _), of_turn in zip(subject.trace.answers, by_turn, strict=True):
             for layer, value in zip(subject.record.layers, of_turn, strict=True):
@@ -197,3 +200,6 @@ METRICS: Mapping[str, Metric] = {
         "rows", "relative", "lower", "after Expected Attention, Fig. 6",
         _means(_all_heads), default=False),
 }  # fmt: skip
+
+#: Those that compare with the optimum.
+REGRET = tuple(name for name, entry in METRICS.items() if entry.beside)

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvsim.analysis.output.changed import first_moved, first_row, kept_channels, log_weights
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.merging import Merger, events
-from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import Codec, round_marked, stored_after
+from kvsim.core.storing import round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
 from kvsim.policies.naming import stored_piece
@@ -81,81 +81,6 @@ def _stored(
         round_marked(codec, which, rounded, after != NEVER, channels)
         stored.append(Stored(exact, rounded, after))
     return stored[0], stored[1]
-
-
-def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor | None:
-    """The channels of a layer's keys that a codec stores, bool [H, d]; None for all of them.
-
-    By what is held after row `last`, the first after which entries are rounded. gone: after which
-    row each entry has left, int [H, T].
-    """
-    if not codec.reads.last:
-        return None
-    owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
-    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.reads.last :, 0].cpu()  # rows
-    queries = torch.cat(
-        [
-            trace.read("q", slice(i, i + 1), slice(int(computed[0]), last + 1))[0].unflatten(
-                0, (len(gone), -1)
-            )[:, :, computed - computed[0]]
-            for i in trace.header.readers(owner)
-        ],
-        dim=1,
-    )
-    keys = trace.read("k", slice(owner, owner + 1), slice(0, last + 1))[0].to(gone.device)
-    held = (gone[:, : last + 1] > last).unsqueeze(-1)
-    return codec.channels(queries.to(gone.device), keys.where(held, 0.0))
-
-
-def first_row(record: Record, trace: Trace) -> int:
-    """The first row that sees rounded entries: the one after the first prefill event."""
-    return record.schedule.ends(trace.prompt_len, trace.context_len)[0]
-
-
-def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slice]:
-    """The rows of the prompt behind its first event, by variant of the metrics that have them.
-
-    Of its last `count` rows, from the first of which they are counted; a part that begins before is
-    left out. With an event after the context, rows of the question are apart.
-    """
-    end, context = trace.prompt_len, trace.context_len
-    first, start = schedule.ends(end, context)[0], end - count
-    parts = {"rows=prompt": (first, end)}
-    if context and schedule.compress.startswith(("context", "both")):
-        parts = {"rows=context": (first, context), "rows=question": (context, end)}
-    return {
-        variant: slice(first - start, stop - start)
-        for variant, (first, stop) in parts.items()
-        if start <= first < stop
-    }
-
-
-def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
-    """The first row that may see other entries than with the full cache, or other numbers of them.
-
-    gone: after which row each entry of a layer has left, int [H, T].
-    """
-    begin = min(int(gone.min()) + 1, trace.n_pos)
-    if record.codec is not None and stored_piece(record.codec).clocks:
-        return min(begin, first_row(record, trace))
-    return begin if record.reads is None else min(begin, record.reads.first)
-
-
-def log_weights(
-    reads: Reads | None, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
-) -> Tensor | None:
-    """Logarithms of the weights that rows give the entries that they read [qhead, w, rows.stop].
-
-    index: the layer's place in the account; gone: after which row each entry left, int [H, T]; q
-    [H, G, w, d] of the rows and k [H, T, d], as the rows have them. None without weights.
-    """
-    if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
-        return None
-    reader, late = stored_piece(reads.reader), slice(max(rows.start, reads.first), rows.stop)
-    k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
-    learned = reader.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
-    weights = reader.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
-    return torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))
 
 
 def partial(

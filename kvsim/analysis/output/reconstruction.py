@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.measuring import measure
 from kvsim.analysis.results import task_of, wide
-from kvsim.analysis.table import columns_of, measure
+from kvsim.analysis.table import columns_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay

@@ -24,8 +24,9 @@ def _expected(traces: Sequence[Trace], _: Sequence[str]) -> Any:
 
 def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
     """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
+    from kvsim.analysis.measuring import measure
     from kvsim.analysis.subject import Analysis
-    from kvsim.analysis.table import in_order, measure
+    from kvsim.analysis.table import in_order
     from kvsim.studies.expectation.expectation import Queries, queries
 
     tables = []

@@ -152,8 +152,9 @@ def _compare(
     """
     import polars as pl
 
+    from kvsim.analysis.measuring import available
     from kvsim.analysis.overview import SUMMARY, summarise
-    from kvsim.analysis.table import available, in_order
+    from kvsim.analysis.table import in_order
     from kvsim.cli.runs import fidelity_line, means
     from kvsim.policies import policy
     from kvsim.sweeps.driver import replay_all

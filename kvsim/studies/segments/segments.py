@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, present, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, event_rows, present, share
 from kvsim.analysis.axes import record_head, record_layer
-from kvsim.analysis.kept.retention import event_rows
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER

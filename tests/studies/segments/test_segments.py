@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.arrays import event_rows
 from kvsim.analysis.kept.chance import mean_run, n_runs
-from kvsim.analysis.kept.retention import event_rows
 from kvsim.schema import NEVER
 from kvsim.studies.segments.segments import ams_segments, proxy_segments
 from kvsim.testing.strategies import make_case
