@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvsim.errors import KvsimError as KvsimError
     from kvsim.policies import policy as policy
     from kvsim.recorder import capture as capture
-    from kvsim.runner.judging import judge as judge
+    from kvsim.runner.judgments import judge as judge
     from kvsim.samples import sample_trace as sample_trace
     from kvsim.store import open_trace as open_trace
     from kvsim.store import save_trace as save_trace
@@ -55,7 +55,7 @@ _HOME = {
     "capture": "recorder",
     "compare": "analysis.comparison",
     "conform": "studies.referee.ruling",
-    "judge": "runner.judging",
+    "judge": "runner.judgments",
     "live": "sweeps.closed_loop",
     "measure": "analysis.measuring",
     "open_trace": "store",

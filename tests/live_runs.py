@@ -80,9 +80,9 @@ class Live:
         )
 
 
-def run_live(running, policy, budget, tokens, prompt_len, *, step=None, **options):
+def run_live(running, policy, budget, tokens, prompt_len, *, step=None, schedule=None, **options):
     """Feed tokens to a running model, the response in steps of so many or at once."""
-    calls = {}
+    calls, policy = {}, replace(policy, schedule=schedule or policy.schedule)
 
     def observe(call):
         w = call.q.shape[1]

@@ -292,7 +292,7 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
-    from kvsim.engine import replay
+    from kvsim.engine.replay import replay
 
     budget = resolve_budget(size, trace.n_pos)
     interval: Any = next((x for x in schedule["interval"] or () if x != "own"), None)

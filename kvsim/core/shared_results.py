@@ -9,6 +9,8 @@ from kvsim.core.lazy import Tensor
 
 T = TypeVar("T")
 
+#: Bytes of keys, values and working space that one block of layers may take by default.
+DEFAULT_MEMORY = 2 << 30
 #: Bytes of tensors that a trace keeps for later replays, if these may take 2 GiB.
 MEMO_BYTES = 128 << 20
 

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
 from kvsim.engine.rows import ROWS
 from kvsim.engine.source import check_unwindowed, windows
 from kvsim.errors import MemoryLimitError, PolicyError
-
-#: Bytes of keys, values and working space that one block of layers may take by default.
-DEFAULT_MEMORY = 2 << 30
 
 # Bytes of an entry where layers are scored apart: its position, its score, its place, and masks.
 _OF_ENTRY = 48

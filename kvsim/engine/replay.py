@@ -17,13 +17,13 @@ from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
 from kvsim.core.reading import Reads
 from kvsim.core.record import Plans, Record, facts_of
-from kvsim.core.shared_results import MEMO_BYTES
+from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remarks, whole
 from kvsim.engine.depth import Descent, descent_of
-from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
+from kvsim.engine.layers import LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, ended, read_together

@@ -34,18 +34,15 @@ class Use:
 class Pool:
     """Blocks of `size` slots for keys and values of `heads` heads: [block, size, heads, dim].
 
-    It grows as needed. With `poison`, freed blocks are overwritten with NaN, for tests.
+    It grows as needed.
     """
 
-    def __init__(
-        self, size: int, heads: int, like: Tensor, dim: int, *, poison: bool = False
-    ) -> None:
+    def __init__(self, size: int, heads: int, like: Tensor, dim: int) -> None:
         self.size, self.heads = size, heads
         self.keys, self.values = (like.new_zeros(0, size, heads, dim) for _ in range(2))
         self.counts: list[int] = []
         self.use = Use()
         self._free: list[int] = []
-        self._poison = poison
 
     def allocate(self, n: int) -> list[int]:
         """Return n free blocks, each counted once."""
@@ -83,9 +80,6 @@ class Pool:
                 self._free.append(block)
                 self.use.blocks -= 1
                 self.use.freed_blocks += 1
-                if self._poison:
-                    with torch.inference_mode():  # as the model's tensors
-                        self.keys[block] = self.values[block] = torch.nan
 
     def _check(self, times: Mapping[int, int]) -> None:
         for block, n in times.items():

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.hooks import kernel_mask
 from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.repetition import read_probe, repetition
+from kvsim.runner.model import computable
 from kvsim.runner.reading import LiveReads
 
 T = TypeVar("T")
@@ -359,11 +359,6 @@ class LiveSource:
         """Bytes of the keys and values of live entries, without pads."""
         new = self.n_slots - self._live.shape[-1]
         return (self._count + new * len(self.layers) * self._heads) * self._entry_bytes
-
-
-def computable(x: Tensor) -> Tensor:
-    """A tensor of the model in the dtype that policies compute in."""
-    return x.to(compute_dtype(x.dtype))
 
 
 def repeat_context(

@@ -40,6 +40,7 @@ from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared, first_compared, uncompared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
+from kvsim.runner.sketches import projected
 from kvsim.schema import object_at
 from kvsim.text.answers import LANGUAGES, text_score
 
@@ -213,15 +214,15 @@ class ClosedLoop:
         self, rows: FullRows, full: FullRows, layers: Sequence[int]
     ) -> OutputDeviation:
         """The error of the attention output of some layers, of the rows from `rows.first` on."""
-        trace, projected = self.trace, self.running.projected
+        trace, matrices = self.trace, projected(self.running)
         shape = (len(layers), trace.evicting.n_qheads, trace.n_pos - rows.first)
         error = np.zeros(shape, np.float32)
-        added = None if projected is None else np.zeros((shape[0], shape[2]), np.float32)
+        added = None if matrices is None else np.zeros((shape[0], shape[2]), np.float32)
         for at, layer in enumerate(layers if trace.n_pos > rows.first else ()):
             live, expected = (x.output(layer, rows.first) for x in (rows, full))
             error[at] = relative_change(live, expected).cpu().numpy()
-            if added is not None and projected is not None:
-                blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(live)
+            if added is not None and matrices is not None:
+                blocks = matrices.read("o_proj", slice(layer, layer + 1))[0].to(live)
                 stream = torch.einsum("hnd,hdm->nm", live - expected, blocks)
                 added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)

@@ -32,17 +32,18 @@ from kvsim.runner.descent import Decoder, prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
-from kvsim.schema import Compress, Spans
+from kvsim.runner.sketches import sketch
+from kvsim.schema import Spans
 
 __all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
 
 class Decoding:
-    """One sequence while a policy evicts from the cache of a running model.
+    """One sequence while a policy evicts from the cache of a running model, in a `with` block.
 
-    Use it in a `with` block, in which the model's kernel is intercepted. prompt_len, n_pos: tokens
-    of the prompt, and of the whole sequence at most. layers: those that evict, by number; all that
-    see the whole text by default. observe: called with each kernel call (`KernelCall`), whose keys
+    prompt_len, n_pos: tokens of the prompt, and of the whole sequence at most. interval, prefill:
+    of the policy by default. layers: those that evict, by number; all that see the whole text by
+    default. observe: called with each kernel call (`KernelCall`), whose keys
     and values are those that the cache holds, in its slots, with pads. paging: hold the entries in
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
     receives are then those of new rows alone. probe: what `repeat_context` returns, for policies
@@ -71,8 +72,6 @@ class Decoding:
         context_len: int | None = None,
         interval: int | None = None,
         prefill: bool | None = None,
-        compress: Compress | None = None,
-        prefill_chunk: int | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
@@ -83,11 +82,14 @@ class Decoding:
         check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
-        self.schedule: Schedule = policy.schedule.override(
-            interval, prefill, compress, prefill_chunk
+        self.schedule: Schedule = policy.schedule.override(interval, prefill)
+        sequence = sketch(
+            *(running, policy, prompt_len, n_pos),
+            context_len=context_len,
+            name=name,
+            questions=questions,
         )
-        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name, questions)
-        self.sketch, self._row_size = sketch.evicting, sketch.row_size
+        self.sketch, self._row_size = sequence.evicting, sequence.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
@@ -197,10 +199,9 @@ class Decoding:
         values: Sequence[Tensor | None],
         queries: Mapping[int, Tensor],
     ) -> None:
-        """Take over rows that ran elsewhere with what is held here, none behind the next event.
+        """Take over rows that ran elsewhere, none behind the next event.
 
-        keys, values: by layer [H, n, d]; None where it reads the entries of another. queries: by
-        the number of each layer that evicts, [qhead, n, d].
+        keys, values: as in Prefix. queries: by the number of each layer that evicts, [qhead, n, d].
         """
         with self._adding(len(tokens), forwards=False):
             self._make_room()

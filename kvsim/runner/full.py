@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvsim.analysis.output.changed import prompt_parts
 from kvsim.core.policy import Schedule
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.forward import evaluating
 from kvsim.recorder.head import Predictions

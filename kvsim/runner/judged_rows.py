@@ -16,16 +16,15 @@ from kvsim.analysis.output.changed import first_row, kept_channels, log_weights
 from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended
 from kvsim.policies.naming import stored_piece
 from kvsim.recorder.hooks import Attention, kernel_mask
-from kvsim.runner.cache import computable
 from kvsim.runner.full import FullPass
-from kvsim.runner.model import RunningModel
+from kvsim.runner.model import RunningModel, computable
 from kvsim.schema import NEVER
 
 #: Rows that attend to one selection of entries.

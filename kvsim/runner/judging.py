@@ -15,46 +15,36 @@ Shape letters: B records, L layers, R tokens of the response, V of the vocabular
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsim.analysis.live.metrics import JUDGED, KL_TOKENS
 from kvsim.analysis.output.changed import first_moved
-from kvsim.analysis.table import measure_judged
 from kvsim.core.merging import Merger
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
-from kvsim.core.threads import threads_for
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.policies.model import model_of
 from kvsim.policies.naming import stored_piece
-from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.forward import evaluating, last_logits
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.positions import scales_by_cache
-from kvsim.runner.full import FullPass, compared, first_compared, uncompared
+from kvsim.runner.full import FullPass, compared, first_compared
 from kvsim.runner.judged_rows import JudgedRows
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
-from kvsim.schema import object_at
-from kvsim.store.opening import TraceLike, as_trace
 
 #: Rows that a batch has at least: libraries compute the products of a few rows in another order.
 _LEAST = 32
@@ -254,66 +244,3 @@ def unjudged(record: Record) -> str:
         f"{record.policy}: {reason}, so that no pass over the recorded tokens judges it; run it on "
         "the model (kvsim live)"
     )
-
-
-def judge(
-    model: Any,
-    trace: TraceLike,
-    records: Record | Sequence[Record],
-    *,
-    memory: int | None = None,
-    tokens: bool = False,
-) -> pl.DataFrame:
-    """Judge replays of a trace by a forward pass of its model.
-
-    Args:
-        model: a model of transformers, or what `kvsim.recorder.load_model` takes.
-        trace: the trace, its path or URL, of all layers of the model, with its tokens.
-        records: replays of it (`kvsim.replay`).
-        memory: bytes that a batch of records may take, 2 GiB by default.
-        tokens: add the KL of each token of the response, `response_kl_tokens`.
-
-    Returns:
-        A Table (`kvsim.measure`) of `response_kl`, `nll_increase`, `top_agreement` and
-        `stream_error` [layer], of fidelity `judged`. A warning names rows of the prompt that are
-        left out because they take more than 1 GiB.
-
-    Raises:
-        NeedsError: a trace without tokens, or of some layers alone.
-        CaptureError: another model than the recorded one.
-        PolicyError: a record that a forward pass cannot show: keys rotated to their slots, rows of
-            the prompt dropped on the way down, a live run.
-    """
-    trace = as_trace(trace)
-    records = [records] if isinstance(records, Record) else [*records]
-    if isinstance(model, str | Path):
-        model = load_model(model, dtype=object_at(trace.meta, "model").get("dtype"))[0]
-    with threads_for(model):
-        running = RunningModel(model)
-        outcomes = Judge(running, trace, memory).outcomes(records)
-    for remark in sorted({uncompared(running, trace, x.schedule) for x in records} - {""}):
-        warnings.warn(remark, stacklevel=2)
-    return measure_judged(trace, records, outcomes, (*JUDGED, *[KL_TOKENS] * tokens))
-
-
-def judge_of(trace: Trace, model: str, device: str, memory: int | None) -> Judge:
-    """Return the judge of a trace by a model of that name, or by the recorded one without a name.
-
-    The hub is not asked for a model that only a trace names. Raises as `Judge`, and CaptureError
-    where the model cannot be loaded.
-    """
-    name = model or str(model_of(trace)["name"] or "")
-    if not name:
-        raise CaptureError(f"{trace.name} does not say of which model it is; name it by --model")
-    dtype = object_at(trace.meta, "model").get("dtype")
-    try:
-        running = _running(name, dtype, device, cached=not model)
-    except CaptureError as error:
-        advice = "" if model else f"; {trace.name} names this model, give yours by --model"
-        raise CaptureError(f"{error}{advice}") from error
-    return Judge(running, trace, memory)
-
-
-@lru_cache(maxsize=1)
-def _running(name: str, dtype: str | None, device: str, *, cached: bool) -> RunningModel:
-    return RunningModel(load_model(name, dtype=dtype, device=device, cached=cached)[0])

@@ -1,21 +1,18 @@
-"""A model of transformers that runs live: the formulas of its layers, and a shared prefill."""
+"""A model of transformers that runs live, and a shared prefill."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvsim.core.attention import Formula
-from kvsim.core.policy import Policy
-from kvsim.core.probe import KEY, Chunk, Probe
-from kvsim.core.sources import InMemory
+from kvsim.core.checks import compute_dtype
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
@@ -24,19 +21,14 @@ from kvsim.recorder.head import Head, check_logits
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.modules import head_of, kernel_name
-from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexed, steady_length
-from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
-from kvsim.recorder.session import Session
-from kvsim.schema import Spans, object_at
-
-#: Tokens of the capture that shows the formulas of a model's layers.
-_PROBE = 32
 
 
 class RunningModel:
-    """A model of transformers, and the formulas of its layers by a capture of a few tokens.
+    """A model of transformers, whose rows run behind those of a cache.
+
+    captures: of a few tokens, with and without output projections (`kvsim.runner.sketches`).
 
     Raises CaptureError for a model that cannot be recorded, whose kernel takes masks of an unknown
     kind, or whose layers are on several devices.
@@ -58,6 +50,7 @@ class RunningModel:
                 raise CaptureError(f"{model_name(model)} {problem}")
         self.model = model
         self.device = device_of(model)
+        self.captures: dict[bool, Trace] = {}
         self.added = kernel == "eager"  # masks are added to logits
         #: whether some layers keep a state, which depends on all rows before, instead of entries
         self.has_states = any(hasattr(part, "conv_states") for part in full_cache(model).layers)
@@ -84,36 +77,6 @@ class RunningModel:
         """The model as traces describe it, with the digest of its weights."""
         return describe_model(self.model)
 
-    @cached_property
-    def _plain(self) -> Trace:
-        return self._probed()
-
-    @cached_property
-    def _projected(self) -> Trace:
-        return self._probed(o_proj=True)
-
-    def _probed(self, **options: Any) -> Trace:
-        """Capture a few tokens, in memory."""
-        vocabulary = cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings
-        ids = [token % vocabulary for token in range(1, _PROBE + 1)]
-        formulas: dict[int, Formula] = {}
-
-        def receive(call: KernelCall) -> None:
-            formulas[call.layer] = call.formula
-
-        # a trace so short does not say how long the sliding windows are
-        with intercepting(self.model, receive):
-            trace = Session(
-                self.model,
-                None,
-                Prompt("", ids),
-                Options(max_new_tokens=0, **options),
-                None,
-                self.described,
-            ).run()
-        header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
-        return Trace(trace.source, header, dtype=trace.dtype)
-
     def check_length(self, n_pos: int) -> None:
         """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
         limit = steady_length(self.model)
@@ -123,57 +86,6 @@ class RunningModel:
                 f"{model_name(self.model)} rotates keys and queries alike; give a shorter prompt "
                 "or fewer new tokens"
             )
-
-    @cached_property
-    def projected(self) -> Trace | None:
-        """A trace of a few tokens with output projections.
-
-        None without such matrices, or where a gate acts before them.
-        """
-        try:
-            trace = self._projected
-        except CaptureError:
-            return None
-        return None if trace.has("gate") else trace
-
-    def sketch(
-        self,
-        policy: Policy,
-        prompt_len: int,
-        n_pos: int,
-        context_len: int | None,
-        name: str,
-        questions: Spans = (),
-    ) -> Trace:
-        """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
-        self.check_length(n_pos)
-        example = self._projected if "o_proj" in policy.reads.arrays else self._plain
-        zero = torch.zeros((), dtype=example.dtype)
-        if example.has("gate"):
-            raise CaptureError(
-                f"{policy.name} reads the output projection, before which {model_name(self.model)} "
-                "has a gate, expected none in a live run; replay a recorded trace instead"
-            )
-        shapes = example.source.shapes
-        arrays = {
-            key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
-        }
-        if example.has("o_proj"):
-            arrays["o_proj"] = example.source.read("o_proj", slice(None), slice(None))
-        model = object_at(example.meta, "model")
-        meta: dict[str, Any] = {
-            "model": {key: model[key] for key in ("layers", "other_layers") if key in model}
-        }
-        if example.header.latent is not None:
-            meta["latent"] = example.header.latent
-        if "probe_q" in policy.reads.arrays:
-            rows = context_len or prompt_len  # about as many as will run
-            meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
-            arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}
-        facts: Any = {"prompt_len": prompt_len, "context_len": context_len, "name": name}
-        header = replace(example.header, **facts, meta=meta, questions=tuple(questions))
-        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 
     def forward(
         self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0
@@ -243,3 +155,8 @@ def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     )
     of_layers = [torch.cat(queries[at], dim=1) for at in sorted(queries)]
     return Prefix(tuple(ids), keys, values, of_layers, logits)
+
+
+def computable(x: Tensor) -> Tensor:
+    """A tensor of the model in the dtype that policies compute in."""
+    return x.to(compute_dtype(x.dtype))

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
-from kvsim.runner.cache import LiveSource, computable
+from kvsim.runner.cache import LiveSource
+from kvsim.runner.model import computable
 
 
 @dataclass
@@ -33,7 +34,6 @@ class Paging:
 
     size: int = 16
     tables: Literal["layer", "head"] = "layer"
-    poison: bool = False
     pool: Pool | None = None
     prefixes: dict[tuple[tuple[int, ...], int], Sequences] = field(default_factory=dict)
     padded_bytes: int = 0
@@ -46,7 +46,7 @@ class Paging:
         """Return empty sequences of layers, in a pool of this layout."""
         together = heads if self.tables == "layer" else 1
         if self.pool is None:
-            self.pool = Pool(self.size, together, like, dim, poison=self.poison)
+            self.pool = Pool(self.size, together, like, dim)
         return Sequences(self.pool, layers * heads // together)
 
     @property

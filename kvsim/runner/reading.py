@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsim.core.reading import Reader, Reads
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.engine.reading import Period, account, choose, note, reads_all
 
 

@@ -201,7 +201,7 @@ class Replays:
 
     @functools.cached_property
     def _judge(self) -> Judge:
-        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+        from kvsim.runner.judgments import judge_of  # noqa: PLC0415  transformers
 
         return judge_of(self._trace, self._options["judge"], **self._limits)
 

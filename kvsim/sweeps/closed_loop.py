@@ -22,7 +22,7 @@ from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine import check_cell
+from kvsim.engine.checks import check_cell
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.experiment import LiveOptions, OfCells
 from kvsim.policies import as_policies

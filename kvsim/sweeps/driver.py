@@ -21,7 +21,7 @@ from kvsim.core.options import given_options, takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.engine import check_cell
+from kvsim.engine.checks import check_cell
 from kvsim.errors import ConfigError, KvsimError
 from kvsim.experiment import Options, ReplayOptions, Spread, SweepOptions
 from kvsim.progress import with_bar
@@ -344,7 +344,7 @@ def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
     """Raise PolicyError for a device that is not here, and as `judge_of` for a model."""
     resolve_device(device)
     if judge is not False:
-        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+        from kvsim.runner.judgments import judge_of  # noqa: PLC0415  transformers
 
         for trace in traces:
             judge_of(trace, str(judge), device, None)

@@ -18,9 +18,9 @@ from kvsim.analysis.subject import Analysis
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.errors import ConfigError, KvsimError, TraceError, error_line
 from kvsim.store import open_trace
 from kvsim.sweeps.cells import Cell, Outcome, Progress, Replays, compute, failure

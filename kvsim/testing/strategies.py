@@ -203,13 +203,13 @@ def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy
 
 @cache
 def _shapes(
-    max_layers: int, min_heads: int, max_heads: int, groups: tuple[int, ...]
+    max_layers: int, max_heads: int, groups: tuple[int, ...]
 ) -> st.SearchStrategy[tuple[int, int, int, int]]:
     """(layers, heads, group, dim) at once; the small ones, which take less time, more often."""
     layers, heads = (1, 1, 2, 2, *range(3, max_layers + 1)), (1, 2, 2, *range(3, max_heads + 1))
     every = product(
         (x for x in layers if x <= max_layers),
-        (x for x in heads if min_heads <= x <= max_heads),
+        (x for x in heads if x <= max_heads),
         (x for x in (1, 1, *GROUPS[1:], 2) if x in groups),
         (4, 4, 8, 16),
     )
@@ -225,14 +225,13 @@ def cases(
     min_n: int = 1,
     max_n: int = 48,
     max_layers: int = 3,
-    min_heads: int = 1,
     max_heads: int = 3,
     groups: tuple[int, ...] = GROUPS,
 ) -> Case:
     """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length."""
     usual = st.integers(max(min_n, min(12, max_n)), max_n)
     n = mostly(draw, usual, st.integers(min_n, max_n))
-    layers, heads, group, dim = draw(_shapes(max_layers, min_heads, max_heads, groups))
+    layers, heads, group, dim = draw(_shapes(max_layers, max_heads, groups))
     return make_case(
         draw(st.sampled_from(kinds)),
         layers=layers,

@@ -19,7 +19,7 @@ from harness import options, random_model
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.recorder import load_model
-from kvsim.runner.judging import judge
+from kvsim.runner.judgments import judge
 
 POLICIES = ("streaming_llm", "snapkv", "tova", "h2o", "expected_attention", "adakv+snapkv", "gkv")
 ARRAYS, TIES, JUDGED, SMALL = 1e-4, 1e-4, 1e-2, 1e-5

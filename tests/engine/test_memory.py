@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.engine import layers_per_block
+from kvsim.engine.layers import layers_per_block
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies.naming import names
 from kvsim.store import describe

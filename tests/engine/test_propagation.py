@@ -9,7 +9,7 @@ from kvsim.analysis.kept.retention import entries_seen, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Propagation, Selection, Step
-from kvsim.engine import check_cell
+from kvsim.engine.checks import check_cell
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.policies.full import Full

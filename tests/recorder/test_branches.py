@@ -11,7 +11,7 @@ import kvsim
 from families import ids
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, Turn, capture, capture_many, contexts
-from kvsim.runner.judging import judge
+from kvsim.runner.judgments import judge
 from kvsim.store import TraceWriter, open_trace, verify
 from kvsim.store import layout as stored_layout
 

@@ -6,7 +6,7 @@ wrappers, `PROPAGATIONS` what selects rows of the prompt, and `defaults` gives t
 each. The replay that they run in is `kvsim.testing.loops`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -66,12 +66,12 @@ def replay(
     *,
     policy: str,
     params: Mapping[str, Any] | None = None,
-    budget: int | Sequence[int],
+    budget: int,
     calibration: npt.ArrayLike | str | None = None,
     **settings: Any,
 ) -> Outcome:
     """The naive replay of a policy by name; `settings` are those of `loops.replay`."""
-    of_policy = rule(policy, params, calibration=calibration, per_head=not isinstance(budget, int))
+    of_policy = rule(policy, params, calibration=calibration)
     return loops.replay(q, k, v, of_policy, budget=budget, **settings)
 
 

@@ -24,19 +24,17 @@ def rule(
     params: Mapping[str, Any] | None = None,
     *,
     calibration: npt.ArrayLike | str | None = None,
-    per_head: bool = False,
 ) -> loops.Rule:
     """The rule of a policy by name; `params` as `parse` takes them.
 
     calibration: queries after RoPE [layer, qhead, row, dim] of another trace, or "prefix:N" or
-    "oracle", as params["calibration"] too. per_head: each head has a budget of its own, so that
-    TOVA ranks it by its own group.
+    "oracle", as params["calibration"] too.
     """
     chain = parse(policy, params)
     if calibration is not None:
         scorer = {**chain.params[-1], "calibration": calibration}
         chain = replace(chain, params=(*chain.params[:-1], scorer))
-    pieces = _Pieces(policy, chain, per_head)
+    pieces = _Pieces(policy, chain)
     interval, prefill = chain.schedule
     kind = "none" if chain.allocator == "dms" else chain.rule.layers
     return loops.Rule(
@@ -77,7 +75,6 @@ class _Pieces:
 
     policy: str
     chain: Chain
-    per_head: bool
     #: scores of this event by layer, where they depend on each other
     of_layers: dict[int, Scored] = field(default_factory=dict)
     #: sets that stay after this event by layer, and what decided them, where all share one ranking
@@ -105,7 +102,7 @@ class _Pieces:
                 event,
                 params=chain.params[-1],
                 memory=_memory(event, len(chain.params) - 1),
-                average="group" if self.per_head else chain.average,
+                average=chain.average,
                 calibration=None
                 if calibration is None
                 else np.asarray(calibration, dtype=np.float64)[event.layer],

@@ -16,8 +16,8 @@ from kvsim.analysis.kept.retention import retained_iou, wipeouts
 from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
-from kvsim.engine import check_cell
 from kvsim.engine import rows as engine_rows
+from kvsim.engine.checks import check_cell
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE

@@ -13,10 +13,12 @@ from transformers.models.llama import modeling_llama
 import kvsim
 from families import FAMILIES
 from kvsim.core.pieces import Inputs
+from kvsim.core.policy import Schedule
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
+from kvsim.runner.sketches import sketch
 from live_runs import live_policies, logits_behind_masks, output_gap, relative, run_live
 from tests.reference.masked import masked_logits
 
@@ -94,7 +96,7 @@ def test_logits_are_those_of_the_record_as_a_mask(family):
 def test_outputs_of_all_layers_are_by_definition(family):
     """So are softcaps, sinks, sliding windows that bound their layers, and layers without RoPE."""
     run = running(family)
-    ropes = len({*run.sketch(POLICIES["full"], 1, LENGTH, None, family).ropes})
+    ropes = len({*sketch(run, POLICIES["full"], 1, LENGTH).ropes})
     for name in ("streaming_llm", "snapkv", *UNEVEN):
         if name == "cake" and ropes > 1 and family != "gemma3":  # there one layer alone evicts
             continue  # its layers share a budget, so they must compute alike
@@ -370,7 +372,10 @@ def test_the_context_before_its_question(compress, name):
     """Events after the context, and after both, are those of the replay."""
     policy = POLICIES[name]
     options = {"compress": compress, "interval": INTERVAL, "prefill": True, "layers": [1]}
-    live = run_live(running("llama"), policy, BUDGET, TOKENS, PROMPT, context_len=72, **options)
+    live = run_live(
+        running("llama"), policy, BUDGET, TOKENS, PROMPT, context_len=72, layers=[1],
+        schedule=Schedule(INTERVAL, compress=compress),
+    )  # fmt: skip
 
     record = kvsim.replay(live.trace(), policy, BUDGET, **options)
     assert np.array_equal(live.record.evicted_at, record.evicted_at)
@@ -382,12 +387,15 @@ def test_the_context_before_its_question(compress, name):
 def test_a_prompt_in_chunks(compress, name):
     """A layer that alone evicts after each chunk is its replay, and so is the first of all."""
     policy, run = POLICIES[name], running("llama")
-    options = {"compress": compress, "interval": INTERVAL, "prefill": True, "prefill_chunk": 30}
+    options, chunks = (
+        {"interval": INTERVAL, "prefill": True},
+        {"compress": compress, "prefill_chunk": 30},
+    )
     for layers in ([1], None):
-        terms = options | {"layers": layers}
-        live = run_live(run, policy, 40, TOKENS, PROMPT, context_len=72, **terms)
+        terms = {"context_len": 72, "layers": layers, "schedule": Schedule(INTERVAL, **chunks)}
+        live = run_live(run, policy, 40, TOKENS, PROMPT, **terms)
 
-        record = kvsim.replay(live.trace(), policy, 40, **terms)
+        record = kvsim.replay(live.trace(), policy, 40, layers=layers, **options, **chunks)
         alike = slice(None) if layers else slice(1)
         assert np.array_equal(live.record.evicted_at[alike], record.evicted_at[alike])
         assert record.events[:2] == ([59, 71] if compress == "both" else [59, 79])
@@ -470,7 +478,7 @@ def test_an_error_leaves_the_model_as_it_was():
 
 def test_what_cannot_run_is_refused():
     """Each refusal says what was given and what works."""
-    run = running("llama")
+    run, of_context = running("llama"), Schedule(compress="context")
     sizes = {"prompt_len": PROMPT, "n_pos": LENGTH}
     for name, reason in (
         ("oracle", "rows of the future"),
@@ -481,7 +489,7 @@ def test_what_cannot_run_is_refused():
     with pytest.raises(PolicyError, match="the smallest budget that works is 32"):
         Decoding(run, POLICIES["snapkv"], 8, **sizes)
     with pytest.raises(NeedsError, match="context"):
-        Decoding(run, POLICIES["snapkv"], BUDGET, **sizes, compress="context")
+        Decoding(run, replace(POLICIES["snapkv"], schedule=of_context), BUDGET, **sizes)
     with pytest.raises(PolicyError, match="layer 0 of live does not see the whole text"):
         Decoding(running("gemma3"), POLICIES["snapkv"], BUDGET, **sizes, layers=[0])
     with pytest.raises(CaptureError, match="may have 1025 tokens; expected at most 1024"):

@@ -15,7 +15,7 @@ from families import FAMILIES
 from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import names
-from kvsim.runner import blocks
+from kvsim.runner import blocks, paged
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
@@ -23,6 +23,22 @@ from live_runs import COMPOSED
 from small_model import small
 
 HEADS = 2
+
+
+class Poisoned(Pool):
+    """A pool whose freed blocks hold NaN."""
+
+    def free(self, blocks):
+        """Overwrite what nothing holds any more."""
+        super().free(blocks)
+        free = [block for block in {*blocks} if not self.counts[block]]
+        with torch.inference_mode():  # as the model's tensors
+            self.keys[free] = self.values[free] = torch.nan
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    monkeypatch.setattr(paged, "Pool", Poisoned)
 
 
 class Blocks(RuleBasedStateMachine):
@@ -34,7 +50,7 @@ class Blocks(RuleBasedStateMachine):
     @initialize(size=st.sampled_from([1, 3, 4]))
     def begin(self, size):
         """A pool of blocks."""
-        self.pool = Pool(size, HEADS, torch.empty(0), 1, poison=True)
+        self.pool = Poisoned(size, HEADS, torch.empty(0), 1)
         self.sequences = Sequences(self.pool, 4)
         self.entries = {at: [[] for _ in range(HEADS)] for at in range(4)}
         self.next = 1.0
@@ -123,7 +139,7 @@ def test_paged_attention_is_attention(size, rows, kind, monkeypatch):
     monkeypatch.setattr(blocks, "_TILE", 10)
     generator = torch.Generator().manual_seed(0)
     n, pads = 37, torch.tensor([0, 12])
-    pool = Pool(size, HEADS, torch.empty(0, dtype=torch.float64), 8, poison=True)
+    pool = Poisoned(size, HEADS, torch.empty(0, dtype=torch.float64), 8)
     sequences = Sequences(pool, 2)
     keys, values = torch.randn(2, n, HEADS, 8, generator=generator, dtype=torch.float64)
     for start in range(0, n, 7):  # interleaved with another sequence
@@ -206,9 +222,7 @@ def test_all_policies_write_the_text_of_the_ordinary_cache():
     assert len(policies) > 40
     assert {"ams", "adakv+snapkv", "streaming_llm@original", "fastkv", "cake"} <= policies.keys()
     pools = {
-        (size, tables): Paging(size, tables, poison=True)
-        for size in (1, 8, 16)
-        for tables in ("layer", "head")
+        (size, tables): Paging(size, tables) for size in (1, 8, 16) for tables in ("layer", "head")
     }
     for i, (name, policy) in enumerate(policies.items()):
         text, logits, plain = written(policy)
@@ -240,7 +254,7 @@ def test_a_softcap_and_sinks_are_applied_in_blocks(family):
     prefix = prefill(model, tokens)
     for name, tables in {"adakv+snapkv": "layer", "tova": "head"}.items():
         policy, texts, logits = live_policies()[name], [], []
-        for paging in (None, Paging(8, tables, poison=True)):
+        for paging in (None, Paging(8, tables)):
             with Decoding(
                 model, policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW, paging=paging
             ) as decoding:
@@ -258,7 +272,7 @@ def test_a_softcap_and_sinks_are_applied_in_blocks(family):
 
 def test_a_shared_prefix_is_stored_once():
     """Two sequences hold the blocks of a prompt; what they write goes into copies."""
-    paging = Paging(8, poison=True)
+    paging = Paging(8)
     none = kvsim.policy("full")
     first = written(none, paging, shared=True)
     alone = paging.pool.use.blocks

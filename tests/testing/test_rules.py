@@ -9,7 +9,7 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Allocator, Inputs, Plan, Protection, Schedule, Scorer, Scores
-from kvsim.errors import BudgetError, PolicyError
+from kvsim.errors import BudgetError
 from kvsim.testing import InvariantError, Rule, Scored, check_policy, loops, strategies
 from kvsim.testing.loops.rows import choose
 
@@ -179,7 +179,5 @@ def test_a_rule_may_protect_and_share_the_budget_over_layers():
     assert kept_at_the_end(Rule(newest)) == [[8, 9, 10, 11]] * 2
     assert kept_at_the_end(sink) == [[0, 9, 10, 11]] * 2
     assert kept_at_the_end(deeper) == [[6, 7, 8, 9, 10, 11], [10, 11]]
-    with pytest.raises(PolicyError, match=r"budget is \[4, 5\]; expected one number"):
-        kept_at_the_end(deeper, budget=[4, 5])
     with pytest.raises(BudgetError, match="protects 5 entries, budget is 4"):
         kept_at_the_end(Rule(newest, protect=lambda event: loops.first(event, 5)))

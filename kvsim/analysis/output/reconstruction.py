@@ -27,7 +27,8 @@ from kvsim.analysis.results import task_of, wide
 from kvsim.analysis.table import columns_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
-from kvsim.engine import check_cell, replay
+from kvsim.engine.checks import check_cell
+from kvsim.engine.replay import replay
 from kvsim.engine.source import check_unwindowed, ended
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY

@@ -17,8 +17,8 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Forecast
 from kvsim.core.trace import Trace
-from kvsim.engine import replay
 from kvsim.engine.checks import whole
+from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
 from kvsim.policies.kvzip import chunk_lengths
 from kvsim.studies.cost.flops import Event, Flops, flops_of, pieces_of

@@ -49,17 +49,6 @@ def masks(
     if as_json:
         show.echo_json({"file": str(out), "masks": [each.labels for each in every]})
         return
-    rows = [
-        [
-            str(each.labels["trace"]),
-            str(each.labels["policy"]),
-            str(each.labels["budget"]),
-            *(f"{size:,}" for size in (len(each.layers), each.last_row.shape[1], each.n_pos)),
-            f"{each.last_row.nbytes / 2**20:.2f} MiB",
-            f"{each.n_pos**2 * each.last_row[..., 0].numel() / 2**20:.2f} MiB",
-        ]
-        for each in every
-    ]
-    headers = ("trace", "policy", "budget", "layers", "heads", "tokens", "size", "dense")
-    show.echo_table(headers, rows, right=2)
+    columns = ("trace", "policy", "budget")
+    show.echo_rows([{name: str(each.labels[name]) for name in columns} for each in every])
     show.echo_error(f"Written to {out}.")

@@ -23,6 +23,7 @@ from kvsim.policies import as_policy
 from kvsim.recorder.choice import OF_DRAWS, Choice, stop_tokens
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.sketches import sketch
 
 try:
     from lm_eval.models.huggingface import HFLM
@@ -70,8 +71,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         self._running, self._events = RunningModel(model), (interval, prefill)
 
     def _decoding(self, prompt_len: int, n_pos: int) -> Decoding:
-        sketch = self._running.sketch(self._policy, prompt_len, n_pos, None, "harness")
-        policy, entries = budgeted(self._policy, sketch, self._size)
+        sequence = sketch(self._running, self._policy, prompt_len, n_pos)
+        policy, entries = budgeted(self._policy, sequence, self._size)
         interval, prefill = self._events
         sizes: dict[str, Any] = {"prompt_len": prompt_len, "n_pos": n_pos}
         return Decoding(self._running, policy, entries, **sizes, interval=interval, prefill=prefill)

@@ -34,6 +34,7 @@ from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.sketches import sketch
 from kvsim.schema import NEVER
 
 try:
@@ -114,7 +115,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         if self._running is None or self._running.model is not model:
             self._running = RunningModel(model)
             # the model runs for it, while forwards are not yet the press's
-            self._running.sketch(self.policy, 1, 1, None, "probe")
+            sketch(self._running, self.policy, 1, 1)
         base, running = model.base_model, self._running
         forward, before = base.forward, vars(base).get("forward")  # another library's, or none
         signature = inspect.signature(forward)

@@ -84,16 +84,15 @@ class Trial:
     @property
     def ways(self) -> tuple[bool, ...]:
         """Values of `by_row` that make a difference: blocks of rows, and event by event."""
-        interval = self.policy.schedule.interval if self.interval is None else self.interval
-        return (True, False) if interval == 1 and self.policy.scorer.per_row else (False,)
+        by_row = self.schedule.interval == 1 and self.policy.scorer.per_row
+        return (True, False) if by_row else (False,)
 
     @property
     def rows(self) -> list[int]:
         """Rows after which an event fires, by the definition of a schedule."""
-        interval = self.policy.schedule.interval if self.interval is None else self.interval
-        prefill = self.policy.schedule.prefill if self.prefill is None else self.prefill
-        case = self.case
-        return loops.event_rows(case.n, case.prompt_len, interval=interval, prefill=prefill)
+        interval, prefill = self.schedule.interval, self.schedule.prefill
+        n, prompt_len = self.case.n, self.case.prompt_len
+        return loops.event_rows(n, prompt_len, interval=interval, prefill=prefill)
 
     def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
         """Positions that are protected right after `row`; bool [pos]. budget: of the layer."""

@@ -111,7 +111,7 @@ class _Run:
     """Layers of a replay, and when their entries leave."""
 
     rule: Rule
-    budgets: list[int]  # of each KV head
+    budget: int  # of each KV head
     protect: tuple[int, int, bool]
     evicted_at: Ints
     store: Callable[[Event], None] | None = None
@@ -144,9 +144,9 @@ class _Run:
     def fire(self) -> None:
         """The event after the current row, on every layer that it acts on."""
         for event in self.events:
-            event.budgets = list(self.budgets)
+            event.budgets = [self.budget] * len(event.live)
             event.protected = self._protected(event)
-        room = len(self.events) * sum(self.budgets)
+        room = sum(sum(event.budgets) for event in self.events)
         if self.rule.across_layers and sum(map(_count, self.events)) <= room:
             return
         self._share_layers()
@@ -159,9 +159,9 @@ class _Run:
         """Give every layer its budget, where the rule has one for each."""
         if self.rule.layer_budgets is None:
             return
-        of_layers, decisions = self.rule.layer_budgets(self.events, self.budgets[0])
+        of_layers, decisions = self.rule.layer_budgets(self.events, self.budget)
         for event, budget in zip(self.events, of_layers, strict=True):
-            event.budgets = [budget] * len(self.budgets)
+            event.budgets = [budget] * len(event.live)
         for decision in decisions:
             self._note(self.events[0], None, *decision)
 
@@ -177,7 +177,7 @@ class _Run:
     def _act(self, event: Event) -> None:
         """Keep what the allocator keeps; everything else leaves, with its columns."""
         assert self.rule.score is not None  # noqa: S101  no event fires without a scorer
-        scored, heads = self.rule.score(event), range(len(self.budgets))
+        scored, heads = self.rule.score(event), range(len(event.live))
         protected = union(scored.protected, event.protected)
         if self.rule.allocate is None:
             kept = []
@@ -205,7 +205,7 @@ class _Run:
         """A decision of one head, of all heads of a layer, or where layers share, of everything."""
         shared, (row,) = self.rule.across_layers, event.place([event.row])
         for other in self.events if shared else [event]:
-            for h in range(len(self.budgets)) if shared or head is None else [head]:
+            for h in range(len(event.live)) if shared or head is None else [head]:
                 self.cuts.append(Cut(other.layer, h, row, margin, size))
 
 
@@ -282,11 +282,10 @@ def replay(
     rule: Rule,
     *,
     prompt_len: int,
-    budget: int | Sequence[int],
+    budget: int,
     interval: int | None = None,
     prefill: bool | None = None,
     scale: float | None = None,
-    layers: Sequence[int] | None = None,
     rope: tuple[Sequence[float], float] | None = None,
     o_proj: npt.ArrayLike | None = None,
     probe: tuple[npt.ArrayLike, npt.ArrayLike, Sequence[tuple[int, int, int]]] | None = None,
@@ -298,32 +297,18 @@ def replay(
     """Replay a rule on one trace and return when each entry leaves.
 
     q [layer, qhead, pos, dim], k [layer, head, pos, dim], v like k of any dim. budget: entries kept
-    per KV head, or one number for each head. interval, prefill: replace the rule's own schedule.
-    layers: which layers evict, all of them by default. rope: (inv_freq, attention_scaling),
-    dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer,
-    qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the context, and
-    (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in addition to
-    what the rule protects. store: called after each row, and the event after it, for each layer; it
-    may change the event's keys, values and logits, as a codec does. chunk: rows of the prompt
-    between events. asked: the last rows of later questions, after which events fire, too.
+    per KV head. interval, prefill: replace the rule's own schedule. rope: (inv_freq,
+    attention_scaling), dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe:
+    queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the
+    context, and (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in
+    addition to what the rule protects. store: called after each row, and the event after it, for
+    each layer; it may change the event's keys, values and logits, as a codec does. chunk: rows of
+    the prompt between events. asked: the last rows of later questions, after which events fire.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    if values.shape[:3] != keys.shape[:3]:
-        raise ValueError(
-            f"v has shape {values.shape}, k has {keys.shape}; expected the same layers, heads and "
-            "positions"
-        )
     n_layers, heads, n, dim = keys.shape
     if rule.per_query_head:
         heads = queries.shape[1]
-    budgets = [budget] * heads if isinstance(budget, int) else [int(b) for b in budget]
-    if min(budgets) < 1:
-        raise BudgetError(f"budget is {min(budgets)}; expected at least 1")
-    if not isinstance(budget, int) and (rule.layer_budgets or rule.propagate):
-        raise PolicyError(
-            f"{rule.name}: budget is {list(budget)}; expected one number, because each layer has "
-            "a budget of its own"
-        )
     if rule.propagate is not None and rule.across_layers:
         raise PolicyError(f"{rule.name}: layers of different rows cannot share one budget")
     scale = dim**-0.5 if scale is None else scale
@@ -339,9 +324,9 @@ def replay(
             row=0,
             prefill=False,
             logits=logits_of(queries[layer], own_keys[layer], scale),
-            live=[[] for _ in budgets],
-            received=[{} for _ in budgets],
-            budgets=list(budgets),
+            live=[[] for _ in range(heads)],
+            received=[{} for _ in range(heads)],
+            budgets=[budget] * heads,
             prompt_len=prompt_len,
             interval=rule.interval if interval is None else interval,
             scale=scale,
@@ -356,14 +341,14 @@ def replay(
             chunk=chunk,
             fires_at_prefill=rule.prefill if prefill is None else prefill,
         )
-        for layer in (range(n_layers) if layers is None else layers)
+        for layer in range(n_layers)
     ]
     evicted_at = np.full((n_layers, heads, n), NEVER, dtype=np.int32)
-    run = _Run(rule, budgets, protect, evicted_at, store, asked)
+    run = _Run(rule, budget, protect, evicted_at, store, asked)
     if rule.propagate is None:
         run.through(events)
         return Outcome(run.evicted_at, tuple(run.cuts))
-    selection = rule.propagate(queries, keys, prompt_len, budgets[0], scale)
+    selection = rule.propagate(queries, keys, prompt_len, budget, scale)
     run.cuts += [
         Cut(layer, h, -1, doubt.margin, doubt.size)
         for doubt in selection.doubts
