@@ -18,7 +18,6 @@ libraries. Everything that is not listed in ``__all__`` may move between release
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsim.core.delegates import delegates
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
@@ -68,9 +67,6 @@ _HOME = {
 }
 
 __all__ = sorted([*_HOME, "__version__", "plots"])  # noqa: PLE0605  a list of strings
-
-# the core knows no room above it, and `Trace.save` ends there
-delegates["save_trace"] = lambda *given, **more: import_module("kvsim").save_trace(*given, **more)
 
 
 def __getattr__(name: str) -> object:

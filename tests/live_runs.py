@@ -66,7 +66,7 @@ class Live:
     def trace(self):
         """The tensors as a trace, of which a replay sees the very numbers of the live run."""
         sketch = self.decoding.sketch
-        o_proj = {"o_proj": sketch.o_proj} if sketch.has("o_proj") else {}
+        o_proj = {"o_proj": sketch.read("o_proj")} if sketch.has("o_proj") else {}
         return kvsim.Trace.from_arrays(
             self.q,
             self.k,

@@ -22,7 +22,7 @@ def make_trace(name, seed=0):
 def folder(tmp_path):
     """A folder with two traces, and files that are none."""
     for place, name in enumerate(("a", "b")):
-        make_trace(name, place).save(tmp_path / f"{name}.zarr")
+        kvsim.save_trace(make_trace(name, place), tmp_path / f"{name}.zarr")
     (tmp_path / "notes.txt").write_text("no trace", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     return tmp_path
@@ -58,7 +58,7 @@ def test_a_sample_is_opened_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = kvsim.open_trace("sample")
 
-    make_trace("mine").save(tmp_path / "sample")
+    kvsim.save_trace(make_trace("mine"), tmp_path / "sample")
 
     assert shipped.digest == kvsim.open_trace(kvsim.sample_trace()).digest
     assert kvsim.open_trace("sample").name == "mine"

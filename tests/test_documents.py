@@ -53,7 +53,7 @@ def changed(document):
 def trace(tmp_path_factory):
     """A stored trace, of which files say that they are of it."""
     trace = strategies.make_case("normal", n=24, prompt_len=12, group=2).trace()
-    return kvsim.open_trace(trace.save(tmp_path_factory.mktemp("traces") / "t.zarr"))
+    return kvsim.open_trace(kvsim.save_trace(trace, tmp_path_factory.mktemp("traces") / "t.zarr"))
 
 
 def files(trace, path):

@@ -9,7 +9,7 @@ import kvsim
 from kvsim import Trace
 
 #: Arguments that a changed trace takes over from the first one.
-_KEPT = ("q", "k", "v", "prompt_len", "context_len", "layer_ids", "name")
+_KEPT = ("prompt_len", "context_len", "layer_ids", "name")
 
 _SIZES = {"layers", "heads", "group", "n", "dim", "seed", "size", "dtype"}
 
@@ -49,7 +49,7 @@ def random_trace(*, computed: bool = False, **options: Any) -> Trace:
     trace = Trace.from_arrays(**given)
     if not computed:
         return trace
-    return Trace.from_arrays(**{"attn_out": trace.attn_out, "lse": trace.lse} | given)
+    return Trace.from_arrays(**{"attn_out": trace.full()[0], "lse": trace.full()[1]} | given)
 
 
 def settling_trace(
@@ -77,7 +77,8 @@ def changed(trace: Trace, **changes: Any) -> Trace:
     Queries, keys, values, lengths, formulas, RoPE and name stay. What else the trace has, such as
     attention output, tokens or meta, is left out unless `changes` has it.
     """
-    kept = {name: getattr(trace, name) for name in _KEPT} | {"rope": trace.ropes}
+    kept: dict[str, Any] = {name: getattr(trace, name) for name in _KEPT} | {"rope": trace.ropes}
+    kept |= {name: trace.read(name) for name in "qkv"}
     if "scale" not in changes:
         kept["formulas"] = trace.formulas
     return Trace.from_arrays(**kept | changes)

@@ -159,9 +159,7 @@ def in_memory(path: Path) -> Trace:
     more = ("attn_out", "lse", "o_proj", "tokens", "probe_q", "probe_k")
     given: dict[str, Any] = {name: trace.read(name) for name in more if trace.has(name)}
     return Trace.from_arrays(
-        trace.q,
-        trace.k,
-        trace.v,
+        *map(trace.read, "qkv"),
         **given,
         prompt_len=trace.prompt_len,
         rope=trace.rope,

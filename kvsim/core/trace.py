@@ -28,7 +28,6 @@ from kvsim.core.checks import (
     in_memory,
     missing_array,
 )
-from kvsim.core.delegates import delegates
 from kvsim.core.digest import array_fingerprint
 from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
@@ -223,10 +222,6 @@ class Trace(Facts):
         check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
         return trace
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
-        return cast("Path", delegates["save_trace"](self, path, overwrite=overwrite))
-
     def alike(self, layers: Iterable[int]) -> Trace:
         """Return the trace for layers of one size: places stay, and other layers cannot be read.
 
@@ -317,7 +312,9 @@ class Trace(Facts):
             f"heads={heads}, pos={self.n_pos}, dim={dim}, prompt_len={self.prompt_len})"
         )
 
-    def read(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
+    def read(
+        self, name: str, layers: slice = _ALL, pos: slice = _ALL, *, stored: bool = False
+    ) -> Tensor:
         """Return part of an array in the compute dtype (`tokens`: int64); a view if in memory.
 
         Args:
@@ -325,72 +322,20 @@ class Trace(Facts):
             layers: layers by their place in the trace, step 1.
             pos: positions, step 1; for `attention`, rows; ignored for `o_proj`,
                 and for a probe.
+            stored: leave it in the dtype in which it is stored.
 
         Raises:
             NeedsError: the trace has no such array, or left out some of these rows.
             TraceError: the stored array is damaged.
         """
-        return self.stored(name, layers, pos).to(torch.int64 if name == "tokens" else self.dtype)
-
-    def stored(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
-        """Return part of an array as `read`, in the dtype in which it is stored."""
         if not self.has(name):
             raise NeedsError(missing_array(name, self.source.shapes, self.meta, self.name))
         check_steps(layers, pos)
         source = self.source
         if self.header.sizes and is_sized(name):
             source = self.alike(range(*layers.indices(self.n_layers))).source
-        return source.read(name, layers, pos)
-
-    @property
-    def q(self) -> Tensor:
-        """All queries after RoPE [layer, qhead, pos, dim]."""
-        return self.read("q")
-
-    @property
-    def k(self) -> Tensor:
-        """All keys after RoPE [layer, head, pos, dim]."""
-        return self.read("k")
-
-    @property
-    def v(self) -> Tensor:
-        """All values [layer, head, pos, value_dim]."""
-        return self.read("v")
-
-    @property
-    def attn_out(self) -> Tensor:
-        """Attention output before the output projection [layer, qhead, pos, value_dim]."""
-        return self.full(_ALL)[0]
-
-    @property
-    def lse(self) -> Tensor:
-        """Log-sum-exp of the logits of each row of full attention [layer, qhead, pos]."""
-        return self.full(_ALL)[1]
-
-    @property
-    def o_proj(self) -> Tensor:
-        """Output projection of each query head [layer, qhead, value_dim, hidden].
-
-        A layer's attention gives sum_i attn_out[layer, i] @ o_proj[layer, i], and a bias, which
-        depends on no head and is not stored; with a `gate`, attn_out times it.
-
-        Raises:
-            NeedsError: it was not recorded; `kvsim capture --o-proj` does.
-        """
-        return self.read("o_proj")
-
-    @property
-    def residual(self) -> Tensor:
-        """Residual stream: the input of each decoder layer [layer, pos, hidden].
-
-        residual[0] is the input of the first layer: the embedding of each token after everything
-        that the model does to it. The output of layer l is residual[l + 1]; the output of the
-        model's last layer is not stored.
-
-        Raises:
-            NeedsError: it was not recorded; `kvsim capture --residual` does.
-        """
-        return self.read("residual")
+        part = source.read(name, layers, pos)
+        return part if stored else part.to(torch.int64 if name == "tokens" else self.dtype)
 
     @property
     def tokens(self) -> Tensor | None:

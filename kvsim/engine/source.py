@@ -88,7 +88,9 @@ class TraceSource:
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device, to which it is moved as it is stored."""
-        parts = [self._trace.stored(name, run, pos).to(self._device) for run in self._runs]
+        parts = [
+            self._trace.read(name, run, pos, stored=True).to(self._device) for run in self._runs
+        ]
         return _together(parts).to(self._trace.dtype)
 
     def memo(

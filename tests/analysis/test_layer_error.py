@@ -43,8 +43,8 @@ def make_trace(layers=3, tokens=90, name="memory", without=(), seed=0):
 
 def expected_of(trace, record):
     """Layer errors by the definition [layer]."""
-    found = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
-    added = loop_metrics.added(found, trace.o_proj)[:, PROMPT:]
+    found = loop_metrics.outputs(*map(trace.read, "qkv"), record.evicted_at)
+    added = loop_metrics.added(found, trace.read("o_proj"))[:, PROMPT:]
     return np.sqrt((added**2).mean(1))
 
 

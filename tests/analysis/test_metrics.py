@@ -36,7 +36,7 @@ def make_trace(n=60, prompt_len=20, dtype=torch.float64, **options):
 def test_the_error_is_measured_against_what_the_model_computed():
     """A recorded output that is off by a known amount shows in the error of the full cache."""
     trace = make_trace(dtype=torch.float32)
-    moved = changed(trace, attn_out=trace.attn_out * 1.25, lse=trace.lse)
+    moved = changed(trace, attn_out=trace.full()[0] * 1.25, lse=trace.full()[1])
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=58)
 
     (found,) = output_error(moved, [record])
@@ -50,7 +50,7 @@ def test_the_error_is_measured_against_what_the_model_computed():
 
 def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
     """Traces of one shape are told apart by their digest."""
-    paths = [make_trace(layers=n).save(tmp_path / f"{n}.zarr") for n in (1, 2)]
+    paths = [kvsim.save_trace(make_trace(layers=n), tmp_path / f"{n}.zarr") for n in (1, 2)]
     one, other = (kvsim.open_trace(path) for path in paths)
     record = kvsim.replay(one, kvsim.policy("tova"), budget=8)
 

@@ -73,10 +73,10 @@ def test_rows_after_the_prompt_are_those_of_all_rows(name, monkeypatch):
 def test_rows_that_see_almost_nothing_of_full_attention_are_exact(interval, monkeypatch):
     """Where weights of full attention underflow, the output is that of the rows' own logits."""
     trace = make_trace(layers=1, n=200, prompt_len=60)
-    q = trace.q * 30  # logits range over hundreds
-    sharp = changed(trace, q=q.float(), k=trace.k.float(), v=trace.v.float())
+    q = trace.read("q") * 30  # logits range over hundreds
+    sharp = changed(trace, q=q.float(), k=trace.read("k").float(), v=trace.read("v").float())
     record = kvsim.replay(sharp, kvsim.policy("random"), budget=8, interval=interval)
-    expected = loop_metrics.outputs(q, trace.k, trace.v, record.evicted_at)
+    expected = loop_metrics.outputs(q, trace.read("k"), trace.read("v"), record.evicted_at)
     assert (expected.retained_mass < 1e-30).any()
 
     (one,) = output_error(sharp, [record])

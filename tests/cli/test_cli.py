@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import one_line
 
+import kvsim
 from kvsim.cli import GONE, main
 from kvsim.cli.shared import parse_set
 from kvsim.errors import KvsimError
@@ -168,7 +169,7 @@ def test_a_command_that_is_gone_says_what_to_do(run, name):
 
 def test_a_terminal_of_eight_bits_shows_escapes(tmp_path, trace):
     """Names, texts and authors are printed as far as the encoding has their characters."""
-    random_trace(name="漢字 → é").save(tmp_path / "é漢.zarr")
+    kvsim.save_trace(random_trace(name="漢字 → é"), tmp_path / "é漢.zarr")
     environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
     for command in (
         ["info", str(tmp_path / "é漢.zarr")],

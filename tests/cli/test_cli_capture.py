@@ -49,10 +49,10 @@ def test_capture_with_output_projections(run, printed, tmp_path, prompt, trace):
     printed("capture", "--model", "tiny", *arguments, "--out", out)
 
     own = kvsim.open_trace(out)
-    assert own.o_proj.shape[:3] == (own.n_layers, own.n_qheads, own.dim)
+    assert own.read("o_proj").shape[:3] == (own.n_layers, own.n_qheads, own.dim)
     _, text, _ = run("info", out)
     (line,) = (line for line in text.splitlines() if line.startswith("projections "))
-    assert ", ".join(map(str, own.o_proj.shape)) in line
+    assert ", ".join(map(str, own.read("o_proj").shape)) in line
     assert run("info", out, "--deep")[0] == 0
     (folder,) = tmp_path.glob("projections-*")
     assert f'folder "{folder.name}"' in line

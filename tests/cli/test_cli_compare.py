@@ -125,7 +125,7 @@ def test_models_of_one_name_are_told_apart_by_their_weights(run, tmp_path):
         }
         meta = {**sample.meta, "model": model}
         trace = sample.derived(sample.source, replace(sample.header, name=name, meta=meta))
-        paths.append(trace.save(tmp_path / f"{name}.zarr"))
+        paths.append(kvsim.save_trace(trace, tmp_path / f"{name}.zarr"))
     runs = []
     for part in (paths[:1], paths[1:]):
         runs.append(tmp_path / f"run{len(runs)}")

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from command_line import one_line
 
+import kvsim
 from damage import edit, flip, reseal
 from traces import random_trace
 
@@ -13,7 +14,9 @@ from traces import random_trace
 def make(path, **meta):
     """A stored trace of random numbers."""
     path.parent.mkdir(exist_ok=True)
-    return random_trace(layers=2, heads=1, n=20, dim=4, prompt_len=5, meta=meta).save(path)
+    return kvsim.save_trace(
+        random_trace(layers=2, heads=1, n=20, dim=4, prompt_len=5, meta=meta), path
+    )
 
 
 @pytest.fixture(scope="module")

@@ -127,9 +127,10 @@ def test_a_text_by_kl_is_that_of_a_run_or_judged_for_it(run, tmp_path):
 def test_layers_with_a_window_are_passed_over(run, tmp_path):
     """A figure of one layer takes one that was replayed, and one that was not is refused."""
     formulas = [Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)]
-    path = random_trace(
-        layers=3, group=1, n=80, prompt_len=40, formulas=formulas, name="memory"
-    ).save(tmp_path / "mixed.zarr")
+    path = kvsim.save_trace(
+        random_trace(layers=3, group=1, n=80, prompt_len=40, formulas=formulas, name="memory"),
+        tmp_path / "mixed.zarr",
+    )
     asked = [path, "--policy", "tova", "--budget", "20", "--interval", "8"]
 
     for figure in ("retention_map", "bursts", "over_budgets"):

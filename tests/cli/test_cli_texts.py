@@ -2,6 +2,7 @@
 
 import pytest
 
+import kvsim
 from damage import edit_header, reseal
 from traces import random_trace
 
@@ -15,7 +16,7 @@ def hostile(tmp_path_factory):
     words = [HOSTILE.replace("\ud800", ""), "y" * 5000, "<b>", "[/]"]
     made = random_trace(token_text=[words[i % 4] for i in range(90)])
     path = tmp_path_factory.mktemp("hostile") / "t.zarr"
-    made.save(path)
+    kvsim.save_trace(made, path)
     meta = {
         "text": {"prompt": HOSTILE * 50, "response": HOSTILE},
         "labels": {"task": HOSTILE, "domain": "d"},

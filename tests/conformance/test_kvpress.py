@@ -78,7 +78,7 @@ def _qfilter(rows: int) -> Make:
     """Filters found here, by another route than ours, with the sign of those that are published."""
 
     def make(kvpress: ModuleType, trace: kvsim.Trace) -> Any:
-        q = trace.q[:, :, :rows].double()
+        q = trace.read("q")[:, :, :rows].double()
         u = torch.linalg.svd(q).Vh[..., 0, :]  # [layer, qhead, dim]
         u = u * (u * q.mean(2)).sum(-1, keepdim=True).sign()
         press = kvpress.QFilterPress()
@@ -298,7 +298,7 @@ def pressed(
     for layer, block in enumerate(model.model.layers):
         masked = block.self_attn.__dict__.pop("masked_key_indices", None)
         if masked is None:
-            at = positions_of(cache.layers[layer].keys[0], trace.k[layer])
+            at = positions_of(cache.layers[layer].keys[0], trace.read("k")[layer])
             kept[layer] = torch.zeros_like(kept[layer]).scatter(-1, at, value=True)
         else:
             kept[layer] = True
@@ -392,7 +392,7 @@ def test_context_alone_equals_kvpress(kvpress, random_model, prompt, name):
     for layer in range(trace.n_layers):
         keys = cache.layers[layer].keys[0]
         assert keys.shape[1] == budget + asked
-        at = positions_of(keys[:, :budget], trace.k[layer][:, : case.length])
+        at = positions_of(keys[:, :budget], trace.read("k")[layer][:, : case.length])
         theirs[layer].scatter_(-1, at, value=True)
     assert (record.retained(n - 1) != theirs.numpy()).sum(-1).max() <= 2 * case.tied
     whole = kvsim.replay(trace, policy, budget, interval=n)
@@ -516,7 +516,7 @@ def test_duo_masks_what_duo_attention_press_masks(kvpress, recorded, tmp_path, m
     gone = ~kvsim.replay(trace, policy, 24, interval=1).retained(149)
 
     for layer in range(trace.n_layers):
-        keys = trace.k[layer][None]
+        keys = trace.read("k")[layer][None]
         module = SimpleNamespace(layer_idx=layer, config=model.config, masked_key_indices=None)
         press.compress(module, None, keys, keys, None, {})
         masked = np.zeros((trace.n_heads, 150), bool)
@@ -559,7 +559,7 @@ def test_lukv_masks_what_lukv_press_masks(kvpress, recorded, tmp_path, window):
 def test_dms_masks_what_dms_press_masks(kvpress, recorded, window):
     """Prompt and decoding: a long key leaves each head when it leaves the window, row by row."""
     model, tokens, trace = recorded("llama", 150)
-    norms = trace.k.norm(dim=-1).flatten().sort().values
+    norms = trace.read("k").norm(dim=-1).flatten().sort().values
     middle = norms[len(norms) * 9 // 20 : len(norms) * 11 // 20]
     widest = int(middle.diff().argmax())  # where rounding moves no key across the threshold
     threshold, prompt = -float(middle[widest : widest + 2].mean()), 90

@@ -110,7 +110,9 @@ def composed(tiny, kvpress):
         model(input_ids=torch.tensor([tokens]), past_key_values=cache)
     kept = torch.zeros(layers, trace.n_heads, n, dtype=torch.bool)
     for layer in range(layers):
-        near = torch.cdist(cache.layers[layer].keys[0].double(), trace.k[layer].double()).min(-1)
+        near = torch.cdist(
+            cache.layers[layer].keys[0].double(), trace.read("k")[layer].double()
+        ).min(-1)
         assert float(near.values.max()) < 1e-4
         kept[layer].scatter_(-1, near.indices, value=True)
     return trace, kept.numpy()

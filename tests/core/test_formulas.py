@@ -142,7 +142,7 @@ def test_attention_of_a_trace_equals_the_definition(name):
     found = trace.attention(0, rows, pos)
     whole = trace.attention(0, slice(0, N))
 
-    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    q, k, v = (x[0].numpy() for x in map(trace.read, "qkv"))
     for i in range(QHEADS):
         for at, row in enumerate(rows):
             weights = naive(
@@ -178,7 +178,7 @@ def test_a_policy_sees_attention_over_what_is_left(name):
     watching = Watching()
     kvsim.replay(trace, Policy("watching", watching), 9, interval=5)
 
-    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    q, k, v = (x[0].numpy() for x in map(trace.read, "qkv"))
     assert len(watching.shown) > 3
     last = -1
     for row, pos, attn, received in watching.shown:
@@ -214,7 +214,7 @@ def test_the_output_error_equals_the_definition(name, policy, interval):
     found = output_error(trace, [record])[0]
 
     assert len(table)
-    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    q, k, v = (x[0].numpy() for x in map(trace.read, "qkv"))
     assert (record.evicted_at != NEVER).any()
     for i in range(QHEADS):
         for row in range(N):
@@ -260,7 +260,7 @@ def test_layers_that_differ_are_replayed_each_by_its_own():
     errors = output_error(trace, [record])[0].error
 
     for layer, name in enumerate(names):
-        only = {x: getattr(trace, x)[layer : layer + 1] for x in "qkv"} | {"layer_ids": [0]}
+        only = {x: trace.read(x)[layer : layer + 1] for x in "qkv"} | {"layer_ids": [0]}
         alone = changed(trace, **only, rope=ropes[layer], formulas=[FORMULAS[name]])
         own = kvsim.replay(alone, policy, 16, interval=4)
         assert np.array_equal(record.evicted_at[layer], own.evicted_at[0])
@@ -302,7 +302,7 @@ def test_a_trace_keeps_its_formulas(names, tmp_path):
     """What is stored reads back equal, verifies and has the digest of the trace in memory."""
     ropes = [Rope.default(DIM) if i % 2 == 0 else Rope((0.5,), 1.2) for i in range(len(names))]
     trace = make(names, rope=ropes, tokens=list(range(N)))
-    path = trace.save(tmp_path / "a.zarr")
+    path = kvsim.save_trace(trace, tmp_path / "a.zarr")
 
     again = kvsim.open_trace(path)
 

@@ -18,8 +18,8 @@ def test_arrays_that_cannot_change_unseen_are_not_copied():
 
     trace = Trace.from_arrays(case.q, keys, values, prompt_len=3, rope=case.rope)
 
-    assert trace.k.data_ptr() == keys.data_ptr()
-    assert trace.v.data_ptr() == values.ctypes.data
+    assert trace.read("k").data_ptr() == keys.data_ptr()
+    assert trace.read("v").data_ptr() == values.ctypes.data
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -32,5 +32,5 @@ def test_numpy_arrays_that_change_later_change_no_trace(dtype):
     for array in arrays:
         array[...] = array[..., ::-1] * 3
 
-    for found, expected in zip((trace.q, trace.k, trace.v), (case.q, case.k, case.v), strict=True):
+    for found, expected in zip(map(trace.read, "qkv"), (case.q, case.k, case.v), strict=True):
         assert np.array_equal(found, expected)

@@ -38,7 +38,8 @@ def test_compute_dtype(dtype, expected):
     """float64 stays, all others compute in float32, and the dtype of the source is remembered."""
     trace = make(dtype=dtype)
 
-    assert trace.dtype == trace.q.dtype == trace.attn_out.dtype == trace.lse.dtype == expected
+    arrays_of = trace.read("q"), *trace.full()
+    assert {trace.dtype, *(x.dtype for x in arrays_of)} == {expected}
     assert trace.source_dtypes["q"] == str(dtype).removeprefix("torch.")
 
 
@@ -60,12 +61,12 @@ def test_attention_is_computed_where_it_is_missing():
 
 def test_recorded_attention_is_used():
     """Recorded attention output is what `full` gives, and what is missing beside it is computed."""
-    own = 1.25 * make().attn_out
+    own = 1.25 * make().full()[0]
 
     trace = make(attn_out=own)
 
-    assert torch.equal(trace.attn_out, own)
-    assert torch.equal(trace.lse, make().lse)
+    assert torch.equal(trace.full()[0], own)
+    assert torch.equal(trace.full()[1], make().full()[1])
 
 
 @given(
@@ -76,7 +77,7 @@ def test_recorded_attention_is_used():
 def test_attention_rows_equal_the_definition(rows, pos, layer):
     """Any rows and columns of full attention equal a float64 loop, and future columns are 0."""
     trace = make(n=12, dtype=torch.float64, prompt_len=4)
-    expected = metrics.attention(trace.q[layer], trace.k[layer], trace.scale)
+    expected = metrics.attention(trace.read("q")[layer], trace.read("k")[layer], trace.scale)
 
     found = trace.attention(layer, rows, pos)
 
@@ -104,9 +105,9 @@ def test_per_query_head():
     view = trace.per_query_head()
 
     assert (view.n_heads, view.group) == (4, 1)
-    assert torch.equal(view.k, trace.k.repeat_interleave(2, dim=1))
-    assert torch.equal(view.read("v", slice(0, 1), slice(3, 5)), view.v[:1, :, 3:5])
-    assert torch.equal(view.attn_out, trace.attn_out)
+    assert torch.equal(view.read("k"), trace.read("k").repeat_interleave(2, dim=1))
+    assert torch.equal(view.read("v", slice(0, 1), slice(3, 5)), view.read("v")[:1, :, 3:5])
+    assert torch.equal(view.full()[0], trace.full()[0])
     assert torch.allclose(view.attention(1, [5, 30]), trace.attention(1, [5, 30]), atol=1e-6)
     assert view.digest == f"{trace.digest}/per_query_head"
     assert view.per_query_head() is view
@@ -118,12 +119,12 @@ def test_the_output_projection_is_kept():
 
     trace = make(o_proj=own)
 
-    assert trace.o_proj.data_ptr() == own.data_ptr()
+    assert trace.read("o_proj").data_ptr() == own.data_ptr()
     assert torch.equal(trace.read("o_proj", slice(1, 2), slice(3, 5)), own[1:])
-    assert torch.equal(trace.per_query_head().o_proj, own)
+    assert torch.equal(trace.per_query_head().read("o_proj"), own)
     assert trace.digest == make().digest
-    assert make(o_proj=own.bfloat16()).o_proj.dtype == torch.float32
-    assert make(o_proj=own, dtype=torch.float64).o_proj.dtype == torch.float64
+    assert make(o_proj=own.bfloat16()).read("o_proj").dtype == torch.float32
+    assert make(o_proj=own, dtype=torch.float64).read("o_proj").dtype == torch.float64
 
 
 def test_digest_depends_on_content_alone():
@@ -139,7 +140,7 @@ def test_digest_depends_on_content_alone():
         make(scale=0.3).digest,
         make(tokens=range(40)).digest,
         make(layer_ids=[1, 2]).digest,
-        make(attn_out=make().attn_out).digest,
+        make(attn_out=make().full()[0]).digest,
         Trace.from_arrays(**arrays(), prompt_len=10, rope=Rope.default(8, 5e5)).digest,
         make(dtype=torch.float64).digest,
     }
@@ -243,4 +244,4 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_reading_what_is_not_there():
     """An array that the trace lacks is a NeedsError that lists what it has."""
     with pytest.raises(NeedsError, match=r"no array 'o_proj', it has q, k, v; .* with --o-proj"):
-        _ = make().o_proj
+        _ = make().read("o_proj")

@@ -54,7 +54,7 @@ def test_ragged_heads_are_padded_on_the_left(trace, ragged):
     assert view.pos.tolist() == [[[0, 3, 9, 13, 14], [-1, -1, 2, 13, 14]]]
     assert view.live.tolist() == [[[True] * 5, [False, False, True, True, True]]]
     assert view.count.tolist() == [[5, 3]]
-    for name, stored in (("keys", trace.k), ("values", trace.v)):
+    for name, stored in (("keys", trace.read("k")), ("values", trace.read("v"))):
         seen = getattr(view, name)
         assert torch.equal(seen[0, 0], stored[0, 0, [0, 3, 9, 13, 14]])
         assert torch.equal(seen[0, 1, 2:], stored[0, 1, [2, 13, 14]])
@@ -81,7 +81,11 @@ def test_attention_of_a_window_is_the_softmax_over_live_entries_up_to_each_row(t
                 seen = [p for p in held if p <= row]
                 expected = torch.zeros(5, dtype=torch.float64)
                 if seen:
-                    z = trace.k[0, head, seen] @ trace.q[0, head * 3 + g, row] * trace.scale
+                    z = (
+                        trace.read("k")[0, head, seen]
+                        @ trace.read("q")[0, head * 3 + g, row]
+                        * trace.scale
+                    )
                     first = 5 - len(held)
                     expected[first : first + len(seen)] = z.softmax(0)
                 torch.testing.assert_close(attention[0, head, g, i], expected)
@@ -123,7 +127,7 @@ def test_queries_are_those_of_the_last_rows_rotated_and_not(trace):
     view = make_view(trace)
     plain = torch.tensor(trace.meta["plain"], dtype=torch.float64)
 
-    assert torch.equal(view.queries(4).flatten(1, 2), trace.q[:, :, 11:15])
+    assert torch.equal(view.queries(4).flatten(1, 2), trace.read("q")[:, :, 11:15])
     assert view.queries(100).shape[3] == 15
     torch.testing.assert_close(
         view.queries(range(11, 15), rotated=False).flatten(1, 2), plain[:, :, 11:15]

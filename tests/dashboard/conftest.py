@@ -9,6 +9,7 @@ import browsing
 import pytest
 import zarr
 
+import kvsim
 from kvsim.samples import sample_trace
 from traces import random_trace as build
 
@@ -49,8 +50,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("dashboard")
     shutil.copytree(sample_trace(), root / "sample.zarr")
     (root / "more").mkdir()
-    hostile().save(root / "more" / "hostile.zarr")
-    made().save(root / "more" / "plain.zarr")
+    kvsim.save_trace(hostile(), root / "more" / "hostile.zarr")
+    kvsim.save_trace(made(), root / "more" / "plain.zarr")
     shutil.copytree(root / "more" / "plain.zarr", root / "broken.zarr")
     (root / "broken.zarr" / "zarr.json").write_text("{")
     shutil.copytree(root / "more" / "plain.zarr", root / "more" / "unfinished.zarr")

@@ -31,7 +31,7 @@ def looked_into(folder, tmp_path_factory):
     sample = kvsim.open_trace(root / "sample.zarr")
     policies = [kvsim.policy(name) for name in ("streaming_llm", "tova")]
     replay_all([sample], policies, [64, 128], interval=64).save(root / "runs" / "first")
-    random_trace(layers=1, heads=1, n=4096, prompt_len=2048).save(root / "long.zarr")
+    kvsim.save_trace(random_trace(layers=1, heads=1, n=4096, prompt_len=2048), root / "long.zarr")
     return root
 
 

@@ -30,7 +30,7 @@ def made(seed, n=110):
 def ran(tmp_path_factory):
     """A folder of runs: of three prompts in two domains, of one, a broken and a hostile one."""
     root = tmp_path_factory.mktemp("compare")
-    made(0).save(root / "trace.zarr")
+    kvsim.save_trace(made(0), root / "trace.zarr")
     policies = [kvsim.policy(name) for name in POLICIES]
     several = replay_all(
         [made(seed) for seed in range(3)], policies, [32, "50%"], interval=16,
@@ -116,7 +116,7 @@ def test_a_damaged_run_is_a_message(opened, ran):
 def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
     """Numbers of a sweep on the same terms; the page says how a run is made."""
     trace = made(0)
-    trace.save(tmp_path / "trace.zarr")
+    kvsim.save_trace(trace, tmp_path / "trace.zarr")
     app = opened(tmp_path, "compare", replay=["tova", "random"], budgets=["32", "64"])
     run = replay_all(
         [trace], [kvsim.policy(name) for name in ("tova", "random")], [32, 64], interval=32

@@ -64,7 +64,7 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
 def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
     """A dead entry's logit, 300 above all others, takes the block's maximum and changes nothing."""
     trace = make_trace(layers=1, heads=1, group=1, n=60, prompt_len=10)
-    q, k = trace.q.clone(), trace.k.clone()
+    q, k = trace.read("q").clone(), trace.read("k").clone()
     # position 3 gets the lowest logit up to row 12, so it leaves, and a huge one from row 14 on
     k[0, 0, 3] = 0
     k[0, 0, 3, 0] = 100.0

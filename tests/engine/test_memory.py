@@ -73,7 +73,7 @@ def large_trace(tmp_path):
         attn_out=out.expand(layers, -1, -1, -1),
         lse=lse.expand(layers, -1, -1),
     )
-    path = trace.save(tmp_path / "large.zarr")
+    path = kvsim.save_trace(trace, tmp_path / "large.zarr")
     assert sum(array["bytes"] for array in describe(path)["arrays"].values()) > 4 * BUDGET
     return path
 
@@ -141,7 +141,7 @@ def test_replays_take_no_more_than_is_counted(tmp_path, warm_python):
     """Keys, what is gathered and rearranged, and one copy of a window's attention."""
     q, k, v = (torch.randn(1, heads, 3100, 64) for heads in (16, 4, 4))
     trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=3000, rope=kvsim.Rope.default(64))
-    command = [warm_python, "-c", EVENTS, str(trace.save(tmp_path / "a.zarr"))]
+    command = [warm_python, "-c", EVENTS, str(kvsim.save_trace(trace, tmp_path / "a.zarr"))]
     command += ["snapkv@original", "ams", "raas", "dropkv", "compactor"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

@@ -144,7 +144,11 @@ def test_output_error_leaves_out_rows_that_were_not_computed(trace):
     ).all()
     assert (np.isnan(found.mass) == np.isnan(found.error)).all()
     layer, qhead = 4, 3
-    q, k, v = trace.q[layer, qhead].numpy(), trace.k[layer, 1].numpy(), trace.v[layer, 1].numpy()
+    q, k, v = (
+        trace.read("q")[layer, qhead].numpy(),
+        trace.read("k")[layer, 1].numpy(),
+        trace.read("v")[layer, 1].numpy(),
+    )
     for row in (*np.flatnonzero(~absent[layer, :70])[[3, 17]], 80):
         weights = np.exp(k[: row + 1] @ q[row] / np.sqrt(DIM))
         seen = record.kept(int(row))[layer, 1][: row + 1]
@@ -164,10 +168,12 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
     at = torch.from_numpy(np.concatenate([rows, np.arange(70, 90)]))
     q, k = (
         trace.rope.rotate(trace.rope.unrotate(x[0][:, at], at), torch.arange(40))
-        for x in (trace.q, trace.k)
+        for x in map(trace.read, "qk")
     )
-    out = kvsim.core.attention.causal_attention(q, k, trace.v[0][:, at], trace.formulas[0])[0]
-    full = trace.attn_out[0][:, at]
+    out = kvsim.core.attention.causal_attention(q, k, trace.read("v")[0][:, at], trace.formulas[0])[
+        0
+    ]
+    full = trace.full()[0][0][:, at]
     error = ((out - full).norm(dim=-1) / full.norm(dim=-1)).numpy()
 
     assert found.error[0][:, at.numpy()] == pytest.approx(error, abs=1e-5)

@@ -50,8 +50,11 @@ def naive(trace, layers, budget, interval):
             score = dict.fromkeys(live, 0.0)
             for layer in layers:
                 for i in range(h * group, (h + 1) * group):
-                    k = trace.k[layers[0], h].numpy()
-                    z = [DIM**-0.5 * float(trace.q[layer, i, row].numpy() @ k[p]) for p in live]
+                    k = trace.read("k")[layers[0], h].numpy()
+                    z = [
+                        DIM**-0.5 * float(trace.read("q")[layer, i, row].numpy() @ k[p])
+                        for p in live
+                    ]
                     total = sum(np.exp(z))
                     for p, x in zip(live, z, strict=True):
                         score[p] += np.exp(x) / total
@@ -71,7 +74,9 @@ def test_one_set_is_kept_by_the_queries_of_all_readers():
     assert record.layers == (0, 1, 2, 3)
     for layer, readers in ((0, (0, 2)), (1, (1,)), (2, (0, 2)), (3, (3,))):
         assert np.array_equal(record.evicted_at[layer], naive(trace, readers, 7, 4)), layer
-    alone = kvsim.replay(make(owners=(), k=trace.k, v=trace.v), policy, 7, interval=4)
+    alone = kvsim.replay(
+        make(owners=(), k=trace.read("k"), v=trace.read("v")), policy, 7, interval=4
+    )
     assert not np.array_equal(record.evicted_at[0], alone.evicted_at[0])
     only = kvsim.replay(trace, policy, 7, interval=4, layers=[2, 1])
     assert np.array_equal(only.evicted_at, record.evicted_at[[2, 1]])
@@ -94,9 +99,14 @@ def test_policies_see_the_readers_as_one_group(policy):
         pairs = torch.stack([x[[0]].unflatten(1, (HEADS, -1)), x[[2]].unflatten(1, (HEADS, -1))], 2)
         return pairs.flatten(1, 3)
 
-    q, o_proj = together(trace.q), together(trace.o_proj)
+    q, o_proj = together(trace.read("q")), together(trace.read("o_proj"))
     one = kvsim.Trace.from_arrays(
-        q, trace.k[:1], trace.v[:1], o_proj=o_proj, prompt_len=PROMPT, rope=trace.rope
+        q,
+        trace.read("k")[:1],
+        trace.read("v")[:1],
+        o_proj=o_proj,
+        prompt_len=PROMPT,
+        rope=trace.rope,
     )
     expected = kvsim.replay(one, policy, 12, interval=5)
     assert np.array_equal(record.evicted_at[0], expected.evicted_at[0])
@@ -110,7 +120,7 @@ def test_bytes_count_once_and_errors_in_each_layer():
 
     table, apart = (
         kvsim.measure(x, record, metrics=["bytes_held", "output_error"])
-        for x in (trace, make(owners=(), k=trace.k, v=trace.v))
+        for x in (trace, make(owners=(), k=trace.read("k"), v=trace.read("v")))
     )
 
     held = table.filter(table["metric"] == "bytes_held").sort("layer")["value"].to_list()
@@ -136,12 +146,14 @@ def test_policies_without_a_rule_for_it_are_refused(policy):
 def test_a_stored_trace_says_who_reads_what(tmp_path):
     """The owners read back, verify, and are part of the digest."""
     trace = make(tokens=list(range(N)))
-    path = trace.save(tmp_path / "a.zarr")
+    path = kvsim.save_trace(trace, tmp_path / "a.zarr")
 
     again = kvsim.open_trace(path)
 
     assert again.owners == OWNERS
-    assert again.digest == trace.digest != make(owners=(), k=trace.k, v=trace.v).digest
+    assert (
+        again.digest == trace.digest != make(owners=(), k=trace.read("k"), v=trace.read("v")).digest
+    )
     assert store.verify(path, deep=True).ok
     record = kvsim.replay(again, kvsim.policy("tova"), 9)
     assert np.array_equal(record.evicted_at, kvsim.replay(trace, "tova", 9).evicted_at)

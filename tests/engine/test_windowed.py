@@ -113,7 +113,9 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     """As two models give them on one file of prompts; whose they are, and what to do."""
     of = ({"model": {"name": name}} for name in ("gemma", "llama"))
     one, other = (make(n=40, seed=i, meta=meta, name="p1") for i, meta in enumerate(of))
-    paths = [trace.save(tmp_path / f"{i}.zarr") for i, trace in enumerate((one, other))]
+    paths = [
+        kvsim.save_trace(trace, tmp_path / f"{i}.zarr") for i, trace in enumerate((one, other))
+    ]
     policies = [kvsim.policy("tova")]
 
     for refused in (

@@ -247,7 +247,7 @@ def test_a_plan_is_of_one_model_and_of_one_content(folder):
 def test_the_command_writes_a_plan_that_replays(run, folder):
     """`kvsim heads` prints and writes the scores of each head, and `duo:FILE` is a policy."""
     trace = make_case("sink", layers=2, heads=2, n=40, prompt_len=24).trace()
-    path, out = trace.save(folder / "t.zarr"), folder / "heads.json"
+    path, out = kvsim.save_trace(trace, folder / "t.zarr"), folder / "heads.json"
 
     status, text, _ = run("heads", str(path), "--budget", "8", "--out", str(out), "--json")
     assert status == 0

@@ -59,7 +59,7 @@ def test_every_rotary_layout_equals_the_naive_replay(name, params, rope):
     setting = {"interval": 6, "prefill": True}
     record = kvsim.replay(trace, kvsim.policy(name, **params), 24, **setting)
     outcome = reference.replay(
-        *(trace.q[..., order], trace.k[..., order], trace.v),
+        *(trace.read("q")[..., order], trace.read("k")[..., order], trace.read("v")),
         prompt_len=trace.prompt_len,
         policy=name,
         params=params,

@@ -266,7 +266,7 @@ def test_what_cannot_be_planned_is_said(folder):
 def test_the_command_writes_a_plan_that_replays(run, folder):
     """`kvsim heads --policy lukv` prints and writes the shares, and `lukv:FILE` is a policy."""
     trace = make_case("sink", layers=2, heads=2, n=60, prompt_len=44).trace()
-    path, out = trace.save(folder / "t.zarr"), folder / "lukv.json"
+    path, out = kvsim.save_trace(trace, folder / "t.zarr"), folder / "lukv.json"
     command = ("heads", str(path), "--sink", "2", "--out", str(out), "--overwrite", "--policy")
 
     status, text, _ = run(*command, "lukv", "--json")

@@ -78,7 +78,7 @@ def scores(scorer, view):
 def test_calibrations_compare_and_show_by_what_they_are(tmp_path):
     """A prefix by its text, a trace by its name and content, wherever it lies."""
     trace = make_trace(1)
-    stored = QFilter(trace.save(tmp_path / "one.zarr"))
+    stored = QFilter(kvsim.save_trace(trace, tmp_path / "one.zarr"))
 
     assert QFilter("prefix:64") == QFilter("prefix:064") != QFilter("prefix:65")
     assert repr(QFilter("prefix:64")) == "QFilter(calibration='prefix:64')"
@@ -108,7 +108,7 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     """Filters go by query head and by the layer's place in the trace."""
     trace, other = make_trace(), make_trace(1)
     each = scores(QFilter(other), view_of(trace.per_query_head()))
-    keys = trace.k.repeat_interleave(GROUP, dim=1)[:, :, : N - 4]
+    keys = trace.read("k").repeat_interleave(GROUP, dim=1)[:, :, : N - 4]
     filters = QFilter(other).learned(view_of(trace))[0].flatten(1, 2)
     torch.testing.assert_close(each, (keys @ filters.unsqueeze(-1)).squeeze(-1))
 
@@ -157,7 +157,7 @@ def test_scorers_that_share_a_calibration_learn_what_is_their_own():
 )
 def test_a_trace_of_another_model_is_refused(change, message):
     """With both models, and before any work."""
-    arrays = {name: getattr(make_trace(3), name) for name in "qkv"}
+    arrays = {name: make_trace(3).read(name) for name in "qkv"}
     index = change.get("q")
     if index == 1:
         arrays = {name: array[:1] for name, array in arrays.items()}

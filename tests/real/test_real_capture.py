@@ -103,6 +103,6 @@ def test_residual_and_projections_are_recorded(smollm2):
         hidden = model(trace.tokens.long()[None], output_hidden_states=True).hidden_states
 
     weight = model.model.layers[3].self_attn.o_proj.weight  # [hidden, qhead x dim]
-    assert torch.equal(trace.o_proj[3].reshape(9 * 64, 576), weight.T)
+    assert torch.equal(trace.read("o_proj")[3].reshape(9 * 64, 576), weight.T)
     for layer in (0, 15, 29):
-        assert relative(trace.residual[layer], hidden[layer][0]) < ROUNDING
+        assert relative(trace.read("residual")[layer], hidden[layer][0]) < ROUNDING

@@ -45,7 +45,7 @@ def test_a_row_sees_its_own_chunk_alone(kernel, tmp_path):
     assert [formula.chunk for formula in trace.formulas] == [CHUNK] * 3 + [None]
     assert [len(rope.inv_freq) for rope in trace.ropes] == [8] * 3 + [0]
     assert store.verify(trace.path, deep=True).ok
-    q, k, v, out = (x.double().numpy() for x in (trace.q, trace.k, trace.v, trace.attn_out))
+    q, k, v, out = (x.double().numpy() for x in (*map(trace.read, "qkv"), trace.full()[0]))
     for layer in range(4):
         for row in range(0, LENGTH, 7):
             first = row // CHUNK * CHUNK if layer < 3 else 0

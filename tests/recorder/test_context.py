@@ -90,7 +90,7 @@ def test_token_ids(tmp_path):
     assert verify(out, deep=True).ok
     memory = capture(small(300), None, [1, 2, 3], context=2, max_new_tokens=3)
     assert memory.digest == trace.digest
-    copy = kvsim.open_trace(trace.save(tmp_path / "copy.zarr"))
+    copy = kvsim.open_trace(kvsim.save_trace(trace, tmp_path / "copy.zarr"))
     assert (copy.context_len, copy.digest) == (2, trace.digest)
     assert capture(small(300), None, [1, 2, 3], context=-1, resume=True, **options).path == out
     with pytest.raises(CaptureError, match="its context is 2, expected 3"):

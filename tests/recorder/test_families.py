@@ -153,12 +153,12 @@ def test_keys_before_the_rotary_embedding_do_not_depend_on_the_position(name):
     model, _ = recorded(name, family.kernels[0])
     trace = kvsim.capture(model, None, [5] * 40, max_new_tokens=0)
 
-    keys = trace.ropes[0].unrotate(trace.k[0], torch.arange(40))
+    keys = trace.ropes[0].unrotate(trace.read("k")[0], torch.arange(40))
 
     same = torch.allclose(keys, keys[:, :1].expand_as(keys), atol=1e-3 * float(keys.abs().max()))
     assert same == (name != "gpt2")  # which adds a position to its embeddings
     if name != "gpt2":
-        turned = (trace.k[0] - trace.k[0][:, :1]).abs().max()
+        turned = (trace.read("k")[0] - trace.read("k")[0][:, :1]).abs().max()
         assert turned > 0.1 * keys.abs().max()
 
 
@@ -459,7 +459,7 @@ def gap(found, expected):
 
 def projected(trace, model):
     """Attention output through the recorded projection, and the model's bias [layer, n, hidden]."""
-    sums = torch.einsum("lind,lidh->lnh", trace.attn_out.double(), trace.o_proj.double())
+    sums = torch.einsum("lind,lidh->lnh", trace.full()[0].double(), trace.read("o_proj").double())
     for layer, projection in enumerate(projections(model)):
         if getattr(projection, "bias", None) is not None:
             sums[layer] += projection.bias.detach()
@@ -477,17 +477,17 @@ def test_the_stream_and_the_projections_are_the_models_own(name, tmp_path):
     memory = kvsim.capture(model, None, ids(PROMPT), **options)
 
     inputs, outputs = own_stream(model, stored.tokens)
-    assert gap(stored.residual, inputs) < 1e-5
+    assert gap(stored.read("residual"), inputs) < 1e-5
     assert gap(projected(stored, model), outputs) < 1e-5
     # another layer, row or head would show
-    assert gap(stored.residual[1:], inputs[:-1]) > 0.1
-    assert gap(stored.residual.roll(1, 1), inputs) > 0.1
+    assert gap(stored.read("residual")[1:], inputs[:-1]) > 0.1
+    assert gap(stored.read("residual").roll(1, 1), inputs) > 0.1
     swapped = torch.einsum(
-        "lind,lidh->lnh", stored.attn_out.double(), stored.o_proj.double().roll(1, 1)
+        "lind,lidh->lnh", stored.full()[0].double(), stored.read("o_proj").double().roll(1, 1)
     )
     assert gap(swapped, outputs) > 0.1
-    assert torch.equal(stored.residual, memory.residual)
-    assert torch.equal(stored.o_proj, memory.o_proj)
+    assert torch.equal(stored.read("residual"), memory.read("residual"))
+    assert torch.equal(stored.read("o_proj"), memory.read("o_proj"))
     assert store.verify(stored.path, deep=True).ok
 
 
@@ -511,8 +511,10 @@ def test_the_stream_begins_as_the_model_begins(tmp_path):
         trace = kvsim.capture(
             model, None, tokens, max_new_tokens=2, residual=True, out=tmp_path / f"{name}.zarr"
         )
-        assert torch.allclose(trace.residual[0, : len(tokens)], expected[name], rtol=1e-6)
-        assert torch.equal(trace.residual[0, 1], trace.residual[0, 2]) == (name != "gpt2")
+        assert torch.allclose(trace.read("residual")[0, : len(tokens)], expected[name], rtol=1e-6)
+        assert torch.equal(trace.read("residual")[0, 1], trace.read("residual")[0, 2]) == (
+            name != "gpt2"
+        )
         assert store.verify(trace.path, deep=True).ok
 
 

@@ -105,11 +105,11 @@ def test_everything_follows_from_configuration_and_weights(name):
 
     for layer in range(2):
         q, k, v, out, added = expected(name, layer, inputs[layer])
-        assert gap(trace.q[layer], q) < 2e-5
-        assert gap(trace.k[layer], k) < 2e-5
-        assert gap(trace.v[layer], v) < 2e-5
-        assert gap(trace.attn_out[layer], out) < 1e-4
-        projected = torch.einsum("hnr,hrD->nD", trace.attn_out[layer], trace.o_proj[layer])
+        assert gap(trace.read("q")[layer], q) < 2e-5
+        assert gap(trace.read("k")[layer], k) < 2e-5
+        assert gap(trace.read("v")[layer], v) < 2e-5
+        assert gap(trace.full()[0][layer], out) < 1e-4
+        projected = torch.einsum("hnr,hrD->nD", trace.full()[0][layer], trace.read("o_proj")[layer])
         assert gap(projected, added) < 1e-4
 
 
@@ -118,13 +118,13 @@ def test_everything_follows_from_configuration_and_weights(name):
 def test_traces_say_that_entries_are_latents(name, kernel, tmp_path):
     """One KV head, 8 rotated numbers and then the latent, which is the value and counts once."""
     trace = recorded(name, kernel)
-    trace.save(tmp_path / "a.zarr")
+    kvsim.save_trace(trace, tmp_path / "a.zarr")
     stored = kvsim.open_trace(tmp_path / "a.zarr")
 
     assert (trace.n_heads, trace.dim, trace.value_dim, trace.entry_size) == (1, 32, 24, 32)
     assert stored.header.latent == trace.meta["latent"] == 24
     assert stored.entry_size == 32
-    assert torch.equal(trace.k[..., 8:], trace.v)
+    assert torch.equal(trace.read("k")[..., 8:], trace.read("v"))
     assert {rope.rotary_dim for rope in trace.ropes} == {8}
     layout = "interleaved" if name == "deepseek_v2" else "half"
     assert {rope.layout for rope in trace.ropes} == {layout}
@@ -142,7 +142,7 @@ def test_entries_are_those_of_the_cache(name):
         if part.keys.shape[1] > 1:
             continue  # older releases cache expanded heads
         both = torch.cat([part.values, part.keys], -1)[0]
-        assert gap(trace.k[layer], both.double()) < 1e-5
+        assert gap(trace.read("k")[layer], both.double()) < 1e-5
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -158,8 +158,8 @@ def test_a_shared_context_is_recorded_with_its_latents(name, tmp_path):
     how = "with each: " if caches_heads(latent(name)) else "in a forward of its own"
     for prompt, trace in zip(prompts, traces, strict=True):
         alone = kvsim.capture(latent(name), None, prompt)
-        assert gap(trace.k, alone.k.double()) < 1e-5
-        assert gap(trace.q, alone.q.double()) < 1e-5
+        assert gap(trace.read("k"), alone.read("k").double()) < 1e-5
+        assert gap(trace.read("q"), alone.read("q").double()) < 1e-5
         assert any(f"was run {how}" in note for note in trace.meta["notes"])
     assert not caches_heads(small("llama"))
 

@@ -40,7 +40,9 @@ def test_a_local_folder_is_loaded(folder, tmp_path):
     trace = capture(str(folder), None, "w1 w2", max_new_tokens=2)
     assert trace.meta["model"]["name"] == "small-qwen2"
     expected = capture(small("qwen2"), None, [1, 2], max_new_tokens=2)
-    assert torch.allclose(trace.q, expected.q, atol=1e-4)  # weights lie at other addresses
+    assert torch.allclose(
+        trace.read("q"), expected.read("q"), atol=1e-4
+    )  # weights lie at other addresses
 
 
 def test_the_text_part_of_a_multimodal_model_is_recorded(tmp_path):
@@ -66,10 +68,10 @@ def test_the_text_part_of_a_multimodal_model_is_recorded(tmp_path):
     assert trace.meta["notes"] == ["a multimodal model, of which text alone was recorded"]
     assert trace.tokens.tolist() == expected.tokens.tolist()
     for name in ("q", "k", "v", "attn_out"):
-        assert torch.allclose(getattr(trace, name), getattr(expected, name), atol=1e-4)
+        assert torch.allclose(trace.read(name), expected.read(name), atol=1e-4)
     for layer in range(trace.n_layers):
         out = exact_attention(trace, layer)
-        assert torch.allclose(trace.attn_out[layer].double(), out, atol=1e-4)
+        assert torch.allclose(trace.full()[0][layer].double(), out, atol=1e-4)
 
 
 def test_pickled_weights_are_never_loaded(folder, tmp_path):

@@ -151,7 +151,7 @@ def test_a_long_prompt_runs_in_chunks_by_default(monkeypatch):
     handle.remove()
 
     assert [n for n in rows if n > forward._FEW] == [400, 256, 256, 88]
-    assert torch.equal(short.k, recorded(model, 400, chunk=400).k)
+    assert torch.equal(short.read("k"), recorded(model, 400, chunk=400).read("k"))
     assert long.n_pos == 600 + NEW
     assert long.meta["notes"] == []
 

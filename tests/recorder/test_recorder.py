@@ -63,8 +63,8 @@ def test_keys_are_exactly_the_cache():
         cache = cache_of(model(torch.tensor([ids(50)]), use_cache=True))
 
     for layer in range(2):
-        assert torch.equal(trace.k[layer], cache.layers[layer].keys[0])
-        assert torch.equal(trace.v[layer], cache.layers[layer].values[0])
+        assert torch.equal(trace.read("k")[layer], cache.layers[layer].keys[0])
+        assert torch.equal(trace.read("v")[layer], cache.layers[layer].values[0])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,12 @@ def test_rope_is_the_one_in_effect(rope):
     handle.remove()
 
     before = inputs[0].unflatten(-1, (2, 16)).transpose(0, 1)
-    assert torch.allclose(trace.rope.rotate(before, torch.arange(60)), trace.k[1], atol=1e-4)
-    assert torch.allclose(trace.rope.unrotate(trace.k[1], torch.arange(60)), before, atol=1e-4)
+    assert torch.allclose(
+        trace.rope.rotate(before, torch.arange(60)), trace.read("k")[1], atol=1e-4
+    )
+    assert torch.allclose(
+        trace.rope.unrotate(trace.read("k")[1], torch.arange(60)), before, atol=1e-4
+    )
     assert (trace.rope.attention_scaling != 1) == (rope["rope_type"] == "yarn")
 
 
@@ -165,9 +169,9 @@ def test_the_output_projection_is_kept_exactly(dtype, tmp_path):
 
     weights = [layer.self_attn.o_proj.weight.T for layer in model.model.layers]
     expected = torch.stack(weights).unflatten(1, (6, 16)).detach()
-    assert torch.equal(memory.o_proj, expected.to(memory.dtype))
-    assert torch.equal(stored.o_proj, expected.to(memory.dtype))
-    assert torch.equal(narrow.o_proj, expected.half().float())
+    assert torch.equal(memory.read("o_proj"), expected.to(memory.dtype))
+    assert torch.equal(stored.read("o_proj"), expected.to(memory.dtype))
+    assert torch.equal(narrow.read("o_proj"), expected.half().float())
     assert stored.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
     assert verify(stored.path, deep=True).ok
 
@@ -263,7 +267,7 @@ def test_half_precision_storage(tmp_path):
     )
 
     exact = capture(model, None, ids(300), max_new_tokens=0)
-    assert torch.equal(trace.k, exact.k.half().float())
+    assert torch.equal(trace.read("k"), exact.read("k").half().float())
     assert trace.source_dtypes["k"] == "float32"
     assert torch.allclose(trace.attention(1, [299]).sum(-1), torch.ones(6, 1), atol=1e-5)
     assert verify(trace.path, deep=True).ok

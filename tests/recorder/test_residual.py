@@ -75,8 +75,8 @@ def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
     )
 
     expected = own_stream(model, ids(300))
-    assert torch.equal(stored.residual, expected.to(stored.dtype))
-    assert torch.equal(narrow.residual, expected.half().float())
+    assert torch.equal(stored.read("residual"), expected.to(stored.dtype))
+    assert torch.equal(narrow.read("residual"), expected.half().float())
     assert stored.source_dtypes["residual"] == str(dtype).removeprefix("torch.")
     assert zarr.open_group(narrow.path, mode="r")["residual"].dtype == np.float16
     assert verify(stored.path, deep=True).ok
@@ -160,8 +160,9 @@ def test_the_stream_begins_with_what_the_first_layer_is_given():
 
     trace = capture(model, None, ids(20), max_new_tokens=0, residual=True)
 
-    assert torch.equal(trace.residual[0], seen[-1])
-    assert torch.equal(trace.residual[0], model.get_input_embeddings().weight[ids(20)] * 1.001)
+    assert torch.equal(trace.read("residual")[0], seen[-1])
+    embedded = model.get_input_embeddings().weight[ids(20)]
+    assert torch.equal(trace.read("residual")[0], embedded * 1.001)
 
 
 def test_capture_info_and_verify(tmp_path, capsys):
@@ -180,8 +181,8 @@ def test_capture_info_and_verify(tmp_path, capsys):
     run("capture", "--model", "tiny", *arguments)
 
     trace = kvsim.open_trace(out)
-    assert trace.residual.shape[:2] == (trace.n_layers, trace.n_pos)
+    assert trace.read("residual").shape[:2] == (trace.n_layers, trace.n_pos)
     (line,) = (line for line in run("info", str(out)).splitlines() if line.startswith("residual "))
-    assert " x ".join(map(str, trace.residual.shape)) in line
+    assert " x ".join(map(str, trace.read("residual").shape)) in line
     assert "complete" in run("info", str(out), "--deep")
     assert describe(out)["arrays"]["residual"]["bytes"] > 0

@@ -120,7 +120,7 @@ def test_rotations_are_those_of_the_configuration(name):
 
     for layer, rope in enumerate(trace.ropes):
         assert (rope.layout, rope.rotary_dim) == (kind.layout, kind.dim)
-        keys, at = trace.k[layer].double(), torch.arange(trace.n_pos)
+        keys, at = trace.read("k")[layer].double(), torch.arange(trace.n_pos)
         expected = [
             [rotated(kind, row, i) for i, row in enumerate(x.tolist())] for x in before[layer]
         ]
@@ -139,7 +139,7 @@ def test_a_token_has_the_same_keys_and_queries_at_all_positions_before_rope(name
     same = kvsim.capture(model, None, [5], response=[5] * 30)
 
     assert same.ropes == trace.ropes
-    for x in (same.k[0], same.q[0]):
+    for x in (same.read("k")[0], same.read("q")[0]):
         plain = same.ropes[0].unrotate(x, torch.arange(31))
         assert torch.allclose(plain, plain[:, :1].expand_as(x), atol=1e-4 * float(x.abs().max()))
         assert (x - x[:, :1]).abs().max() > 0.1 * x.abs().max()
@@ -159,7 +159,7 @@ def test_layers_with_keys_of_another_layer_are_rotated_as_their_queries():
         replace(kind, changes={**kind.changes, **changes}).build(), None, ids(40), max_new_tokens=8
     )
 
-    assert torch.equal(trace.k[3], trace.k[1])
+    assert torch.equal(trace.read("k")[3], trace.read("k")[1])
     assert set(trace.ropes) == set(recorded("one tensor a call")[1].ropes)
 
 
@@ -170,7 +170,7 @@ def test_positions_of_three_axes_have_the_order_of_the_configuration():
     expected = [THETA ** (-i / 8) for i in range(8)]
     assert trace.rope.layout == "interleaved"
     assert trace.rope.inv_freq == pytest.approx(expected, rel=1e-5)
-    keys = trace.rope.unrotate(trace.k[0], torch.arange(30))
+    keys = trace.rope.unrotate(trace.read("k")[0], torch.arange(30))
     assert torch.allclose(keys, keys[:, :1].expand_as(keys), atol=1e-4 * float(keys.abs().max()))
 
 
@@ -186,7 +186,7 @@ def test_a_factor_of_queries_is_stated():
         max_new_tokens=0,
     )
 
-    plain = trace.rope.unrotate(trace.q[0], torch.arange(110))[:, [0, 109]]
+    plain = trace.rope.unrotate(trace.read("q")[0], torch.arange(110))[:, [0, 109]]
     size = 1 + 0.1 * math.log(1 + 109 // 32)
     torch.testing.assert_close(plain[:, 1], plain[:, 0] * size, rtol=1e-3, atol=1e-3)
     (note,) = trace.meta["notes"]
@@ -216,4 +216,4 @@ def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp
     with pytest.raises(NeedsError, match="before RoPE, which this model rotates in an unknown way"):
         kvsim.replay(trace, "expected_attention", 16)
     with pytest.raises(NeedsError, match="in an unknown way"):
-        trace.rope.unrotate(trace.k[0], torch.arange(trace.n_pos))
+        trace.rope.unrotate(trace.read("k")[0], torch.arange(trace.n_pos))

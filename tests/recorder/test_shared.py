@@ -37,9 +37,9 @@ def test_readers_are_recorded_with_the_entries_that_they_read(name, kernel, tmp_
     future = torch.ones(trace.n_pos, trace.n_pos, dtype=torch.bool).triu(1)
     for layer, owner in enumerate(OWNERS):
         of_owner = cache.layers[owner]
-        assert torch.allclose(trace.k[layer], of_owner.keys[0], atol=1e-4)
-        assert torch.allclose(trace.v[layer], of_owner.values[0], atol=1e-4)
-        q, k, v = (x[layer].double() for x in (trace.q, trace.k, trace.v))
+        assert torch.allclose(trace.read("k")[layer], of_owner.keys[0], atol=1e-4)
+        assert torch.allclose(trace.read("v")[layer], of_owner.values[0], atol=1e-4)
+        q, k, v = (x[layer].double() for x in map(trace.read, "qkv"))
         k, v = (x.repeat_interleave(trace.group, 0) for x in (k, v))
         z = (trace.formulas[layer].scale * q @ k.mT).masked_fill(future, -torch.inf)
         out = (z.softmax(-1) @ v).transpose(0, 1).flatten(1)

@@ -53,7 +53,7 @@ def test_spans_are_those_of_the_rendered_chat(tmp_path):
     assert memory.spans == stored.spans == {"needle": ((5, 7), (3, 4))}
     assert describe(stored.path)["spans"] == stored.spans
     assert stored.labels == {"length": 5, "depth": 0.5}
-    assert kvsim.open_trace(stored.save(tmp_path / "copy.zarr")).spans == stored.spans
+    assert kvsim.open_trace(kvsim.save_trace(stored, tmp_path / "copy.zarr")).spans == stored.spans
 
 
 def test_tokenizer_without_offsets():

@@ -207,7 +207,7 @@ def test_replay_of_a_longer_trace_equals_the_naive_replay(name, params, interval
     case = strategies.make_case("sharp", layers=2, heads=2, group=2, n=530, prompt_len=290, seed=1)
     setup = Setup(name, params, 80, interval, prefill=None)
     assert disagreement(case, setup) is None
-    stored = kvsim.open_trace(case.trace().save(tmp_path / "trace.zarr"))
+    stored = kvsim.open_trace(kvsim.save_trace(case.trace(), tmp_path / "trace.zarr"))
     policy = kvsim.policy(name, **params)
     from_disk = kvsim.replay(stored, policy, 80, interval=interval)
     assert (from_disk.evicted_at == replay(case, setup).evicted_at).all()

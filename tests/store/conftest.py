@@ -4,13 +4,14 @@ import shutil
 
 import pytest
 
+import kvsim
 from saved_traces import make
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """One stored trace, to be copied before it is changed."""
-    return make().save(tmp_path_factory.mktemp("saved") / "made.zarr")
+    return kvsim.save_trace(make(), tmp_path_factory.mktemp("saved") / "made.zarr")
 
 
 @pytest.fixture

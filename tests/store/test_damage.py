@@ -11,6 +11,7 @@ import torch
 import zarr
 from zarr.codecs import BloscCodec, BytesCodec, GzipCodec
 
+import kvsim
 from damage import assign, change_byte, edit, edit_header, flip, reseal
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.store import layout, open_trace, verify
@@ -25,7 +26,7 @@ def any_saved(request, tmp_path_factory):
     """A stored trace with projections of its own, in chunks and in shards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "MOST_FILES", 0 if request.param else 1000)
-        return projected().save(tmp_path_factory.mktemp("any") / "made.zarr")
+        return kvsim.save_trace(projected(), tmp_path_factory.mktemp("any") / "made.zarr")
 
 
 def silent(path, rng):
@@ -151,14 +152,14 @@ def test_no_trace(tmp_path):
 
 def test_damage_is_found_where_it_is_read(stored):
     """An exchanged, changed or lost chunk is no number; other chunks still read."""
-    other = make(seed=1).save(stored.with_name("other.zarr"))
+    other = kvsim.save_trace(make(seed=1), stored.with_name("other.zarr"))
     whole = (stored / CHUNK).read_bytes()
     for content in (whole[:50] + b"x" + whole[51:], (other / CHUNK).read_bytes()):
         (stored / CHUNK).write_bytes(content[: len(whole)].ljust(len(whole)))
         trace = open_trace(stored)
         with pytest.raises(TraceError, match=CHUNK):
             trace.read("k", slice(1, 2), slice(3, 4))
-        assert torch.equal(trace.read("k", slice(0, 1)), make().k[:1])
+        assert torch.equal(trace.read("k", slice(0, 1)), make().read("k")[:1])
     (stored / CHUNK).write_bytes(whole)
     trace = open_trace(stored)
     (stored / CHUNK).unlink()
@@ -169,7 +170,7 @@ def test_damage_is_found_where_it_is_read(stored):
 def test_an_open_trace_is_one_snapshot(stored):
     """Replaced while it is open, the trace is an error and not a mixture."""
     trace = open_trace(stored)
-    make(seed=1).save(stored, overwrite=True)
+    kvsim.save_trace(make(seed=1), stored, overwrite=True)
 
     with pytest.raises(TraceError, match=r"was replaced since it was opened|bytes, expected"):
         trace.read("k")
@@ -199,7 +200,9 @@ def test_a_zip_is_a_trace(any_saved, stored):
 
     assert same(trace, projected())
     assert verify(packed, deep=True).ok
-    assert torch.equal(trace.read("k", slice(1, 2), slice(250, 260)), projected().k[1:, :, 250:260])
+    assert torch.equal(
+        trace.read("k", slice(1, 2), slice(250, 260)), projected().read("k")[1:, :, 250:260]
+    )
     with pytest.raises(TraceError, match="is compressed"):
         open_trace(pack(stored, zipfile.ZIP_DEFLATED))
     (stored / CHUNK).unlink()

@@ -74,12 +74,12 @@ header = Header(
 small = kvsim.Trace.from_arrays(
     *torch.randn(3, 1, 1, 600, dim), prompt_len=500, rope=Rope.default(dim)
 )
-store.verify(small.save(path + ".small"), deep=True)
+store.verify(kvsim.save_trace(small, path + ".small"), deep=True)
 kvsim.measure(
     small, kvsim.replay(small, kvsim.policy("snapkv"), 64, interval=16), metrics=["output_error"]
 )
 before = peak()
-kvsim.Trace(Made(), header).save(path)
+kvsim.save_trace(kvsim.Trace(Made(), header), path)
 said["written"] = peak() - before
 said["ok"] = store.verify(path).ok
 trace = kvsim.open_trace(path)

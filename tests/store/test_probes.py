@@ -58,7 +58,7 @@ def test_the_trace_is_the_same_without_its_probe(stored, tmp_path):
 
     assert plain.digest == stored.digest == memory.digest
     assert plain.header.probe is None
-    moved = open_trace(stored.save(tmp_path / "d.zarr"))
+    moved = open_trace(kvsim.save_trace(stored, tmp_path / "d.zarr"))
     narrow = record(tmp_path / "e.zarr", store_dtype="float16")
     for other, close in ((memory, 0), (moved, 0), (narrow, 2e-3)):
         assert other.header.probe == stored.header.probe

@@ -46,7 +46,7 @@ def test_a_capture_stores_them_once_for_all_traces_of_a_model(tmp_path):
 
     assert len(folders(tmp_path)) == 1
     for trace in traces:
-        assert torch.equal(trace.o_proj, weights())
+        assert torch.equal(trace.read("o_proj"), weights())
         assert torch.equal(trace.read("o_proj", slice(1, 2)), weights()[1:])
         assert not (trace.path / "o_proj").exists()
         facts = describe(trace.path)["projections"]
@@ -67,8 +67,8 @@ def test_other_layers_and_types_are_other_projections(tmp_path):
     one = capture(small(), words_tokenizer(), "w1", out=tmp_path / "c.zarr", layers=[1], **options)
 
     assert len(folders(tmp_path)) == 3
-    assert torch.equal(half.o_proj, weights().half().float())
-    assert torch.equal(one.o_proj, weights()[1:])
+    assert torch.equal(half.read("o_proj"), weights().half().float())
+    assert torch.equal(one.read("o_proj"), weights()[1:])
 
 
 def test_another_capture_that_is_faster_is_no_error(tmp_path):
@@ -112,7 +112,7 @@ def test_a_trace_without_its_folder_opens_and_says_what_is_missing(trace, tmp_pa
     for needs in (
         lambda: kvsim.measure(bare, record, ["layer_error"]),
         lambda: kvsim.replay(bare, kvsim.policy("criticalkv+tova"), 3),
-        lambda: bare.o_proj,
+        lambda: bare.read("o_proj"),
     ):
         with pytest.raises(NeedsError, match=f"expected the folder {folder}; copy it there too"):
             needs()
@@ -164,10 +164,10 @@ def test_facts_that_do_not_fit_their_digest_are_refused():
 
 def test_saved_traces_take_them_along(trace, tmp_path):
     """A copy in another folder has the same folder next to it, and the same weights."""
-    copy = open_trace(trace.save(tmp_path / "saved" / "a.zarr"))
+    copy = open_trace(kvsim.save_trace(trace, tmp_path / "saved" / "a.zarr"))
 
     assert folders(copy.path.parent) == folders(tmp_path)
-    assert torch.equal(copy.o_proj, weights())
+    assert torch.equal(copy.read("o_proj"), weights())
     assert (copy.meta, copy.digest) == (trace.meta, trace.digest)
     assert verify(copy.path).ok
     assert not (copy.path / "o_proj").exists()
@@ -179,14 +179,14 @@ def test_a_link_to_a_trace_leads_to_its_projections(trace, tmp_path):
     link.parent.mkdir()
     link.symlink_to(trace.path)
 
-    assert torch.equal(open_trace(link).o_proj, weights())
+    assert torch.equal(open_trace(link).read("o_proj"), weights())
 
 
 def test_traces_behind_a_url_have_them_next_to_them(trace):
     """Read from a store; without them the rest opens."""
     with elsewhere(trace.path.parent) as folder, elsewhere(trace.path) as alone:
         found = open_trace(f"{folder}/a.zarr")
-        assert torch.equal(found.o_proj, weights())
+        assert torch.equal(found.read("o_proj"), weights())
         assert verify(found.path).ok
         assert not open_trace(alone).has("o_proj")
 
@@ -195,11 +195,11 @@ def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
     """As before: arrays in memory are stored in the trace, and older traces have them there."""
     trace = capture(small(), words_tokenizer(), "w1 w2", max_new_tokens=2, o_proj=True)
 
-    stored = open_trace(trace.save(tmp_path / "a.zarr"))
+    stored = open_trace(kvsim.save_trace(trace, tmp_path / "a.zarr"))
 
     assert folders(tmp_path) == []
     assert (stored.path / "o_proj").is_dir()
-    assert torch.equal(stored.o_proj, weights())
+    assert torch.equal(stored.read("o_proj"), weights())
     facts = stored.source, stored.header, stored.dtype, stored.token_text
     assert array_fingerprint(*facts) == stored.fingerprint == trace.fingerprint
 
@@ -272,7 +272,7 @@ def test_the_norm_is_that_of_the_input_of_each_layer(dtype, tmp_path):
     trace = capture(model, words_tokenizer(), prompt, out=out, residual=True, **options)
     memory = capture(model, words_tokenizer(), prompt, **options)
 
-    expected = trace.residual.double().norm(dim=-1)
+    expected = trace.read("residual").double().norm(dim=-1)
     small.cache_clear()
 
     norm = trace.read("residual_norm")

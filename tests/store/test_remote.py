@@ -4,6 +4,7 @@ import fsspec
 import pytest
 import torch
 
+import kvsim
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.store import describe, layout, open_trace, verify
 from saved_traces import elsewhere, projected, same
@@ -13,7 +14,7 @@ from saved_traces import elsewhere, projected, same
 def url(request, tmp_path, monkeypatch):
     """The URL of a trace and its projections."""
     monkeypatch.setattr(layout, "MOST_FILES", 0 if request.param else 1000)
-    projected().save(tmp_path / "traces" / "made.zarr")
+    kvsim.save_trace(projected(), tmp_path / "traces" / "made.zarr")
     with elsewhere(tmp_path / "traces") as folder:
         yield f"{folder}/made.zarr"
 
@@ -26,14 +27,14 @@ def test_a_trace_at_a_url_is_the_trace(url, run, tmp_path):
     assert opened.path == url
     assert verify(url).ok
     assert describe(url)["bytes"] > describe(url)["arrays"]["q"]["bytes"] > 0
-    assert torch.equal(opened.full(slice(1, 2))[0], trace.attn_out[1:2])
-    assert torch.equal(open_trace(url).read("k", pos=slice(3, 9)), trace.k[:, :, 3:9])
+    assert torch.equal(opened.full(slice(1, 2))[0], trace.full()[0][1:2])
+    assert torch.equal(open_trace(url).read("k", pos=slice(3, 9)), trace.read("k")[:, :, 3:9])
     for words in (("info",), ("replay", "--policy", "tova", "--budget", "32")):
         status, out, error = run(words[0], url, *words[1:])
         assert (status, error) == (0, "")
         assert words[0] == "replay" or url in out
     with pytest.raises(TraceError, match="a URL; expected a path on this machine"):
-        trace.save(f"{url}.new")
+        kvsim.save_trace(trace, f"{url}.new")
 
 
 def test_faults_at_a_url_are_found(url):

@@ -48,8 +48,10 @@ def test_each_layer_has_its_own_tolerance(tmp_path):
     arrays = random_arrays(layers=2, heads=1, group=1, dim=16, n=40)
     arrays["q"] = torch.as_tensor(arrays["q"]) * torch.tensor([3000.0, 1.0])[:, None, None, None]
     made = {"prompt_len": 20, "rope": kvsim.Rope.default(16)}
-    lse = kvsim.Trace.from_arrays(**arrays, **made).lse
-    stored = kvsim.Trace.from_arrays(**arrays, lse=lse, **made).save(tmp_path / "a.zarr")
+    lse = kvsim.Trace.from_arrays(**arrays, **made).full()[1]
+    stored = kvsim.save_trace(
+        kvsim.Trace.from_arrays(**arrays, lse=lse, **made), tmp_path / "a.zarr"
+    )
     rewrite(stored, "lse", lambda values: np.add.at(values, 1, np.float32(5e-4)))
 
     report = verify(stored, deep=True)

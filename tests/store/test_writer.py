@@ -6,6 +6,7 @@ import pytest
 import torch
 import zarr
 
+import kvsim
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.store import TraceWriter, open_trace, writer
 from saved_traces import N, make
@@ -16,7 +17,7 @@ def test_an_existing_path_is_refused(stored):
     before = (stored / "zarr.json").read_bytes()
 
     with pytest.raises(TraceExistsError, match="exists, expected a free path"):
-        make(prompt_len=20).save(stored)
+        kvsim.save_trace(make(prompt_len=20), stored)
 
     assert (stored / "zarr.json").read_bytes() == before
     assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
@@ -25,12 +26,12 @@ def test_an_existing_path_is_refused(stored):
 def test_a_trace_that_no_reader_takes_is_not_published(tmp_path):
     """What describes a trace is read again before the rename; labels of no column are none."""
     labels = {"task": "a", "level": 2**63, "length": "9", "depth": True}
-    assert open_trace(make(meta={"labels": labels}).save(tmp_path / "a.zarr")).labels == {
-        "task": "a"
-    }
+    assert open_trace(
+        kvsim.save_trace(make(meta={"labels": labels}), tmp_path / "a.zarr")
+    ).labels == {"task": "a"}
 
     with pytest.raises(TraceError, match=r"/made.zarr: what describes it has more than"):
-        make(meta={"seed": ["a" * (1 << 26)]}).save(tmp_path / "made.zarr")
+        kvsim.save_trace(make(meta={"seed": ["a" * (1 << 26)]}), tmp_path / "made.zarr")
 
     assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
 
@@ -51,7 +52,7 @@ def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
             (path / "mine.txt").write_text("mine")
 
     with pytest.raises(TraceExistsError, match="not a kvsim trace"):
-        make().save(path, overwrite=True)
+        kvsim.save_trace(make(), path, overwrite=True)
 
     assert os.path.lexists(path)
     assert list(tmp_path.iterdir()) == [path]
@@ -66,7 +67,7 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.setattr("kvsim.store.writer.create_array", stop)
 
     with pytest.raises(KeyboardInterrupt):
-        make().save(tmp_path / "made.zarr")
+        kvsim.save_trace(make(), tmp_path / "made.zarr")
 
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +77,7 @@ def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
     texts = [*(f"t{i}" for i in range(N - 1)), "x\ud800"]
 
     with pytest.raises(UnicodeEncodeError):
-        make(token_text=texts).save(tmp_path / "made.zarr")
+        kvsim.save_trace(make(token_text=texts), tmp_path / "made.zarr")
 
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +149,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "sync_tree", full)
 
     with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
-        make().save(tmp_path / "a.zarr")
+        kvsim.save_trace(make(), tmp_path / "a.zarr")
 
     assert not (tmp_path / "a.zarr").exists()
     monkeypatch.undo()

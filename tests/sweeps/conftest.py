@@ -2,6 +2,7 @@
 
 import pytest
 
+import kvsim
 from kvsim.sweeps import tasks
 from traces import random_trace
 
@@ -16,7 +17,7 @@ def paths(tmp_path_factory):
     """Two small stored traces of four layers."""
     folder = tmp_path_factory.mktemp("traces")
     traces = [make_trace(name, seed=seed, layers=4) for seed, name in enumerate("ab")]
-    return [str(trace.save(folder / f"{trace.name}.zarr")) for trace in traces]
+    return [str(kvsim.save_trace(trace, folder / f"{trace.name}.zarr")) for trace in traces]
 
 
 @pytest.fixture

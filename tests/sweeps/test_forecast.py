@@ -22,7 +22,7 @@ from traces import random_arrays, random_trace
 def test_a_plan_has_the_bytes_of_the_run(tmp_path, records):
     """Of all its files, within 30 percent."""
     trace = random_trace(computed=True, layers=2, heads=2, group=2, dim=16, n=120)
-    grid = {"traces": trace.save(tmp_path / "trace.zarr"), "records": records}
+    grid = {"traces": kvsim.save_trace(trace, tmp_path / "trace.zarr"), "records": records}
     grid |= {"policies": ["tova", "knorm"], "budgets": [24, 48]}
     plan = Plan.of(grid_of(grid))
 
@@ -67,6 +67,6 @@ def test_traces_of_bfloat16_models_are_swept(tmp_path):
     arrays = random_arrays(layers=2, heads=2, group=2, dim=16, n=80)
     halves = {name: torch.as_tensor(each).bfloat16() for name, each in arrays.items()}
     made = kvsim.Trace.from_arrays(**halves, prompt_len=40, rope=kvsim.Rope.default(16))
-    trace = kvsim.open_trace(made.save(tmp_path / "a.zarr"))
+    trace = kvsim.open_trace(kvsim.save_trace(made, tmp_path / "a.zarr"))
 
     assert kvsim.sweep(traces=trace, policies="tova", budgets=24).parameters["done"] == 1

@@ -120,13 +120,13 @@ def test_a_trace_is_opened_once_to_plan_and_once_to_compute(tmp_path, monkeypatc
     opened, open_trace = [], tasks.open_trace
     monkeypatch.setattr(tasks, "open_trace", lambda path: opened.append(1) or open_trace(path))
     monkeypatch.setattr(tasks, "_BLOCK", 1)
-    path = random_trace(layers=6, n=60).save(tmp_path / "a.zarr")
+    path = kvsim.save_trace(random_trace(layers=6, n=60), tmp_path / "a.zarr")
     plan = Plan.of(grid_of({"traces": path, "policies": ["tova", "knorm"], "budgets": [8, 16]}))
     assert len(plan.tasks) >= 3
 
     plan.finish(plan.begin(None))
 
     assert len(opened) == 1
-    random_trace(layers=6, n=60, seed=1).save(path, overwrite=True)
+    kvsim.save_trace(random_trace(layers=6, n=60, seed=1), path, overwrite=True)
     with pytest.raises(TraceError, match="is another trace than when the sweep began"):
         _loaded(plan.tasks[0])

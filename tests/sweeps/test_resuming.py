@@ -308,7 +308,7 @@ def test_a_killed_command_is_resumed(tmp_path, monkeypatch, warm_kvsim, kills):
     """
     names = [f"{number}.zarr" for number in range(6)]
     for number, name in enumerate(names):
-        make_trace(str(number), seed=number, tokens=200).save(tmp_path / name)
+        kvsim.save_trace(make_trace(str(number), seed=number, tokens=200), tmp_path / name)
     monkeypatch.chdir(tmp_path)
     command = [warm_kvsim / "kvsim", "replay", *names, "--policy", "tova,h2o", "--budget", "16,24"]
     command += ["--metric", ",".join(METRICS[:2]), "--out"]

@@ -143,7 +143,7 @@ class Dump:
                     f"{self.name}: its attention has a softcap, a window or sinks, for which .npz "
                     "has no place; expected plain attention; write the dump without its trace"
                 )
-            arrays |= {name: getattr(trace, name).float().cpu().numpy() for name in "qkv"}
+            arrays |= {name: trace.read(name).float().cpu().numpy() for name in "qkv"}
             arrays |= {"prompt_len": trace.prompt_len, "scale": trace.scale}
             names = ("inv_freq", *_ROPE)
             arrays |= {name: np.array(getattr(trace.rope, name)) for name in names}

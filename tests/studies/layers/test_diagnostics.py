@@ -242,7 +242,9 @@ def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     speeds = (1.4, 1.8, 0.1)
     return [
-        settling_trace(24, seed=i, speed=speed, name=f"task-{i}").save(folder / f"{i}.zarr")
+        kvsim.save_trace(
+            settling_trace(24, seed=i, speed=speed, name=f"task-{i}"), folder / f"{i}.zarr"
+        )
         for i, speed in enumerate(speeds)
     ]
 

@@ -34,7 +34,7 @@ def trace():
 def rows_of(trace, window, row, layer, kind):
     """Queries of the window and the rows up to which they see; [qhead, w, d], [w]."""
     rows = torch.arange(row + 1 - window, row + 1) - int(kind == "window-early")
-    q = trace.q[layer][:, rows]
+    q = trace.read("q")[layer][:, rows]
     if kind == "window-rotated" and row > PROMPT - 1:
         q = trace.rope.rotate(trace.rope.unrotate(q, rows), torch.full_like(rows, row))
     return q.double().numpy(), rows.numpy()
@@ -44,7 +44,7 @@ def votes(trace, live, row, layer, head, kind):
     """The score of each live entry, a plain loop over query heads and rows in float64."""
     window = 1 if kind == "window-of-one" else WINDOW
     q, rows = rows_of(trace, window, row, layer, kind)
-    k = trace.k[layer].double().numpy()
+    k = trace.read("k")[layer].double().numpy()
     out = []
     for qhead in (2 * head, 2 * head + 1):
         total = np.zeros(len(live))
@@ -142,7 +142,7 @@ def _shared(trace):
             q, rows = rows_of(trace, WINDOW, row, layer, "")
             total = np.zeros(len(live))
             for qhead in range(4):
-                k = trace.k[layer, qhead // 2, live].double().numpy()
+                k = trace.read("k")[layer, qhead // 2, live].double().numpy()
                 for i, r in enumerate(rows):
                     z = np.where(np.array(live) <= r, np.exp(k @ q[qhead, i] / np.sqrt(8)), 0)
                     total += z / z.sum()
@@ -247,7 +247,7 @@ def test_files_hold_what_was_dumped(trace, tmp_path):
     assert back.layers == dump.layers
     assert all((back.kept[row] == kept).all() for row, kept in dump.kept.items())
     assert (back.budget, back.schedule) == (BUDGET, dump.schedule)
-    assert (back.trace.k == trace.k).all()
+    assert (back.trace.read("k") == trace.read("k")).all()
     assert back.trace.rope == trace.rope
 
 
@@ -295,7 +295,7 @@ def test_a_damaged_dump_is_one_line(trace, tmp_path, run, name):
     spoil, message = BAD[name]
     lines = lines_of(trace)
     spoil(lines)
-    arrays = {n: getattr(trace, n).numpy() for n in "qkv"}
+    arrays = {n: trace.read(n).numpy() for n in "qkv"}
     arrays |= {"prompt_len": PROMPT, "inv_freq": np.array(trace.rope.inv_freq), "budget": BUDGET}
     np.savez(tmp_path / "d.npz", **arrays | lines)
     status, out, err = run("conform", tmp_path / "d.npz", "--policy", "snapkv")
@@ -336,7 +336,7 @@ def test_the_command_says_it_and_exits_by_it(trace, tmp_path, run, printed):
     status, out, _ = run("conform", path, *rule, "--budget", "19", "--json")
     document = json.loads(out)
     assert (status, document["equal"], len(document["differences"])) == (1, False, 16)
-    trace.save(tmp_path / "t.zarr")
+    kvsim.save_trace(trace, tmp_path / "t.zarr")
     table = Dump.of_record(record).save(tmp_path / "t.npz")
     more = ["--trace", tmp_path / "t.zarr", "--budget", BUDGET, "--interval", INTERVAL, "--prefill"]
     status, out, _ = run("conform", table, *rule, *more)

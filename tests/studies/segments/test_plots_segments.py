@@ -51,7 +51,7 @@ def test_what_cannot_be_shown_is_an_error(trace):
     """Another policy, no internals, an event that is none, another trace."""
     record = replayed(trace)
     plain = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=20, internals=True)
-    other = changed(trace, **{name: getattr(trace, name)[:, :, :80] for name in "qkv"})
+    other = changed(trace, **{name: trace.read(name)[:, :, :80] for name in "qkv"})
 
     with pytest.raises(PolicyError, match="the record of tova has no segments of layer 0"):
         mass_curve(trace, plain)
