@@ -70,7 +70,7 @@ class Block:
         source: keys, values and queries of the layers.
         policy: decides at each event.
         settings: constants of prefill events, ascending; the last is that of all later events.
-        layers: index of each layer in the trace, int [L].
+        layers: index of each layer in the trace.
 
     Attributes:
         entries: the live entries, with the policy's columns.
@@ -85,18 +85,18 @@ class Block:
         source: Source,
         policy: Policy,
         settings: Sequence[Setting],
-        layers: Tensor,
+        layers: Sequence[int],
     ) -> None:
         self.source, self.policy, self.setting = source, policy, settings[-1]
         self._settings = settings
         self._scorer_protection = cache(policy.scorer.protection)
-        self.layers = layers
         keys = source.keys
+        self.layers = torch.tensor(layers, device=keys.device)
         n, heads = keys.shape[:2]
         shape = (n, heads, source.n_rows)
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
         self.entries = Entries(n, heads, policy.columns, like=keys, compacted=source.compacted)
-        self.since = torch.full_like(layers, -1)
+        self.since = torch.full_like(self.layers, -1)
         self._next = 0  # first position not yet appended
         size = shape if policy.rounds else (0, 0, 0)
         self.stored_after = self.evicted_at.new_full((2, *size), NEVER)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
 
-from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.shared_results import DEFAULT_MEMORY
@@ -123,15 +123,14 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     return layers * int((limit - fixed) // need)
 
 
-@dataclass(frozen=True)
-class LayerRun:
+class LayerRun(NamedTuple):
     """Layers that are replayed together.
 
-    rows: of the prompt that the layers compute, None for all. whole: nothing is ever evicted.
+    trace: the rows that they compute. whole: nothing is ever evicted.
     """
 
     layers: tuple[int, ...]
-    rows: Tensor | None
+    trace: Trace
     whole: bool
 
 
@@ -154,20 +153,23 @@ def runs(
         most = len(layers)
     else:
         most = layers_per_block(trace, policy, memory)
+
+    def breaks(before: int, layer: int, count: int) -> bool:
+        """Whether a run of `count` layers ends before a layer."""
+        follows = layer == before + 1 or policy.across_layers
+        alone = trace.owners.count(before) > 1 or trace.owners.count(layer) > 1
+        alike = rows[before] is rows[layer] and (before < whole) == (layer < whole)
+        if count == most or not follows or alone or not alike:
+            return True
+        return bool(_difference(trace, before, layer))
+
+    rows = (None,) * trace.n_layers if descent is None else descent.rows
+    whole = 0 if descent is None else descent.whole
     run: list[int] = []
-    rows, whole = None, False
-    for layer in layers:
-        of_layer = None if descent is None else descent.rows[layer]
-        never_cut = descent is not None and layer < descent.whole
-        alike = (
-            of_layer is rows
-            and never_cut == whole
-            and not _difference(trace, layer, (run or [layer])[-1])
-            and trace.owners.count(layer) == trace.owners.count((run or [layer])[-1]) == 1
-        )
-        follows = not run or layer == run[-1] + 1 or policy.across_layers
-        if run and (len(run) == most or not follows or not alike):
-            yield LayerRun(tuple(run), rows, whole)
+    for layer, following in zip_longest(layers, layers[1:]):
+        run.append(layer)
+        if following is None or breaks(layer, following, len(run)):
+            of_run = rows[layer]
+            part = trace if of_run is None else trace.only(of_run)
+            yield LayerRun(tuple(run), part, layer < whole)
             run = []
-        run, rows, whole = [*run, layer], of_layer, never_cut
-    yield LayerRun(tuple(run), rows, whole)

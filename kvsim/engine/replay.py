@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
-from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
+from kvsim.core.policy import Policy, PolicyLike, Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Plans, Record, facts_of
 from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
@@ -25,7 +25,7 @@ from kvsim.engine.checks import check_cell, check_options, remarks, whole
 from kvsim.engine.depth import Descent, descent_of
 from kvsim.engine.layers import LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
-from kvsim.engine.rows import replay_rows
+from kvsim.engine.rows import goes_by_rows, replay_rows
 from kvsim.engine.source import TraceSource, ended, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER, Compress
@@ -85,7 +85,6 @@ def replay(
     """
     trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
-    options = ReplayOptions(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
     entries = 0
@@ -93,64 +92,63 @@ def replay(
         policy, entries = budgeted(policy, trace, budget)
     else:
         entries = whole(budget)
-    record = run(trace, policy, entries, schedule, options)
+    how: Any = {"layers": layers, "device": resolve_device(device), "memory": memory}
+    record = run(trace, policy, entries, schedule, internals=internals, progress=progress, **how)
     return replace(record, facts=replace(record.facts, share=share_of(budget)))
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """How a replay runs: the keywords of `replay`, and what tests change about it.
-
-    Attributes:
-        checked: `check_cell` has passed already.
-        by_row: replay an interval of 1 in blocks of rows where that is possible.
-    """
-
-    layers: Sequence[int] | None = None
-    device: str = "cpu"
-    memory: int | None = None
-    internals: bool | frozenset[str] = False
-    progress: Callable[[int, int], None] | None = None
-    checked: bool = False
-    by_row: bool = True
-
-
 def run(
-    trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: ReplayOptions
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    schedule: Schedule,
+    *,
+    layers: Sequence[int] | None = None,
+    device: str = "cpu",
+    memory: int | None = None,
+    internals: bool | frozenset[str] = False,
+    progress: Callable[[int, int], None] | None = None,
+    checked: bool = False,
+    by_row: bool = True,
 ) -> Record:
-    """`replay` with the schedule resolved, and the options of tests."""
+    """`replay` with the schedule resolved.
+
+    checked: `check_cell` has passed already. by_row: an interval of 1 may go in blocks of rows.
+    """
     policy, trace = policy.at(budget), trace.evicting
     source = trace.per_query_head() if policy.per_query_head else trace
-    if not options.checked:
-        check_cell(trace, policy, budget, options.memory, schedule)
-    chosen = replayed(trace, options.layers)
-    by_row = _goes_by_row(trace, policy, schedule, chosen, options)
-    options = replace(options, by_row=by_row)
-    settings = settings_of(trace, policy, budget, schedule)
+    if not checked:
+        check_cell(trace, policy, budget, memory, schedule)
+    chosen = replayed(trace, layers)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
+    owners = [trace.owners[layer] for layer in chosen]
     plans: list[Plans] = []
-    done = 0
+    done, reads = 0, None
     with torch.inference_mode():
-        descent = descent_of(trace, policy, settings[-1], options.device)
-        owners = [trace.owners[layer] for layer in chosen]
+        *_, setting = settings_of(trace, policy, budget, schedule)
+        descent = descent_of(trace, policy, setting, device)
         parts = [*dict.fromkeys(owners)]
-        for part in runs(source, parts, policy, descent=descent, memory=options.memory):
-            result, decided = _replay(source, part, policy, settings, schedule, options)
+        for part in runs(source, parts, policy, descent=descent, memory=memory):
+            settings = settings_of(trace, policy, budget, schedule, part.trace)
+            block = Block(_source(part, policy, device, memory), policy, settings, part.layers)
+            positions = part.trace.positions.numpy()
+            rows = () if part.whole else block.setting.events
+            if by_row and not internals and schedule.interval == 1 and goes_by_rows(block):
+                replay_rows(block, rows)
+            else:
+                plans += _fire(block, rows, internals, positions)
+            result = placed(block.evicted_at.cpu().numpy(), positions, trace.n_pos)
             for layer, of_layer in zip(part.layers, result, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
                 done += owners.count(layer)
-            plans += decided
-            if options.progress is not None:
-                options.progress(done, len(chosen))
-    reads = None
-    if policy.reader is not None:
-        memory = DEFAULT_MEMORY if options.memory is None else options.memory
-        with torch.inference_mode():
+            if progress is not None:
+                progress(done, len(chosen))
+        if policy.reader is not None:
             first = schedule.ends(trace.prompt_len, trace.context_len)[0]
             reads = read(
                 *(ended(trace, first), policy.reader, evicted_at, budget, chosen),
-                device=options.device,
-                memory=memory,
+                device=device,
+                memory=DEFAULT_MEMORY if memory is None else memory,
             )
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
@@ -160,6 +158,30 @@ def run(
         positions="slot" if restarted else policy.positions,
         internals=tuple(plans),
     )
+
+
+def _source(run: LayerRun, policy: Policy, device: str, memory: int | None) -> TraceSource:
+    """Return what the block of a run reads from."""
+    trace, places = run.trace, run.layers
+    if len(trace.header.readers(places[0])) > 1:
+        trace, places = read_together(trace, places[0]), (0,)
+    most = MEMO_BYTES if memory is None else memory // 16
+    each = layers_per_block(trace, policy, memory) if policy.apart else None
+    return TraceSource(trace, places, torch.device(device), most=most, each=each)
+
+
+def _fire(
+    block: Block, rows: Sequence[int], internals: bool | frozenset[str], at: NDArray[np.int64]
+) -> Iterator[Plans]:
+    """Fire events after rows, which are at positions `at`; yields decisions on request."""
+    for row in rows:
+        choice = block.choose(row)
+        for decided in choice.plans() if internals else ():
+            pos = np.where(decided.pos < 0, -1, at[decided.pos])
+            plans = replace(decided, row=int(at[row]), pos=pos)
+            yield plans if isinstance(internals, bool) else plans.brief(internals)
+        block.apply(choice)
+        del choice  # the next event's attention takes its place
 
 
 def record_of_run(
@@ -194,100 +216,47 @@ def record_of_run(
     )
 
 
-def _replay(
+def settings_of(
     trace: Trace,
-    run: LayerRun,
     policy: Policy,
-    settings: Sequence[Setting],
+    budget: int,
     schedule: Schedule,
-    options: ReplayOptions,
-) -> tuple[NDArray[np.int32], list[Plans]]:
-    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request."""
-    part, places = trace if run.rows is None else trace.only(run.rows), run.layers
-    if len(trace.header.readers(places[0])) > 1:
-        part, places = read_together(trace, places[0]), (0,)
-    events = schedule.rows(*part.extent)
-    if run.rows is not None:
-        settings = [replace(x, prompt_len=part.prompt_len) for x in settings]
-    protection = policy.protection(settings[-1].budget)
-    future: dict[str, Any] = {
-        "events": tuple(events),
-        "protected_ends": (protection.first(settings[-1].prompt_len), protection.recent),
-        "response": part.prompt_len,
-    }
-    most = MEMO_BYTES if options.memory is None else options.memory // 16
-    device = torch.device(options.device)
-    each = layers_per_block(part, policy, options.memory) if policy.apart else None
-    source = TraceSource(part, places, device, most=most, each=each)
-    layers = torch.tensor(run.layers, device=device)
-    block = Block(source, policy, [replace(x, **future) for x in settings], layers)
-    plans: list[Plans] = []
-    if run.whole:
-        events = []
-    if options.by_row:
-        replay_rows(block, events)
-        events = []
-    for row in events:
-        choice = block.choose(row)
-        if names := options.internals:
-            of_event = choice.plans()
-            plans += of_event if names is True else [x.brief(names) for x in of_event]
-        block.apply(choice)
-        del choice  # the next event's attention takes its place
-    evicted_at = block.evicted_at.cpu().numpy()
-    if run.rows is None:
-        return evicted_at, plans
-    positions = part.positions.numpy()
-    return placed(evicted_at, positions, trace.n_pos), [_at(p, positions) for p in plans]
+    part: Trace | None = None,
+) -> list[Setting]:
+    """Return the settings of prefill events, ascending; the last is that of all later events.
 
-
-def _goes_by_row(
-    trace: Trace, policy: Policy, schedule: Schedule, layers: Sequence[int], options: ReplayOptions
-) -> bool:
-    """Whether events fire after every row and the faster way through them applies."""
-    return (
-        options.by_row
-        and schedule.interval == 1
-        and policy.scorer.per_row
-        and isinstance(policy.allocator, Uniform)
-        and isinstance(policy.layer_budgets, Even)
-        and policy.codec is None
-        and policy.so_far is None
-        and not options.internals
-        and not any(trace.formulas[layer].sinks for layer in layers)
-    )
-
-
-def settings_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> list[Setting]:
-    """Return the settings of prefill events, ascending; the last is that of all later events."""
-    protection = policy.protection(budget)
+    part: the trace of the rows that the layers compute.
+    """
+    protection, part = policy.protection(budget), part or trace
     longest = partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len)
+    events = tuple(schedule.rows(*part.extent))
+    ends = schedule.ends(trace.prompt_len, trace.context_len)
+    counts = ends if part.n_pos == trace.n_pos else [part.prompt_len]
     return [
         Setting(
             budget=budget,
-            prompt_len=end,
+            prompt_len=count,
             interval=schedule.interval,
             n_layers=trace.n_layers,
             clairvoyant=policy.scorer.reads.future,
             protected=protection.size(end),
             longest=longest,
             windowed=trace.windowed,
+            events=events,
+            protected_ends=(protection.first(counts[-1]), protection.recent),
+            response=part.prompt_len,
             policy=policy.name,
         )
-        for end in schedule.ends(trace.prompt_len, trace.context_len)
+        for end, count in zip(ends, counts, strict=True)
     ]
 
 
 def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:
     """Return evicted_at [L, H, n_pos] of one over the rows at positions `at` alone, [L, H, k]."""
+    if len(at) == n_pos:
+        return evicted_at
     out = np.empty((*evicted_at.shape[:2], n_pos), np.int32)
     out[:] = np.arange(n_pos) - 1  # visible to no row
     gone = evicted_at != NEVER
     out[..., at] = np.where(gone, at[np.where(gone, evicted_at, 0)], NEVER)
     return out
-
-
-def _at(plans: Plans, at: NDArray[np.int64]) -> Plans:
-    """Return plans by position of those over the rows at positions `at` alone."""
-    pos = np.where(plans.pos < 0, -1, at[plans.pos])
-    return replace(plans, row=int(at[plans.row]), pos=pos)

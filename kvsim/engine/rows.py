@@ -14,7 +14,7 @@ from functools import cached_property
 from kvsim.core.attention import Reduction, reduce_group
 from kvsim.core.entries import gather
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Scores
+from kvsim.core.policy import Even, Scores, Uniform
 from kvsim.core.view import View
 from kvsim.engine.block import Block, check
 
@@ -24,6 +24,19 @@ ROWS = 32
 # Below this, the sum of exp(logit - maximum of the block) over the live entries has lost precision,
 # because the maximum belongs to an entry that is gone; the row then gets a maximum of its own.
 _FAINT = 1e-6
+
+
+def goes_by_rows(block: Block) -> bool:
+    """Whether its policy evicts one entry of each head after each row, by the last row alone."""
+    policy = block.policy
+    return (
+        policy.scorer.per_row
+        and isinstance(policy.allocator, Uniform)
+        and isinstance(policy.layer_budgets, Even)
+        and policy.codec is None
+        and policy.so_far is None
+        and not block.source.formula.sinks
+    )
 
 
 def replay_rows(block: Block, events: Sequence[int]) -> None:

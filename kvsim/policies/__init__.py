@@ -5,10 +5,13 @@ A new policy is one file here and its entry in `catalogue.py`, of a reader or co
 policy imports what it needs alone.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvsim.core.policy import Policy, PolicyLike
     from kvsim.policies.access import ACCESS
     from kvsim.policies.catalogue import CATALOGUE
     from kvsim.policies.description import Description, describe
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from kvsim.policies.naming import (
         access_names,
         as_policies,
-        as_policy,
         declared,
         has_parameter,
         names,
@@ -49,6 +51,16 @@ __all__ = [
     "policy",
     "variants",
 ]
+
+
+def as_policy(given: PolicyLike) -> Policy:
+    """Return a policy, built if it is given by name; raises as `policy` and `Policy.of`."""
+    from kvsim.core.policy import Policy  # noqa: PLC0415  the file of a policy does not need it
+
+    if not isinstance(given, str):
+        return Policy.of(given)
+    built: Policy = import_module("kvsim.policies.naming").policy(given)
+    return built
 
 
 def __getattr__(name: str) -> object:

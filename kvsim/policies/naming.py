@@ -15,7 +15,7 @@ from kvsim.core.parameters import parameters as fields_of
 from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Schedule, Uniform
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
-from kvsim.policies import foreign
+from kvsim.policies import as_policy, foreign
 from kvsim.policies.access import ACCESS
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.entry import Entry, load
@@ -34,11 +34,6 @@ class Part(NamedTuple):
     accepts: Mapping[str, Any]
     own: bool = False
     written: bool = True
-
-
-def as_policy(given: PolicyLike) -> Policy:
-    """Return a policy, built if it is given by name; raises as `policy` and `Policy.of`."""
-    return policy(given) if isinstance(given, str) else Policy.of(given)
 
 
 def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:

@@ -50,7 +50,9 @@ class Oracle(Scorer):
         if self.by == "optimum":
             stops = view.memo((self,), lambda: self._stops(view))
             return stops.gather(-1, view.pos.clamp(min=0))
-        source, events, weigh = view.source, view.setting.events or (view.row,), None
+        source, events, weigh = view.source, view.setting.events, None
+        if view.row not in events:
+            events = (view.row,)
         if self.by == "output":
             weigh = _moved
         # events whose later rows are weighed together; a codec changes keys from one to the next

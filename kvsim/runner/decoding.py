@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -133,20 +132,16 @@ class Decoding:
         sketch, policy = self.sketch, self.policy
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
-        settings = settings_of(sketch, policy, self.budget, self.schedule)
         owners = [*dict.fromkeys(sketch.owners[layer] for layer in self.layers)]
         for run in runs(sketch, owners, policy, descent=self._descent):
-            part = sketch if run.rows is None else sketch.only(run.rows)
-            dropped = sketch.prompt_len - part.prompt_len
+            part, dropped = run.trace, sketch.prompt_len - run.trace.prompt_len
             how: dict[str, Any] = {"rotated": rotated, "dropped": dropped}
             if self._paging is None:
                 source = LiveSource(part, run.layers, like, **how, exact=policy.rounds)
             else:
                 source = PagedSource(part, run.layers, like, self._paging, **how)
-            constants = settings
-            if run.rows is not None:
-                constants = [replace(x, prompt_len=part.prompt_len) for x in settings]
-            block = Block(source, policy, constants, torch.tensor(run.layers, device=like.device))
+            settings = settings_of(sketch, policy, self.budget, self.schedule, part)
+            block = Block(source, policy, settings, run.layers)
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
             for index, layer in enumerate(source.readers):
@@ -419,8 +414,7 @@ class Decoding:
         by_layer: dict[int, NDArray[np.int32]] = {}
         for block, source in self._blocks:
             last = block.evicted_at[..., : n - source.dropped].cpu().numpy()
-            if source.dropped:
-                last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
+            last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
             by_layer.update(zip(source.layers, last, strict=True))
         evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)

@@ -10,8 +10,6 @@ from pathlib import Path
 from kvsim.core.arguments import listed
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.samples import locate
-from kvsim.store.index import find_traces
 
 #: A trace, its path or URL, or the name of a sample.
 TraceLike = Trace | str | Path
@@ -44,6 +42,9 @@ def as_traces(given: Traces) -> list[Trace]:
 
 def paths_of(given: str | Path) -> list[Path | str]:
     """The paths and URLs of a path: itself or a folder's traces; TraceNotFoundError without any."""
+    from kvsim.samples import locate  # noqa: PLC0415  a trace in memory needs neither
+    from kvsim.store.index import find_traces  # noqa: PLC0415
+
     path = locate(given)
     if isinstance(path, str):
         return [path]

@@ -22,7 +22,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.errors import KvsimError, error_line
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.terms import Terms
@@ -158,8 +158,8 @@ class Replays:
         """Replay a cell, and what it is compared with on the same terms."""
         policy = cell.policy
         notes = self._notes & policy.allocator.notes
-        options = ReplayOptions(cell.layers, internals=notes, checked=True, **self._limits)
-        record = run(cell.trace, policy, cell.budget, cell.schedule, options)
+        how = {"layers": cell.layers, "internals": notes, "checked": True, **self._limits}
+        record = run(cell.trace, policy, cell.budget, cell.schedule, **how)
         compared = self._compared[cell.number] = dict[str, Record]()
         remarks = [record.remark]
         if self._beside and policy.bounded:

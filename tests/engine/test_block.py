@@ -17,7 +17,7 @@ def block():
     trace = random_trace(n=24, size=1.0, prompt_len=12)
     policy = kvsim.policy("tova")
     settings = settings_of(trace, policy, 8, policy.schedule)
-    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, settings, torch.arange(2))
+    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, settings, range(2))
 
 
 def test_a_choice_changes_nothing_before_it_is_applied(block):

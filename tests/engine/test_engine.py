@@ -12,7 +12,7 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.schema import NEVER
 from traces import random_trace
@@ -26,7 +26,7 @@ def make_trace(**options):
 def replay_by_event(trace, name, budget):
     """The Record of a policy of kvsim without the faster way through rows."""
     policy = kvsim.policy(name)
-    return run(trace, policy, budget, policy.schedule, ReplayOptions(by_row=False))
+    return run(trace, policy, budget, policy.schedule, by_row=False)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.optimum import solve
 from kvsim.policies.oracle import Oracle
@@ -175,7 +175,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
     for seed in range(1):
         trace = short_trace(seed)
         attention = attended(trace)
-        record = run(trace, oracle, 3, schedule, ReplayOptions())
+        record = run(trace, oracle, 3, schedule)
         retained = retained_by(attention, record.evicted_at).sum(-1)
         best = [
             best_by_trying(of, events, places, spared, pooled=pooled)
@@ -183,7 +183,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
         ]
 
         assert retained == pytest.approx(best, rel=1e-9)
-        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule, ReplayOptions())
+        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule)
         assert (retained_by(attention, mass.evicted_at).sum(-1) <= retained + 1e-9).all()
 
 

@@ -18,7 +18,7 @@ from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
 from kvsim.engine import rows as engine_rows
 from kvsim.engine.checks import check_cell
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.testing import loops, strategies
@@ -111,7 +111,7 @@ def possible(case: Case, setup: Setup) -> loops.Outcome:
 
 def replay(case: Case, setup: Setup, **options) -> kvsim.Record:
     """The engine's replay of the same case."""
-    return run(case.trace(), setup.built, setup.budget, setup.schedule, ReplayOptions(**options))
+    return run(case.trace(), setup.built, setup.budget, setup.schedule, **options)
 
 
 def disagreement(
@@ -240,7 +240,7 @@ def test_replay_under_a_softcap_equals_the_naive_replay(name, params, monkeypatc
         trace = changed(case.trace(), formulas=formulas, o_proj=case.o_proj)
         setup = Setup(name, params, 9, 4, prefill=None)
         outcome = naive(case, setup)
-        record = run(trace, setup.built, 9, setup.schedule, ReplayOptions())
+        record = run(trace, setup.built, 9, setup.schedule)
         assert outcome.agrees(record.evicted_at, 1e-9, ties=False)
         changes |= not outcome.agrees(replay(case, setup).evicted_at, 1e-9, ties=False)
     assert changes

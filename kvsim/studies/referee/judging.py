@@ -69,7 +69,7 @@ class DumpCase:
         for run in runs(trace, self.layers, policy):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
-            block = Block(source, policy, settings, torch.tensor(run.layers))
+            block = Block(source, policy, settings, run.layers)
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
                     choice = block.choose(row, fires=row in self.events)

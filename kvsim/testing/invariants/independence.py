@@ -17,7 +17,7 @@ from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.checks import check_cell
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.errors import BudgetError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
@@ -83,7 +83,7 @@ def same_events(trial: Trial) -> None:
     beyond = case.n - case.prompt_len + 1 + trial.salt % case.n
     alone, none = replace(trial, interval=beyond, prefill=True), Schedule(interval=None)
     try:
-        record = run(case.trace(), policy, trial.budget, none, ReplayOptions())
+        record = run(case.trace(), policy, trial.budget, none)
     except (BudgetError, PolicyError):
         require(not _has_rule(alone), f"refused with no interval, and not with {beyond}")
     else:

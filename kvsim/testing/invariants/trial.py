@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
-from kvsim.engine.replay import ReplayOptions, run
+from kvsim.engine.replay import run
 from kvsim.errors import BudgetError
 from kvsim.schema import NEVER, Compress
 from kvsim.testing import loops
@@ -63,7 +63,7 @@ class Trial:
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
         trace = self.case.trace(self.context_len, self.questions) if trace is None else trace
-        return run(trace, self.policy, self.budget, self.schedule, ReplayOptions(**options))
+        return run(trace, self.policy, self.budget, self.schedule, **options)
 
     @property
     def schedule(self) -> Schedule:
