@@ -80,9 +80,10 @@ class Live:
         )
 
 
-def run_live(running, policy, budget, tokens, prompt_len, *, step=None, schedule=None, **options):
+def run_live(running, policy, budget, tokens, prompt_len, *, step=None, **options):
     """Feed tokens to a running model, the response in steps of so many or at once."""
-    calls, policy = {}, replace(policy, schedule=schedule or policy.schedule)
+    calls, moments = {}, [options.pop(name, None) for name in ("compress", "prefill_chunk")]
+    policy = replace(policy, schedule=policy.schedule.override(None, None, *moments))
 
     def observe(call):
         w = call.q.shape[1]

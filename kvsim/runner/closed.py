@@ -25,7 +25,6 @@ from kvsim.core.record import Record, Response, facts_of
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import Written
-from kvsim.recorder.cache import full_cache
 from kvsim.recorder.choice import APPLIED, Choice, stop_tokens
 from kvsim.recorder.forward import WHOLE, evaluating
 from kvsim.recorder.generation import following
@@ -306,15 +305,13 @@ class ClosedLoop:
         if greedy and alike and whole and answers[:-1] == recorded[:-1]:
             return answers
         step = WHOLE if self.running.continues else 1
-        model, prompt = self.running.model, self._ids[: trace.prompt_len]
-        cache, chunk = full_cache(model), self.running.chunk(prompt)
+        logits, cache = self.running.full(self._ids[: trace.prompt_len])
 
         def feed(tokens: Sequence[int], **_: bool) -> Tensor:
             return self.running.run(tokens, cache, 1, step, cache.get_seq_length())[-1]
 
-        with torch.inference_mode(), evaluating(model):
-            logits = self.running.run(prompt, cache, 1, chunk)[-1]
-            return [tuple(each.tokens) for each in self._answers(logits, feed)]
+        with torch.inference_mode(), evaluating(self.running.model):
+            return [tuple(each.tokens) for each in self._answers(logits[-1], feed)]
 
     def _full_right(self, turn: int) -> bool | None:
         """Whether an answer with the full cache is right; the recorded one unless given."""

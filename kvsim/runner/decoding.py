@@ -182,8 +182,8 @@ class Decoding:
         early = late or any(row < n - 1 for row in self.events)
         if self.tokens or self._decoder is not None or early or self.running.has_states:
             raise ValueError(
-                f"rows are dropped, choose what they read, see rounded entries or leave a state, "
-                f"or an event precedes row {n - 1}; feed the tokens"
+                "rows are dropped, choose what they read, see rounded entries or leave a state, or "
+                f"an event precedes row {n - 1}; feed the tokens"
             )
         self.take(prefix.tokens, prefix.keys, prefix.values, dict(enumerate(prefix.queries)))
 
@@ -198,8 +198,8 @@ class Decoding:
 
         keys, values: as in Prefix. queries: by the number of each layer that evicts, [qhead, n, d].
         """
-        with self._adding(len(tokens), forwards=False):
-            self._make_room()
+        self._check(len(tokens), forwards=False)
+        with self._adding(tokens):
             for part, of_keys, of_values in zip(self._parts, keys, values, strict=True):
                 if of_keys is None or of_values is None:
                     continue
@@ -209,8 +209,6 @@ class Decoding:
                     part.update(of_keys[None], of_values[None])
             for layer, reader in self._evicting.items():
                 reader.source.note_queries(reader.index, queries[layer])
-            self.tokens += tokens
-            self._end()
 
     def feed(self, ids: Sequence[int], logits: int = 1) -> Tensor:
         """Run the next tokens; returns the logits of the last `logits` of their rows, [n, V].
@@ -219,25 +217,25 @@ class Decoding:
         one by one. Of a policy that drops rows of the prompt, the first tokens are the whole
         prompt, and there are no logits before its last row.
         """
-        parts: list[Tensor] = []
-        rest = list(ids)
-        with self._adding(len(rest)):
-            if self._decoder is not None and not self.tokens:
-                prompt, rest = rest[: self.sketch.prompt_len], rest[self.sketch.prompt_len :]
-                parts.append(self._descend(self._decoder, prompt)[: logits - len(rest)])
-            while rest:
-                start = len(self.tokens)
-                room = self._make_room()
-                if self._stores is not None:  # entries may be rounded after every row
-                    room = min(room, max(1, self._stores + 1 - start))
-                if start and self._single:
-                    room = 1
-                piece, rest = rest[:room], rest[room:]
-                wanted = min(len(piece), max(0, logits - len(rest)))
-                back = self._back(start)
-                parts.append(self.running.forward(piece, start, self.cache, wanted, back=back))
-                self.tokens += piece
-                self._end()
+        self._check(len(ids))
+        parts, rest = list[Tensor](), list(ids)
+        while rest:
+            start, room = len(self.tokens), self.room
+            descends = self._decoder is not None and not start
+            if descends:
+                room = self.sketch.prompt_len
+            elif start and self._single:
+                room = 1
+            elif self._stores is not None:  # entries may be rounded after every row
+                room = min(room, max(1, self._stores + 1 - start))
+            piece, rest = rest[:room], rest[room:]
+            wanted = min(len(piece), max(0, logits - len(rest)))
+            with self._adding(piece):
+                if descends:
+                    parts.append(self._descend(piece)[:wanted])
+                else:
+                    back = self._back(start)
+                    parts.append(self.running.forward(piece, start, self.cache, wanted, back=back))
         return torch.cat(parts)
 
     def ask(self, stop: int) -> None:
@@ -254,31 +252,28 @@ class Decoding:
         All of `ids` go through the model at once: events that fall within them fire after the last,
         as one. Not for a policy that rotates or rounds keys, or drops rows of the prompt.
         """
-        with self._adding(len(ids)):
-            self._make_room()
+        self._check(len(ids))
+        with self._adding(ids):
             yield
-            self.tokens += ids
-            self._end()
 
-    def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
+    def _descend(self, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
         *_, setting = settings_of(self.sketch, self.policy, self.budget, self.schedule)
+        decoder = cast("Decoder", self._decoder)
         propagation = cast("Propagation", self.policy.propagation)
-        terms = decoder, self.sketch, propagation, setting, prompt
-        self._descent, calls, logits = prefill_in_depth(*terms)
+        self._descent, calls, logits = prefill_in_depth(
+            decoder, self.sketch, propagation, setting, prompt
+        )
         self._make_blocks()
         self._make_room()
         for part, call in zip(self._parts, calls, strict=True):
             part.update(*(x[None] for x in call.cached))
             if isinstance(part, LiveLayer):
                 part.source.note_queries(part.index, call.q)
-        self.tokens += prompt
-        self._end()
         return logits
 
-    @contextmanager
-    def _adding(self, n: int, *, forwards: bool = True) -> Iterator[None]:
-        """Add n rows; an error in between leaves caches that are of no use any more."""
+    def _check(self, n: int, *, forwards: bool = True) -> None:
+        """Raise ValueError unless n rows can be added; forwards: by the model, in its block."""
         start, least = len(self.tokens), 1
         if self._decoder is not None and not start:  # which drops rows of the prompt
             least = self.sketch.prompt_len
@@ -292,8 +287,15 @@ class Decoding:
                 f"{n} tokens are given after {start}; expected at least {least}, and at most "
                 f"{self.sketch.n_pos} (n_pos) together"
             )
+
+    @contextmanager
+    def _adding(self, ids: Sequence[int]) -> Iterator[None]:
+        """Add rows, and fire the event behind them; an error leaves caches that are of no use."""
         self._busy = True
+        self._make_room()
         yield
+        self.tokens += ids
+        self._end()
         self._busy = False
         for _, source in self._blocks:
             source.room = 0
@@ -321,12 +323,11 @@ class Decoding:
         """The position of the next row."""
         return len(self.tokens) - self._back(len(self.tokens))
 
-    def _make_room(self) -> int:
-        """Let sources take the rows up to the next event; returns their number."""
-        room, reads = self.room, bool(self._events) or len(self.tokens) < self._prunes
+    def _make_room(self) -> None:
+        """Let sources take the rows up to the next event."""
+        reads = bool(self._events) or len(self.tokens) < self._prunes
         for _, source in self._blocks:
-            source.expect(room, reads_queries=reads)
-        return room
+            source.expect(self.room, reads_queries=reads)
 
     def _end(self) -> None:
         """Count the held entries, and fire the event after the last row, if there is one."""
@@ -391,22 +392,15 @@ class Decoding:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of live entries, without pads."""
-        return self._other_bytes + sum(source.live_bytes for _, source in self._blocks)
+        others = [part for part in self._parts if not isinstance(part, LiveLayer)]
+        arrays = [getattr(part, name, None) for part in others for name in ("keys", "values")]
+        held: int = sum(array.nbytes for array in arrays if array is not None)
+        return held + sum(source.live_bytes for _, source in self._blocks)
 
     @property
     def full_bytes(self) -> int:
         """Bytes that the full cache of the rows so far takes."""
         return self._row_size * len(self.tokens) * self.running.model.dtype.itemsize
-
-    @property
-    def _other_bytes(self) -> int:
-        arrays = (
-            array
-            for part in self._parts
-            if not isinstance(part, LiveLayer)
-            for array in (getattr(part, "keys", None), getattr(part, "values", None))
-        )
-        return sum(array.nbytes for array in arrays if array is not None)
 
     def record(self) -> Record:
         """When each entry left, as a replay would say it."""

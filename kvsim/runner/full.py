@@ -16,9 +16,8 @@ from kvsim.core.policy import Schedule
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.forward import evaluating
 from kvsim.recorder.head import Predictions
-from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import RecordedCheck
@@ -83,7 +82,6 @@ class FullPass:
 
         entries: dict[int, tuple[Tensor, Tensor]] = {}
         tokens: list[int] = trace.read("tokens").tolist()
-        chunk = running.chunk(tokens)
 
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
@@ -96,15 +94,9 @@ class FullPass:
             recorded = (trace.read(name, *rows_before) for name in ("k", "v"))
             keys, values = (x.to(running.device, running.model.dtype) for x in recorded)
             cache.update(keys, values, layer)
-        with (
-            torch.inference_mode(),
-            evaluating(running.model),
-            intercepting(running.model, receive),
-            residual.following(),
-            running.head.apart() as outputs,
-        ):
-            wanted = trace.n_pos - self.predicts
-            running.run(tokens[begin:], cache, wanted, chunk, begin)
+        wanted = trace.n_pos - self.predicts
+        with residual.following(), running.head.apart() as outputs:
+            running.full(tokens, wanted, cache=cache, begin=begin, receive=receive)
         last = torch.cat(outputs)[-wanted:-1].clone()
         self.predictions = Predictions(last, self.predicts, running.head)
         if len(last) * self.predictions.row * last.itemsize <= keep:

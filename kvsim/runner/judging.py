@@ -187,7 +187,7 @@ class Judge:
                 moved[:, place, first - full.first :] = change.cpu().numpy()
 
             running = self.running
-            before = running.filled(self._ids[:start]) if running.has_states else None
+            before = running.full(self._ids[:start], 0)[1] if running.has_states else None
             with (
                 torch.inference_mode(),
                 evaluating(running.model),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -65,13 +66,6 @@ class RunningModel:
         """Whether a forward of several rows goes on from the states of the rows before."""
         return not self.has_states or continues(self.model, range(1, 7))
 
-    def filled(self, ids: Sequence[int]) -> Cache:
-        """Return a cache of all of these tokens."""
-        cache, chunk = full_cache(self.model), self.chunk(ids)
-        with torch.inference_mode(), evaluating(self.model):
-            self.run(ids, cache, 0, chunk)
-        return cache
-
     @cached_property
     def described(self) -> dict[str, Any]:
         """The model as traces describe it, with the digest of its weights."""
@@ -107,13 +101,26 @@ class RunningModel:
         out = out[max(0, len(out) - logits) :]
         return check_logits(out, start + len(ids) - len(out))
 
-    def chunk(self, ids: Sequence[int]) -> int:
-        """Return the most rows of a forward of these tokens over an empty cache, for `run`."""
-        return chunk_rows(self.model, ids)[0] if ids else 1
+    def full(
+        self,
+        ids: Sequence[int],
+        logits: int = 1,
+        *,
+        cache: Cache | None = None,
+        begin: int = 0,
+        receive: Callable[[KernelCall], None] | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """Run tokens with the full cache, those before `begin` being in it; logits as `forward`.
 
-    def run(
-        self, ids: Sequence[int], cache: Cache, logits: int, chunk: int, begin: int = 0
-    ) -> Tensor:
+        receive: called with each call of the attention kernel.
+        """
+        cache = full_cache(self.model) if cache is None else cache
+        chunk = chunk_rows(self.model, ids)[0] if ids else 1
+        hooks = nullcontext() if receive is None else intercepting(self.model, receive)
+        with torch.inference_mode(), evaluating(self.model), hooks:
+            return self.run(ids[begin:], cache, logits, chunk, begin), cache
+
+    def run(self, ids: Sequence[int], cache: Cache, logits: int, chunk: int, begin: int) -> Tensor:
         """Run tokens behind `begin` rows, at most `chunk` in a forward; logits as `forward`."""
         first, parts = len(ids) - logits, list[Tensor]()
         for start in range(0, len(ids), chunk):
@@ -145,16 +152,14 @@ def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     def receive(call: KernelCall) -> None:
         queries.setdefault(call.layer, []).append(call.q)
 
-    model = running.model
-    cache, chunk = full_cache(model), running.chunk(ids)
-    with torch.inference_mode(), evaluating(model), intercepting(model, receive):
-        logits = running.run(ids, cache, 1, chunk)[0]
+    logits, cache = running.full(ids, receive=receive)
+    parts: list[Any] = cache.layers
     keys, values = (
-        [None if x is None else x[0] for x in (getattr(layer, name) for layer in cache.layers)]
-        for name in ("keys", "values")
+        [None if x is None else x[0] for x in each]
+        for each in ([part.keys for part in parts], [part.values for part in parts])
     )
     of_layers = [torch.cat(queries[at], dim=1) for at in sorted(queries)]
-    return Prefix(tuple(ids), keys, values, of_layers, logits)
+    return Prefix(tuple(ids), keys, values, of_layers, logits[0])
 
 
 def computable(x: Tensor) -> Tensor:

@@ -372,10 +372,7 @@ def test_the_context_before_its_question(compress, name):
     """Events after the context, and after both, are those of the replay."""
     policy = POLICIES[name]
     options = {"compress": compress, "interval": INTERVAL, "prefill": True, "layers": [1]}
-    live = run_live(
-        running("llama"), policy, BUDGET, TOKENS, PROMPT, context_len=72, layers=[1],
-        schedule=Schedule(INTERVAL, compress=compress),
-    )  # fmt: skip
+    live = run_live(running("llama"), policy, BUDGET, TOKENS, PROMPT, context_len=72, **options)
 
     record = kvsim.replay(live.trace(), policy, BUDGET, **options)
     assert np.array_equal(live.record.evicted_at, record.evicted_at)
@@ -387,15 +384,12 @@ def test_the_context_before_its_question(compress, name):
 def test_a_prompt_in_chunks(compress, name):
     """A layer that alone evicts after each chunk is its replay, and so is the first of all."""
     policy, run = POLICIES[name], running("llama")
-    options, chunks = (
-        {"interval": INTERVAL, "prefill": True},
-        {"compress": compress, "prefill_chunk": 30},
-    )
+    options = {"compress": compress, "interval": INTERVAL, "prefill": True, "prefill_chunk": 30}
     for layers in ([1], None):
-        terms = {"context_len": 72, "layers": layers, "schedule": Schedule(INTERVAL, **chunks)}
-        live = run_live(run, policy, 40, TOKENS, PROMPT, **terms)
+        terms = options | {"layers": layers}
+        live = run_live(run, policy, 40, TOKENS, PROMPT, context_len=72, **terms)
 
-        record = kvsim.replay(live.trace(), policy, 40, layers=layers, **options, **chunks)
+        record = kvsim.replay(live.trace(), policy, 40, **terms)
         alike = slice(None) if layers else slice(1)
         assert np.array_equal(live.record.evicted_at[alike], record.evicted_at[alike])
         assert record.events[:2] == ([59, 71] if compress == "both" else [59, 79])
