@@ -138,6 +138,17 @@ def test_a_taken_name_is_refused(tmp_path):
     assert "'int8' is declared by kvsim and by third 2.0" in codec[2]
 
 
+def test_code_of_a_package_that_raises_is_named(declared):
+    """Kvsim's own code keeps its errors."""
+    declared("metrics", "gain", "rival:gain")
+
+    message = r"metric 'gain' of rival 2\.0 raised KeyError: 'no'"
+    with pytest.raises(kvsim.KvsimError, match=message), metrics().running("gain"):
+        raise KeyError("no")
+    with pytest.raises(KeyError), metrics().running("wipeout"):
+        raise KeyError("no")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -11,7 +11,7 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.registry import metric
+from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject
 from kvsim.core.header import printable
 from kvsim.core.outcome import Outcome
@@ -106,7 +106,9 @@ def blocks_of(
     if record is not None:
         shared |= columns_of(record)
     blocks: list[RowArrays] = []
-    for cells in entry.cells(subject):
+    with METRICS.running(name):
+        every = [*entry.cells(subject)]
+    for cells in every:
         shared["unit"] = cells.unit or entry.unit
         labels = trace.labels if cells.turn is None else trace.header.labels_of(cells.turn)
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import bar, echo_error
 from kvsim.errors import suggest
 from kvsim.files import check_output
-from kvsim.plots.registry import FIGURES, Figure, plotted
+from kvsim.plots.registry import FIGURES, Figure
 from kvsim.schema import merged
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _FLAGS = {"settings": "--set"}
 
 def listing() -> str:
     """Return the figures of `kvsim plot` with their summaries, as lines of its help."""
-    names = plotted()
+    names = list(FIGURES)
     wide = 2 + max(map(len, names))
     lines = [
         textwrap.fill(f"{name:{wide}}{FIGURES[name].summary}", 78, subsequent_indent=" " * wide)
@@ -122,19 +123,17 @@ def plot(
     keywords = {**flags, "metrics": metric, "layers": None if shown is None else [shown]}
     given = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data.input(key, figure) for key in figure.inputs]
-    drawing = getattr(plots, name)(*inputs, **given)
-    typer.echo(f"Written to {plots.save(drawing, out)}.")
+    with FIGURES.running(name):
+        written = plots.save(getattr(plots, name)(*inputs, **given), out)
+    typer.echo(f"Written to {written}.")
     for remark in merged(data.remarks):
         echo_error(f"Note: {remark}.")
 
 
 def _figure(name: str) -> Figure:
-    names = plotted()
     if name not in FIGURES:
-        closest = suggest(name, names)
-        raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(names)}")
-    if name not in names:
-        raise OptionError(f"{name} is drawn by `kvsim {FIGURES[name].command}`")
+        closest = suggest(name, FIGURES)
+        raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(FIGURES)}")
     return FIGURES[name]
 
 
@@ -235,8 +234,9 @@ class Data:
 
     def input(self, name: str, figure: Figure) -> Any:
         """Return an argument of a figure, computed if need be."""
-        if figure.prepare is not None:
-            return figure.prepare(self.traces, figure.metrics)
+        if figure.prepare:
+            prepare = getattr(import_module(figure.module), figure.prepare)
+            return prepare(self.traces, figure.metrics)
         inputs: dict[str, Callable[[], Any]] = {
             "evictions": lambda: self.table,
             "record": lambda: self.records[0],

@@ -18,6 +18,7 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
     caption,
@@ -40,6 +41,7 @@ _MAXIMA = {"sequence": "all keys", "behind_sink": "all keys but the sink"}
 _NAMED = 9
 
 
+@figure(source="G-KV, Fig. 1")
 def overlap_curves(
     traces: Traces,
     *,
@@ -95,6 +97,7 @@ def _overlaps(
     return mean
 
 
+@figure(source="G-KV, Fig. 9", metrics=("sparsity", "sparsity_compressed"))
 def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the keys that score below p times the maximum, over p; full and compressed caches.
 
@@ -163,6 +166,7 @@ def _sparsity_means(table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
 _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
 
 
+@figure(inputs=("evictions",), source="Expected Attention, Fig. 6")
 def reconstruction_error(table: pl.DataFrame) -> Figure:
     """The output error of a layer against the share evicted: means, and each policy by layer.
 

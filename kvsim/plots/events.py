@@ -21,6 +21,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
     caption,
@@ -42,6 +43,7 @@ _WORDS = 64
 _HALF, _ABOVE = 0.27, 0.38
 
 
+@figure(source="AMS, Fig. 2")
 def bursts(
     trace: TraceLike,
     records: Record | Sequence[Record],

@@ -16,6 +16,7 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
     caption,
@@ -38,6 +39,7 @@ _SHOWN = {
 }
 
 
+@figure(metrics=("needle_recall",), requires="prompts with a needle, length and depth")
 def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) -> Figure:
     """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
 

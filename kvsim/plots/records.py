@@ -20,6 +20,7 @@ from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
     GONE,
@@ -43,6 +44,7 @@ NEEDED = 0.05
 _PIXELS = 640
 
 
+@figure()
 def retention_map(
     trace: TraceLike, records: Record | Sequence[Record], *, layer: int = 0, head: int = 0
 ) -> Figure:
@@ -138,6 +140,7 @@ def _cells(
     return pooled
 
 
+@figure(source="G-KV, App. I", requires="text of tokens")
 def lift_bars(
     trace: TraceLike,
     record: Record,

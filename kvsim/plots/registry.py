@@ -1,45 +1,67 @@
-"""The figures by name, with their content, sources and options; loads no matplotlib."""
+"""The figures by name, each declared by its function; finding them loads no matplotlib.
+
+A figure is a function under `figure`, in a file of this folder, of a study or of a package. Its
+name, the first line of its docstring and its arguments are read from the text of the file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
 
 from kvsim.registry import Registry
 
-if TYPE_CHECKING:
-    from kvsim.core.trace import Trace
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
-REPLAYS: Final[Mapping[str, Literal["sweep", "plans", "once"]]] = {
+REPLAYS: Final[dict[str, Literal["sweep", "plans", "once"]]] = {
     "table": "sweep",
     "record": "sweep",
     "records": "sweep",
     "plans": "plans",
     "evictions": "once",
 }
-#: Options of the command line whose keyword has another name.
-FLAGS: Final[Mapping[str, str]] = {"layers": "layer", "metrics": "metric"}
+#: Keywords that the command line can set, each with its option.
+OPTIONS: Final = {"metrics": "metric", "layer": "layer", "layers": "layer", "head": "head"}
+OPTIONS["by"] = "by"
+
+
+def figure(
+    *,
+    inputs: tuple[str, ...] = (),
+    source: str = "kvsim",
+    metrics: tuple[str, ...] = (),
+    requires: str = "",
+    prepare: str = "",
+) -> Callable[[Function], Function]:
+    """Declare a function that returns a matplotlib Figure as a figure of `kvsim plot`.
+
+    Args are literals.
+
+    Args:
+        inputs: what its positional arguments are (`REPLAYS`, or traces), by default their names.
+        source: the paper and figure that it follows, or "kvsim".
+        metrics: those that its Table needs, of which traces have recorded what they read.
+        requires: what a trace or a policy must have, for users.
+        prepare: a function of its file that computes its only argument from the traces and the
+            metrics, where it is not the input itself.
+    """
+    del inputs, source, metrics, requires, prepare  # `declared_in` reads them
+    return lambda function: function
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: a function that returns a matplotlib Figure.
+    """A declaration: the module of the function, what `figure` is given, and its arguments.
 
-    Attributes:
-        module: the module that has a function with the figure's name.
-        summary: what it shows, in one sentence.
-        inputs: its positional arguments.
-        options: keywords that the command line can set.
-        source: the paper and figure that it follows, or "kvsim".
-        metrics: those that its Table needs, of which traces have recorded what they read.
-        requires: what a trace or a policy must have, for users.
-        command: the command that draws it, "plot" or another with what it takes.
-        prepare: computes the only argument from the traces, and the metrics, where it is not the
-            input itself.
+    summary: the first line of the docstring. options: keywords that the command line can set.
     """
 
     module: str
@@ -49,8 +71,7 @@ class Figure:
     source: str = "kvsim"
     metrics: tuple[str, ...] = ()
     requires: str = ""
-    command: str = "plot"
-    prepare: Callable[[Sequence[Trace], Sequence[str]], Any] | None = None
+    prepare: str = ""
 
     @property
     def replay(self) -> Literal["sweep", "plans", "once"] | None:
@@ -72,7 +93,7 @@ class Figure:
     @property
     def flags(self) -> tuple[str, ...]:
         """Options of the command line that it has, without dashes."""
-        return tuple(FLAGS.get(name, name) for name in self.options)
+        return tuple(OPTIONS[name] for name in self.options)
 
     @property
     def needs(self) -> str:
@@ -89,66 +110,38 @@ class Figure:
         return "; ".join(filter(None, parts))
 
 
-_PLACE, _ERRORS = ("layer", "head"), ("weighted_error", "layer_error", "output_error")
-_summary, _records = partial(Figure, "kvsim.plots.summary"), partial(Figure, "kvsim.plots.records")
-_text = partial(Figure, "kvsim.plots.text", requires="text of tokens")
-_events = partial(Figure, "kvsim.plots.events")
-_attention = partial(Figure, "kvsim.plots.attention")
-
-_FIGURES: Final[Mapping[str, Figure]] = {
-    "over_budgets": _summary(
-        "What ranks policies, retained mass and wipe-out, or any metrics, against the budget.",
-        ("table",), ("metrics",), metrics=(*_ERRORS, "retained_mass", "wipeout")),
-    "pareto": _summary(
-        "What ranks policies and wipe-out, or any metrics, against entries seen or bytes.",
-        ("table",), ("metrics",),
-        metrics=(*_ERRORS, "wipeout", "entries_seen", "bytes_held", "bytes_read")),
-    "ranking": _summary(
-        "Policies in the order of a metric at each budget, and which could be the best.",
-        ("table",), ("metrics",), metrics=_ERRORS),
-    "retention_map": _records(
-        "Positions that each row sees, and the evicted ones that it would attend to.",
-        ("trace", "records"), _PLACE),
-    "bursts": _events(
-        "Positions that each policy keeps after an event, and the long runs that it evicted.",
-        ("trace", "records"), _PLACE, "AMS, Fig. 2"),
-    "middle_coverage": _summary(
-        "Share kept of each twentieth of the sequence, mean over events.",
-        ("traces", "records"), _PLACE, "AMS, Fig. 4"),
-    "position_density": _summary(
-        "Positions of the entries that the last event keeps, as a density.",
-        ("traces", "records"), _PLACE, "G-KV, Fig. 7"),
-    "iou_by": _summary(
-        "Retained-set IoU by stage of the model, or by task, domain or level of the prompts.",
-        ("table",), ("by",), "AMS, Fig. 5, Table 14", ("retained_iou",), "at least two events"),
-    "needle": Figure(
-        "kvsim.plots.haystack",
-        "Share kept of a needle, or right answers of a live run, by depth and length.",
-        ("table",), ("metrics",), metrics=("needle_recall",),
-        requires="prompts with a needle, length and depth"),
-    "overlap_curves": _attention(
-        "Share of the last rows' top keys that were top keys of earlier rows.",
-        ("traces",), ("layers",), "G-KV, Fig. 1"),
-    "sparsity_curves": _attention(
-        "Share of keys that score below p times the maximum, over p, full and compressed caches.",
-        ("table",), ("layers",), "G-KV, Fig. 9", ("sparsity", "sparsity_compressed")),
-    "token_text": _text(
-        "The text, each token retained, evicted or not yet scored by one head.",
-        ("trace", "record"), _PLACE, "G-KV, App. J"),
-    "kl_text": _text(
-        "The response, each token coloured by its KL, and where the most likely one changes first.",
-        ("trace", "table"), metrics=("response_kl_tokens",)),
-    "lift_bars": _records(
-        "Tokens that are kept more or less often than all tokens.",
-        ("trace", "record"), ("layer",), "G-KV, App. I", requires="text of tokens"),
-    "reconstruction_error": _attention(
-        "Error of a layer's output after one eviction, against the share evicted.",
-        ("evictions",), source="Expected Attention, Fig. 6"),
-}  # fmt: skip
-
-FIGURES: Final = Registry("figure", "kvsim.figures", (Figure,), _FIGURES)
+def declared_in(module: str, file: Path) -> dict[str, Figure]:
+    """Return the figures of the file of a module, by name."""
+    figures = {}
+    functions = (x for x in ast.parse(file.read_bytes()).body if isinstance(x, ast.FunctionDef))
+    for function in functions:
+        calls = (x for x in function.decorator_list if isinstance(x, ast.Call))
+        call = next((x for x in calls if ast.unparse(x.func).split(".")[-1] == "figure"), None)
+        if call is None:
+            continue
+        given: dict[str, Any] = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
+        names = function.args.args
+        required = names[: len(names) - len(function.args.defaults)]
+        keywords = [*names[len(required) :], *function.args.kwonlyargs]
+        given.setdefault("inputs", tuple(each.arg for each in required))
+        figures[function.name] = Figure(
+            module,
+            summary=(ast.get_docstring(function) or "").partition("\n")[0],
+            options=tuple(each.arg for each in keywords if each.arg in OPTIONS),
+            **given,
+        )
+    return figures
 
 
-def plotted() -> list[str]:
-    """Return the names of the figures of `kvsim plot`."""
-    return [name for name, figure in FIGURES.items() if figure.command == "plot"]
+class _Figures(Registry[Figure]):
+    def _read(self, point: EntryPoint) -> Any:
+        spec = find_spec(point.module) or import_module(point.module).__spec__
+        return declared_in(point.module, Path(str(spec and spec.origin)))[point.attr]
+
+
+_OWN = {
+    name: each
+    for file in sorted(Path(__file__).parent.glob("*.py"))
+    for name, each in declared_in(f"{__package__}.{file.stem}", file).items()
+}
+FIGURES: Final = _Figures("figure", "kvsim.figures", (Figure,), _OWN)

@@ -29,6 +29,7 @@ from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
     NEUTRAL,
@@ -56,6 +57,7 @@ Draw = Callable[[Axes, Mapping[str, Sequence[Floats]], Sequence[str]], None]
 _SHADE = "#f2efe9"
 
 
+@figure(metrics=("weighted_error", "layer_error", "output_error", "retained_mass", "wipeout"))
 def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
@@ -91,6 +93,17 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
     return figure
 
 
+@figure(
+    metrics=(
+        "weighted_error",
+        "layer_error",
+        "output_error",
+        "wipeout",
+        "entries_seen",
+        "bytes_held",
+        "bytes_read",
+    )
+)
 def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are filled.
 
@@ -149,6 +162,7 @@ def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
     return list(dict.fromkeys((next(ranks(table), EVIDENCE[-1]), *others)))
 
 
+@figure(metrics=("weighted_error", "layer_error", "output_error"))
 def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
@@ -193,6 +207,7 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
     return figure
 
 
+@figure(source="AMS, Fig. 4")
 def middle_coverage(
     traces: Traces,
     records: Record | Sequence[Record],
@@ -236,6 +251,7 @@ def middle_coverage(
     return _per_budget(traces, records, (layer, head), curves, draw, (label, subject, note))
 
 
+@figure(source="AMS, Fig. 5, Table 14", metrics=("retained_iou",), requires="at least two events")
 def iou_by(table: Tabular, by: str = "stage") -> Figure:
     """Retained-set IoU of each policy by stage of the model or a label; a panel per budget.
 
@@ -283,6 +299,7 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     return figure
 
 
+@figure(source="G-KV, Fig. 7")
 def position_density(
     traces: Traces,
     records: Record | Sequence[Record],

@@ -22,6 +22,7 @@ from kvsim.analysis.live.table import kl_by_token
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
     MISSED,
@@ -53,6 +54,7 @@ _SIZE = 8.0
 _WIDTH = 0.602 * _SIZE / 72
 
 
+@figure(source="G-KV, App. J", requires="text of tokens")
 def token_text(
     trace: TraceLike,
     record: Record,
@@ -95,6 +97,7 @@ def token_text(
     return figure
 
 
+@figure(metrics=("response_kl_tokens",), requires="text of tokens")
 def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
     """The response, each token on a background by its KL; up to 4 results one below the other.
 

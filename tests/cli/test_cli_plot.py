@@ -7,7 +7,7 @@ import pytest
 
 import kvsim
 from kvsim.core.attention import Formula
-from kvsim.plots.registry import FIGURES, plotted
+from kvsim.plots.registry import FIGURES
 from kvsim.studies.language.tasks import prompts
 from traces import random_trace
 
@@ -84,7 +84,7 @@ def finished(tmp_path_factory, paths):
     return folder
 
 
-RUNS = [name for name in plotted() if FIGURES[name].runs and not FIGURES[name].single]
+RUNS = [name for name in FIGURES if FIGURES[name].runs and not FIGURES[name].single]
 
 
 @pytest.mark.parametrize("name", RUNS)

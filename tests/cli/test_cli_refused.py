@@ -129,7 +129,6 @@ REFUSED = {
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --metric regret": "but iou_by has",
     f"{PARETO} --metric regrett": "'regrett'; did you mean 'regret'",
     f"{PARETO} --metric sparsity": "is about traces and the same for",
-    f"{PLOT} rank_pattern TRACE": "is drawn by `kvsim layers TRACE --budget N --figures DIR`",
     f"{PLOT} overlap_curves TRACE --interval 8 --no-prefill": "leave --interval, --prefill out",
     f"{PLOT} overlap_curves TRACE --layer 99": "--layer is 99; small has 0 to",
     "plot overlap_curves TRACE --out x.jpg": "expected a file that ends in .png, .svg or .pdf",

@@ -10,7 +10,7 @@ import kvsim
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Schedule, Scorer
-from kvsim.plots.registry import Figure
+from kvsim.plots.registry import figure
 from kvsim.policies.entry import Entry
 
 
@@ -42,15 +42,15 @@ ODD_SHARE = Metric(
     *("share of odd positions among kept ones", "sets", "share", None, "outside", odd_positions),
     after="wipeout",
 )
-ODD_BARS = Figure("kvsim_outside", "Odd positions by policy.", ("table",), metrics=("odd_share",))
 
 
+@figure(metrics=("odd_share",))
 def odd_bars(table):
     """Draw the mean of `odd_share` by policy."""
-    from matplotlib.figure import Figure as Drawing
+    from matplotlib.figure import Figure
 
     means = kvsim.averages(table.filter(metric="odd_share"))
-    drawing = Drawing()
+    drawing = Figure()
     drawing.subplots().bar(means["policy"], means["mean"])
     return drawing
 

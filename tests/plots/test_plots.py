@@ -8,6 +8,7 @@ import torch
 import kvsim
 from kvsim import plots
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers import figures
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.tables import distribution, selection_table
 from traces import random_trace
@@ -106,7 +107,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
     """A line from the first tested layer to the last, tau, and a circle at the selection layer."""
     _, found = layered
 
-    figure = plots.variance_curves(found)
+    figure = figures.variance_curves(found)
 
     (axis,) = figure.axes
     for one in found:
@@ -132,7 +133,7 @@ def test_the_grid_names_its_layers(layered):
     trace, found = layered
     grid = found[0].ranking.grid(32, (1, 4, 10), (2, 4))
 
-    figure = plots.selection_grid(trace.name, grid)
+    figure = figures.selection_grid(trace.name, grid)
 
     (axis,) = figure.axes
     cells = [text.get_text() for text in axis.texts]
@@ -149,7 +150,7 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
     _, found = layered
     one = found[0]
 
-    figure = plots.rank_pattern(one)
+    figure = figures.rank_pattern(one)
 
     axis, bar = figure.axes
     image = np.asarray(axis.images[0].get_array())
@@ -169,7 +170,7 @@ def test_the_histogram_counts_traces(layered):
     never = table.with_columns(layer=None, trace=pl.lit("other"), task=pl.lit("deep"))
     counts = distribution(pl.concat([table, never], how="vertical_relaxed"))
 
-    figure = plots.selection_histogram(counts, 12)
+    figure = figures.selection_histogram(counts, 12)
 
     (axis,) = figure.axes
     bars = sorted(
@@ -191,11 +192,11 @@ def test_shallow_models_have_every_figure(layers):
     counts = distribution(selection_table(found))
 
     for figure in (
-        plots.variance_curves(found),
-        plots.layer_attention(trace, 16),
-        plots.selection_histogram(counts, layers),
-        *(plots.rank_pattern(one) for one in found),
-        *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
+        figures.variance_curves(found),
+        figures.layer_attention(trace, 16),
+        figures.selection_histogram(counts, layers),
+        *(figures.rank_pattern(one) for one in found),
+        *(figures.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))

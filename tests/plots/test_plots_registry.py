@@ -9,31 +9,26 @@ import pytest
 from kvsim import plots
 from kvsim.analysis.registry import METRICS
 from kvsim.cli.plotting import Data
-from kvsim.plots.registry import FIGURES, FLAGS, plotted
+from kvsim.plots.registry import FIGURES, OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_an_entry_fits_its_function(name):
+def test_a_declaration_fits_its_function(name):
     """As many required positional arguments as inputs; every option is a keyword of it."""
     figure = FIGURES[name]
     parameters = inspect.signature(getattr(plots, name)).parameters.values()
-    required = [
-        one for one in parameters
-        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]  # fmt: skip
-    optional = {one.name for one in parameters if one.default is not one.empty}
+    required = [one.name for one in parameters if one.default is one.empty]
 
     assert getattr(plots, name).__module__ == figure.module
-    if figure.command == "plot":
-        assert len(required) == len(figure.inputs)
-    assert {*figure.options} <= optional
+    assert len(required) == len(figure.inputs)
+    assert {*figure.options} <= {one.name for one in parameters} - {*required}
     assert {*figure.metrics} <= {*METRICS}
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_an_entry_says_what_the_docstring_says(name):
+def test_a_summary_is_a_sentence_and_the_source_is_cited(name):
     """One sentence that is no longer than a line of a table; a source that the docstring cites."""
     figure = FIGURES[name]
     text = inspect.getdoc(getattr(plots, name))
@@ -55,14 +50,14 @@ def test_every_input_can_be_prepared():
     expected = {"trace": trace, "traces": [trace], "record": record, "records": [record]}
     expected |= {"plans": record, "table": table, "evictions": table}
 
-    for name in (name for name in plotted() if FIGURES[name].prepare is None):
-        for one in FIGURES[name].inputs:
-            assert data.input(one, FIGURES[name]) == expected[one]
-    assert {*FLAGS} <= {option for one in FIGURES.values() for option in one.options}
+    for figure in (figure for figure in FIGURES.values() if not figure.prepare):
+        for one in figure.inputs:
+            assert data.input(one, figure) == expected[one]
+    assert {*OPTIONS} == {option for one in FIGURES.values() for option in one.options}
 
 
 def test_no_public_figure_is_missing_from_the_registry():
-    """Every public function of the modules that returns a Figure has an entry."""
+    """Every public function of the modules that returns a Figure is declared."""
     modules = {inspect.getmodule(getattr(plots, name)) for name in FIGURES}
     drawn = {
         name

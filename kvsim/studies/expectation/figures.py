@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -13,7 +14,12 @@ from matplotlib.figure import Figure
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.axes import checked_index
 from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.measuring import measure
+from kvsim.analysis.subject import Analysis
+from kvsim.analysis.table import in_order
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
     caption,
@@ -23,7 +29,13 @@ from kvsim.plots.style import (
     panels,
     trace_label,
 )
-from kvsim.studies.expectation.expectation import STEPS, Expectation
+from kvsim.studies.expectation.expectation import (
+    STEPS,
+    Expectation,
+    Queries,
+    expected_and_observed,
+    queries,
+)
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12
@@ -31,6 +43,7 @@ FLOOR: Final = 1e-12
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 
 
+@figure(inputs=("trace",), source="Expected Attention, Fig. 10", prepare="_expected")
 def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None = None) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
@@ -79,6 +92,7 @@ def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None 
     return figure
 
 
+@figure(inputs=("traces",), metrics=("expectation_steps",), prepare="_trace_table")
 def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Agreement of expected and observed attention after each step, a panel per layer.
 
@@ -112,6 +126,25 @@ def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> F
     what += "\nblue: query heads; black: their mean"
     caption(figure, what, table["fidelity"])
     return figure
+
+
+def _expected(traces: Sequence[Trace], _: Sequence[str]) -> Expectation:
+    """Return expected and observed attention of the first trace."""
+    return expected_and_observed(traces[0])
+
+
+def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
+    """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
+    tables = []
+    for trace in traces:
+        own = Queries(trace, cut=trace.n_pos // 5)
+        if own.expectation is None:
+            raise PolicyError(
+                f"{trace.name}: attention cannot be compared with what is expected; expected more "
+                "than 30 tokens and no sliding windows"
+            )
+        tables.append(measure(Analysis(trace, given={queries: own}), metrics=metrics))
+    return in_order(tables)
 
 
 def _around(values: Floats) -> tuple[float, float]:

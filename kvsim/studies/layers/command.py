@@ -186,21 +186,21 @@ def _print_selections(selections: pl.DataFrame, counts: pl.DataFrame) -> None:
 def _figures(
     traces: Sequence[Trace], curves: Sequence[Curve], counts: pl.DataFrame, device: str
 ) -> Iterator[tuple[str, Any]]:
-    from kvsim import plots
+    from kvsim.studies.layers import figures
 
-    yield "variance", plots.variance_curves(curves)
+    yield "variance", figures.variance_curves(curves)
     if len(traces) > 1:
-        yield "selection", plots.selection_histogram(counts, max(x.n_layers for x in traces))
+        yield "selection", figures.selection_histogram(counts, max(x.n_layers for x in traces))
         return
     trace, first = traces[0], curves[0]
     window = first.ranking.rule.window
     yield (
         "attention",
-        plots.layer_attention(trace, window, selected=first.selected(), device=device),
+        figures.layer_attention(trace, window, selected=first.selected(), device=device),
     )
     for curve in curves:
         size = curve.requested.replace("%", "pct")
         grid = curve.ranking.grid(curve.budget)
         if len(grid.first_layers) > 1 and not curve.fits:  # else nothing can be chosen
-            yield f"grid-{size}", plots.selection_grid(trace.name, grid)
-        yield f"ranks-{size}", plots.rank_pattern(curve)
+            yield f"grid-{size}", figures.selection_grid(trace.name, grid)
+        yield f"ranks-{size}", figures.rank_pattern(curve)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from kvsim import plots
 from kvsim.analysis.subject import Analysis
 from kvsim.report.html import details, image, interval, lines, section, table_of, tag
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, trace_averages
+from kvsim.studies.layers import figures
 from kvsim.studies.layers.ranking import SHARES, Curve, budget_label, ranks
 from kvsim.studies.layers.tables import distribution, selection_table
 
@@ -41,14 +41,14 @@ def _layers(study: Study) -> str:
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
     middle = [each for each in curves if each.requested == budget_label(SHARES[1])]
     pictures = [
-        image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
-        image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),
+        image("Relative rank variance by layer", lambda: figures.variance_curves(middle)),
+        image(f"Ranks in every layer, {middle[0].trace}", lambda: figures.rank_pattern(middle[0])),
     ]
     body = [by_layer(study, head, together=False), _selections(study), *pictures]
     if any(each.selected() is not None for each in curves):
         chosen = distribution(selection_table(curves))
         deepest = max(trace.n_layers for trace in study.traces)
-        body.append(image("Selection layers", lambda: plots.selection_histogram(chosen, deepest)))
+        body.append(image("Selection layers", lambda: figures.selection_histogram(chosen, deepest)))
     return section("How layers rank the prompt", note, lines(body))
 
 

@@ -16,6 +16,7 @@ from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
+from kvsim.plots.registry import figure
 from kvsim.plots.style import COLOURS, caption, legend_of, name_axes, plain
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.segments.segments import Segmented, segmented
@@ -23,6 +24,7 @@ from kvsim.studies.segments.segments import Segmented, segmented
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 
 
+@figure(inputs=("trace", "plans"), source="AMS, Fig. 3", requires="`ams` around any scorer")
 def mass_curve(
     trace: TraceLike,
     record: Record,
