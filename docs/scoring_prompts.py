@@ -13,7 +13,7 @@ from typing import Any
 from scoring_plan import Workload
 
 from kvsim.recorder import Prompt, Turn
-from kvsim.recorder.prompts import token_count
+from kvsim.recorder.encoding import token_count
 from kvsim.studies.language.tasks import make
 from kvsim.text.haystack import draw
 from kvsim.text.tasks import sample

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvsim import Trace, open_trace
 from kvsim.recorder import Prompt, capture_many, load_model
+from kvsim.recorder.encoding import token_count
 from kvsim.recorder.loading import load_tokenizer
-from kvsim.recorder.prompts import token_count
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel

@@ -93,8 +93,9 @@ def capture(
     from kvsim.store import check_target, describe
 
     path = local_path(out, OptionError)
-    requested = [Prompt(path.stem, prompt or "")]
-    if prompts is not None:
+    if prompts is None:
+        requested = [Prompt(path.stem, str(prompt))]
+    else:
         requested = read_prompts(prompts, limit=limit, note=echo_error)
     single = len(requested) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if single else [path / file_name(each.id) for each in requested]

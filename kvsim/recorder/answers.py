@@ -1,11 +1,13 @@
-"""The check of a response against the right answer, and against what the model would write."""
+"""The checks of responses against right answers, and against what the model would write."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from kvsim.core.header import Header
 from kvsim.recorder.prompts import Prompt, Turn
+from kvsim.recorder.tokenization import response_text
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
 
@@ -52,3 +54,35 @@ def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
     """
     first = None if all(likeliest) else prompt_len + likeliest.index(False)
     return {"share": sum(likeliest) / len(likeliest), "first": first}
+
+
+def describe_turns(
+    session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """Return what the trace of a capture (`Session`) says of each turn, ready for JSON.
+
+    ended: what ended each answer, None for its length.
+    """
+    prompt, tokenizer, encoded = session.prompt, session.tokenizer, session.encoded
+    asked = [prompt, *prompt.turns]
+    begun = [encoded.opened, *(each.opened for each in encoded.turns)]
+    spans, written = header.answers(len(tokens)), prompt.response is None or prompt.writer
+    out = []
+    for turn, span, end, opened in zip(asked, spans, ended, begun, strict=True):
+        text, check, question = None, None, getattr(turn, "question", prompt.content)
+        if tokenizer is not None:
+            text = response_text(tokens[slice(*span)], tokenizer)
+            own = turn.max_new_tokens or prompt.max_new_tokens
+            longest = own if session.longest is None else None
+            check = answer_check(turn, text, opened, longest) if written else None
+            session.notes += reasoning_notes(opened + text) if check else []
+        out.append(
+            {
+                "question": question if isinstance(question, str) else None,
+                "response": text,
+                "stopped": end or "length",
+                "labels": {**prompt.labels, **getattr(turn, "turn_labels", turn.labels)},
+                "answer_check": check,
+            }
+        )
+    return out

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from kvsim.core.options import Help, given_options
 from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
-from kvsim.errors import CaptureError, PolicyError
+from kvsim.errors import CaptureError
 
 Progress = Callable[[int, int], None]
 
@@ -179,10 +179,7 @@ class Options:
         return cls(**given_options(cls, keywords, "capture", CaptureError))
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self, "capture")
-        except PolicyError as error:
-            raise CaptureError(str(error)) from None
+        check_fields(self, "capture", CaptureError)
         if self.overwrite and self.resume:
             raise CaptureError(
                 "overwrite and resume are both given, expected one of them; overwrite replaces a "

@@ -7,56 +7,34 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, error_line, missing_extra, suggest
 from kvsim.files import read_input
-from kvsim.recorder.facts import check_labels, check_writer
-from kvsim.recorder.prompts import (
-    Prompt,
-    Turn,
-    ids_of,
-    is_chat,
-    joined_parts,
-    naming,
-    with_distinct_ids,
-)
-from kvsim.recorder.spans import needle_parts
+from kvsim.recorder.prompts import Prompt, Turn, naming, with_distinct_ids
 from kvsim.schema import LABELS
-from kvsim.text.answers import answer_text, check_answer
+from kvsim.text.answers import answer_text
 
 #: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
 
-# Types of the values of what belongs to one question and its answer, and of all keys that are read.
-Kinds = Mapping[str, tuple[type, ...]]
-_NAMES = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-_OF_TURN: Kinds = {
-    **dict.fromkeys(("question", "scorer", "answer_prefix"), (str,)),
-    "answer": (str, int, float, list),
-    "answers": (list,),
-    "response": (str, list),
-    "max_new_tokens": (int,),
-}
-_LABELS: Kinds = dict.fromkeys(LABELS, (str, int, float))
-_KINDS: Kinds = {
-    "id": (str, int),
-    "prompt": (str, list),
-    "messages": (list,),
-    "tokens": (object,),  # ignored unless it is a list
-    "context": (str, int),
-    "system": (str,),
-    "needle": (str, list),
-    "writer": (str, dict),
-    "metadata": (object,),
-    "difficulty": (str, int),
-    "turns": (list,),
-    **_OF_TURN,
-    **_LABELS,
-}
+#: Keys of one question and its answer; of a turn; and of a row.
+_ANSWERED = [
+    "question",
+    "answer",
+    "answers",
+    "scorer",
+    "answer_prefix",
+    "response",
+    "max_new_tokens",
+]
+_OF_TURN = (*_ANSWERED, *LABELS)
+_KEYS = (
+    *("id", *CONTENT, "context", "system", "needle", "writer", "metadata", "difficulty", "turns"),
+    *_OF_TURN,
+)
 
 # Whose numbers stay as they are; elsewhere tables have 7.0 where a whole number is 7.
 _AS_IS = ("answer", "answers", "metadata")
@@ -101,8 +79,8 @@ def read_prompts(
         with naming(where):
             row = _object(line)
             prompts.append(_prompt(row, len(prompts)))
-        for key in row.keys() - seen - _KINDS.keys():
-            close = suggest(key, _KINDS)
+        for key in row.keys() - seen - {*_KEYS}:
+            close = suggest(key, _KEYS)
             if note is not None and close:
                 note(f"{where}: {key!r} is not read{close}")
             seen.add(key)
@@ -162,19 +140,10 @@ def _object(line: str | dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _values(row: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
-    """Return what is read of a row, without null; CaptureError for a value of another type."""
-    values = {}
-    for key, types in kinds.items():
-        if (value := row.get(key)) is None:
-            continue
-        values[key] = value = value if key in _AS_IS else _whole(value)
-        fits = isinstance(value, types) and (object in types or not isinstance(value, bool))
-        if not fits or (key == "max_new_tokens" and value < 1):
-            expected = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
-            positive = " of at least 1" * (key == "max_new_tokens")
-            raise CaptureError(f"{key} is {reprlib.repr(value)}, expected {expected}{positive}")
-    return values
+def _values(row: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of these keys, without null."""
+    given = {key: row[key] for key in keys if row.get(key) is not None}
+    return {key: x if key in _AS_IS else _whole(x) for key, x in given.items()}
 
 
 def _whole(value: Any) -> Any:
@@ -184,99 +153,85 @@ def _whole(value: Any) -> Any:
 
 
 def _prompt(row: Mapping[str, Any], index: int) -> Prompt:
-    values = _values(row, _KINDS)
-    if not isinstance(values.get("tokens"), list):
-        values.pop("tokens", None)
+    values = _values(row, _KEYS)
     name = str(values.get("id", f"prompt-{index:04d}"))
     if not name.strip() or len(name) > _LONGEST_ID:
         raise CaptureError(f"id is {name!r:.60}, expected 1 to {_LONGEST_ID} characters")
-    level = values.pop("difficulty", None)
-    if level is not None and values.setdefault("level", level) != level:
-        raise CaptureError("level and difficulty differ, expected one: they are the same label")
-    labels, turns = _labels(values), values.get("turns")
-    if turns is None:
-        content = _content(values)
-        first, later = _turn(values, content), list[Turn]()
+    values.setdefault("level", values.pop("difficulty", None))
+    turns = values.get("turns")
+    given = [key for key in CONTENT if key in values and _is_content(key, values[key])]
+    outside = [*given, *(key for key in _ANSWERED if key in values)]
+    if turns is not None and (outside or not turns or not isinstance(turns, list)):
+        raise CaptureError(
+            f"turns is {reprlib.repr(turns)}, expected a list of objects with 'question', and "
+            f"{', '.join(outside) or 'answers'} in these"
+        )
+    if turns is None and (len(given) > 1 or not (given or "question" in values)):
+        raise CaptureError(
+            f"{' and '.join(given) or 'no prompt'}, expected one of 'prompt' (text), 'messages' (a "
+            "chat), 'tokens' (ids) or 'question'"
+        )
+    first, *later = [_answered(values)] if turns is None else _turns(turns, values.get("task"))
+    content, context = first.pop("question", None), values.get("context")
+    if given:
+        content = values[given[0]]
     else:
-        content = None
-        if (outside := [key for key in (*CONTENT, *_OF_TURN) if key in values]) or not turns:
-            raise CaptureError(
-                f"turns is {reprlib.repr(turns)}, expected a list of objects with 'question', and "
-                f"{', '.join(outside) or 'answers'} in these"
-            )
-        first, *later = (_of_turns(turn, number, values) for number, turn in enumerate(turns, 1))
-    context, needle = values.get("context"), values.get("needle")
+        context = context or None
+        first.setdefault("answer_prefix", "")
     return Prompt(
         id=name,
-        content=first.question,
-        labels=labels,
+        content=content,
+        labels=_labels(values),
         system=values.get("system") or None,
-        needle=() if needle is None else needle_parts(needle),
-        context=(context or None) if content is None else context,
-        metadata=values.get("metadata"),
-        writer=check_writer(values.get("writer"), first.response),
-        turns=tuple(later),
-        turn_labels={} if turns is None else first.labels,
-        **{key: x for key, x in vars(first).items() if key not in ("question", "labels")},
+        context=context,
+        turns=tuple(Turn(**each) for each in later),
+        turn_labels=first.pop("labels", {}),
+        **{key: values[key] for key in ("needle", "metadata", "writer") if key in values},
+        **first,
     )
 
 
-def _labels(values: Mapping[str, Any]) -> dict[str, str | int | float]:
-    return check_labels({name: values[name] for name in LABELS if name in values})
+def _is_content(key: str, value: Any) -> bool:
+    return key != "tokens" or isinstance(value, list)  # a number is how many there are
 
 
-def _of_turns(row: Any, number: int, prompt: Mapping[str, Any]) -> Turn:
-    """Return one of the `turns` of a row."""
-    kinds = {**_OF_TURN, **_LABELS}
-    with naming(f"turn {number}"):
-        unknown = sorted(row.keys() - kinds) if isinstance(row, dict) else []
-        if unknown or not isinstance(row, dict) or not row.get("question"):
-            shown = reprlib.repr(unknown[0] if unknown else row)
-            close = suggest(unknown[0], kinds) if unknown else ""
-            raise CaptureError(
-                f"{shown} is no turn or no key of one{close}, expected an object with 'question' "
-                f"and any of {', '.join(kinds)}"
-            )
-        turn = _turn({"task": prompt.get("task"), **(values := _values(row, kinds))}, None)
-        return replace(turn, labels=_labels(values))
+def _labels(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in LABELS if values.get(name) is not None}
 
 
-def _turn(values: Mapping[str, Any], content: Any) -> Turn:
-    """Return a question with what belongs to it; content: the prompt, None for its question."""
-    answers = [values[key] for key in ("answer", "answers") if key in values]
-    several = bool(answers) and isinstance(answers[0], list)
+def _turns(rows: list[Any], task: Any) -> list[dict[str, Any]]:
+    """Return the fields of each of the `turns` of a row."""
+    turns = []
+    for number, row in enumerate(rows, 1):
+        with naming(f"turn {number}"):
+            unknown = sorted(row.keys() - {*_OF_TURN}) if isinstance(row, dict) else []
+            if unknown or not isinstance(row, dict) or not row.get("question"):
+                shown = reprlib.repr(unknown[0] if unknown else row)
+                close = suggest(unknown[0], _OF_TURN) if unknown else ""
+                raise CaptureError(
+                    f"{shown} is no turn or no key of one{close}, expected an object with "
+                    f"'question' and any of {', '.join(_OF_TURN)}"
+                )
+            values = _values(row, _OF_TURN)
+            turn = {"answer_prefix": "", **_answered({"task": task, **values})}
+            turns.append(vars(Turn(**turn, labels=_labels(values))))
+    return turns
+
+
+def _answered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a question with what belongs to it."""
+    fields = {key: values[key] for key in _ANSWERED if key in values}
+    answers = [fields.pop(key) for key in ("answer", "answers") if key in fields]
+    if not answers:
+        return fields
+    several = isinstance(answers[0], list)
     texts = [*map(answer_text, answers[0] if several else answers[:1])]
-    scorer = values.get("scorer")
     if len(answers) > 1 or not all(map(str.strip, texts)):
         raise CaptureError(
             f"the answer is {reprlib.repr(texts)}, expected text or several in one of 'answer', "
             "'answers'"
         )
-    if scorer is None and isinstance(values.get("answer"), list):
+    if "scorer" not in fields and isinstance(values.get("answer"), list):
         kind = _RULER.get(str(values.get("task")).removeprefix("ruler:").partition("_")[0])
-        scorer = kind and f"string_match_{kind}"
-    answer = (texts if several else texts[0]) if answers else None
-    check_answer(answer, scorer)
-    response, prefix = values.get("response"), values.get("answer_prefix")
-    return Turn(
-        question=values["question"] if content is None else content,
-        answer=answer,
-        scorer=scorer,
-        answer_prefix=prefix or "" if content is None else prefix,
-        response=ids_of(response, "response") if isinstance(response, list) else response,
-        max_new_tokens=values.get("max_new_tokens"),
-    )
-
-
-def _content(values: Mapping[str, Any]) -> Any:
-    """Return text, messages or token ids of a row; None where it has a question instead."""
-    given = [key for key in CONTENT if key in values]
-    if len(given) > 1 or not (given or "question" in values):
-        raise CaptureError(
-            f"{' and '.join(given) or 'no prompt'}, expected one of 'prompt' (text), 'messages' (a "
-            "chat), 'tokens' (ids) or 'question'"
-        )
-    content = values[given[0]] if given else None
-    if isinstance(content, list):
-        return joined_parts(content) if is_chat(content) else ids_of(content)
-    return content
+        fields["scorer"] = kind and f"string_match_{kind}"
+    return {**fields, "answer": texts if several else texts[0]}

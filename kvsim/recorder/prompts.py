@@ -1,29 +1,36 @@
-"""Prompts: text, chat messages or token ids, and how they are encoded for a model."""
+"""Prompts: text, chats or token ids, with all that is known of their answers; checked once."""
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError, TextError
-from kvsim.recorder.positions import context_length
-from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
-from kvsim.recorder.tokenization import doubled_notes, reasoning_begun, rendered, tokenize
+from kvsim.core.header import fits_label
+from kvsim.core.parameters import AtLeast, check_fields
+from kvsim.errors import CaptureError, TextError, error_line
+from kvsim.recorder.spans import Needle, needle_parts
+from kvsim.schema import LABELS
+from kvsim.store.metadata import ROOT_LIMIT, decode_document
+from kvsim.text.answers import check_answer
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 
-# Roles of a system message; a chat has at most one.
-_SYSTEM = ("system", "developer")
+#: What a label may be.
+_LABELS = dict.fromkeys(LABELS, "text or a whole number of 64 bits")
+_LABELS |= {"length": "a whole number of 64 bits", "depth": "a number from 0 to 1"}
+
+#: Fields that a trace stores as JSON.
+_STORED = ("labels", "turn_labels", "answer", "metadata", "writer")
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,9 @@ class Turn:
             of a chat; token ids after a prompt of token ids.
         answer, scorer, answer_prefix, response, max_new_tokens: as those of `Prompt`.
         labels: of this turn, for tables, beside those of the prompt.
+
+    Raises:
+        CaptureError, TextError: as `Prompt`.
     """
 
     question: str | Sequence[int]
@@ -42,8 +52,13 @@ class Turn:
     scorer: str | None = None
     answer_prefix: str | None = None
     response: str | Sequence[int] | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, AtLeast(1)] = None
     labels: Labels = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.question, str):
+            object.__setattr__(self, "question", ids_of(self.question, "question"))
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,11 @@ class Prompt:
         max_new_tokens: tokens of the longest response, unless the option is given.
         turns: questions after the first one, which is the end of the prompt; all that is said of a
             response here is then of the first answer. turn_labels: of the first turn alone.
+
+    Raises:
+        CaptureError: content, a label, needle, context or writer that is none, facts that JSON
+            cannot hold, turns of which some have responses and some have not.
+        TextError: an unknown scorer, or an answer of which it cannot score responses.
     """
 
     id: str
@@ -87,146 +107,66 @@ class Prompt:
     metadata: Any = None
     writer: str | Mapping[str, Any] | None = None
     answer_prefix: str | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, AtLeast(1)] = None
     turns: Sequence[Turn] = ()
     turn_labels: Labels = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A prompt as token ids, and the text or messages that they were encoded from.
-
-    needle: its token spans. response: token ids of a given response, None to generate one.
-    context_len: tokens of the context, None without one. notes: special tokens that are
-    there twice.
-    opened: the mark of reasoning in which the response begins, such as ``<think>``. template: what
-    the chat template was given beside messages.
-    """
-
-    ids: list[int]
-    text: str | None
-    messages: list[dict[str, Any]] | None
-    needle: list[Span]
-    response: list[int] | None
-    context_len: int | None
-    notes: list[str]
-    opened: str = ""
-    template: Mapping[str, Any] = field(default_factory=dict)
-
-
-def encode(
-    whole: Prompt,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    template: Mapping[str, Any] | None = None,
-    *,
-    system: str | None,
-    chat: bool,
-) -> Encoded:
-    """Encode a prompt as token ids of a model.
-
-    system: a message before it, which makes text a chat. chat: text is a user's message. template:
-    variables of the chat template, such as `enable_thinking`. A last message of the assistant is
-    continued. A response is encoded by itself, without special tokens. The context ends with the
-    last token that has no text of the question.
-
-    Raises CaptureError for a prompt that is empty, or with its response longer than the context; a
-    response that is empty; unknown ids or words; text without a tokenizer; a chat without a
-    template, or one that the template refuses or leaves out; a second system message, or one for
-    token ids; a needle that is not in the prompt once, or with a tokenizer that does not say where
-    its tokens are in the text; a context that ends outside the prompt.
-    """
-    prompt, context, template = whole.content, whole.context, template or {}
-    if context is not None and isinstance(prompt, str) != isinstance(context, str):
-        raise CaptureError(
-            f"context is {reprlib.repr(context)}, expected the text before a prompt of text, or "
-            "how many messages or tokens of another prompt"
-        )
-    if isinstance(prompt, str):
-        prompt = f"{context or ''}{prompt}"
-    messages = _messages(prompt, system=system, chat=chat)
-    special = messages is None  # a chat template has put the special tokens in already
-    if messages is not None:
-        text: str | None = rendered(messages, tokenizer, template)
-    elif template:
-        raise CaptureError(
-            "chat_template_kwargs are given and the prompt is no chat, expected messages, or text "
-            "with --chat; leave --chat-template-kwargs out"
-        )
-    else:
-        text = prompt if isinstance(prompt, str) else None
-    if text is not None and whole.answer_prefix is not None:
-        text += "\n" * special + whole.answer_prefix
-    if isinstance(prompt, str) and not prompt.strip():
-        raise CaptureError("the prompt is empty, expected some text")
-    ids = token_ids(prompt if text is None else text, tokenizer, special=special)
-    response = whole.response
-    given = None if response is None else token_ids(response, tokenizer, "response")
-    check_ids(ids, given or [], model)
-    notes = [] if text is None else doubled_notes(text, ids, tokenizer)
-    spans = located(whole.needle, text, len(ids), tokenizer, special=special)
-    context_len: int | None = None
-    if context is not None and text is None:
-        context_len = counted_context(context, len(ids), "tokens")
-    elif context is not None and text is not None:
-        end = _context_end(prompt, context, messages or [], text, tokenizer, template)
-        context_len = tokens_before(end, text, tokenizer, special=special)
-    opened = "" if text is None else reasoning_begun(text, messages)
-    return Encoded(ids, text, messages, spans, given, context_len, notes, opened, template)
-
-
-def _context_end(
-    prompt: Any,
-    context: str | int,
-    messages: list[dict[str, Any]],
-    text: str,
-    tokenizer: Any,
-    template: Mapping[str, Any],
-) -> int:
-    """Return where the context of a prompt, or of its messages, ends in its rendered text."""
-    if isinstance(context, str):
-        start = text.rfind(prompt.strip())  # templates may strip it
-        length = len(context) - (len(prompt) - len(prompt.lstrip()))
-    else:
-        count = len(messages) - len(prompt)  # a system message that is not counted
-        count += counted_context(context, len(prompt), "messages")
-        beginning = rendered(messages[:count], tokenizer, template, generation=False)
-        start, length = -(not text.startswith(beginning)), len(beginning)
-    if start < 0:
-        raise CaptureError(
-            "the chat template does not render the context as it does alone, so its end cannot be "
-            "found, expected a template that does; give token ids, with context a number"
-        )
-    return start + length
-
-
-def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
-    """Raise CaptureError for tokens that the model does not have, or more than it can read."""
-    vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
-    for name, tokens in {"prompt": ids, "response": response}.items():
-        unknown = [token for token in tokens if not 0 <= token < vocab_size]
-        if unknown:
+    def __post_init__(self) -> None:
+        content, context, chat = self.content, self.context, is_chat(self.content)
+        if not isinstance(content, str):
+            content = _messages(cast("Messages", content)) if chat else ids_of(content)
+        object.__setattr__(self, "content", content)
+        object.__setattr__(self, "needle", needle_parts(self.needle))
+        _check(self, content=content if chat else None)
+        if context is not None and isinstance(content, str) != isinstance(context, str):
             raise CaptureError(
-                f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
-                f"{vocab_size - 1}; encode the {name} with the model's own tokenizer"
+                f"context is {reprlib.repr(context)}, expected the text before a prompt of text, "
+                "or how many messages or tokens of another prompt"
             )
-    context = context_length(model)
-    if context is not None and len(ids) + len(response) > context:
-        after = f"{len(response)} tokens of response after " if response else ""
-        raise CaptureError(
-            f"{after}a prompt of {len(ids)} tokens, expected at most the model's context of "
-            f"{context}; give fewer or a model with a longer context"
-        )
+        if isinstance(content, str) and not f"{context or ''}{content}".strip():
+            raise CaptureError("the prompt is empty, expected some text")
+        written = isinstance(self.writer, str | Mapping) and bool(self.writer)
+        if self.writer is not None and (not written or self.response is None):
+            raise CaptureError(
+                f"writer is {reprlib.repr(self.writer)}, expected text or an object such as "
+                '{"engine": ..., "model": ...}, of a response that is given'
+            )
+        alike = all(isinstance(turn, Turn) for turn in self.turns)
+        if not alike or any(
+            (each.response is None) != (self.response is None) for each in self.turns
+        ):
+            raise CaptureError(
+                f"turns are {reprlib.repr(self.turns)}, expected a list of kvsim.recorder.Turn, "
+                "with responses to all of them and to the prompt, or to none"
+            )
 
 
-def token_ids(
-    content: object, tokenizer: Any, what: str = "prompt", *, special: bool = False
-) -> list[int]:
-    """Return text or token ids as a list of ids; CaptureError for anything else, or none."""
-    if not isinstance(content, str):
-        return ids_of(content, what)
-    ids = tokenize(content, tokenizer, what, special=special)
-    return ids or ids_of(ids, what)
+def _check(part: Prompt | Turn, **more: Any) -> None:
+    """Check what belongs to a question and its answer; more: what else a trace stores, by name."""
+    check_fields(part, type(part).__name__, CaptureError)
+    if part.response is not None and not isinstance(part.response, str):
+        object.__setattr__(part, "response", ids_of(part.response, "response"))
+    for labels in (part.labels, getattr(part, "turn_labels", {})):
+        if not isinstance(labels, Mapping):
+            raise CaptureError(f"labels are {reprlib.repr(labels)}, expected names with values")
+        for name, value in labels.items():
+            if name not in LABELS or not fits_label(name, value):
+                expected = _LABELS.get(name, f"one of {', '.join(LABELS)}")
+                text = (
+                    f"{name} is {reprlib.repr(value)}" if name in LABELS else f"label {name!r:.50}"
+                )
+                raise CaptureError(f"{text}, expected {expected}")
+    for name, value in ({x: getattr(part, x, None) for x in _STORED} | more).items():
+        # as deep as in a trace, and of a size that leaves room for the others
+        document = {"attributes": {"meta": {"turns": [{"answer_check": [value]}]}}}
+        try:
+            text = json.dumps(document, allow_nan=False, indent=2)
+            decode_document(text.encode("ascii"), ROOT_LIMIT // 8)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CaptureError(
+                f"{name} cannot be stored as JSON ({error_line(error)}); change it or leave it out"
+            ) from None
+    check_answer(part.answer, part.scorer)
 
 
 def ids_of(content: object, what: str = "prompt") -> list[int]:
@@ -246,30 +186,13 @@ def ids_of(content: object, what: str = "prompt") -> list[int]:
     return [int(token) for token in array]
 
 
-def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat; None for plain text and for token ids."""
-    messages: list[dict[str, Any]] | None = None
-    if is_chat(prompt):
-        messages = joined_parts(cast("Messages", prompt))
-    elif isinstance(prompt, str) and (chat or system is not None):
-        messages = [{"role": "user", "content": prompt}]
-    if system is None:
-        return messages
-    if messages is None or any(message["role"] in _SYSTEM for message in messages):
-        raise CaptureError(
-            "a system message is given, and the prompt is token ids or has one, expected text, or "
-            "messages without one; leave the system message out"
-        )
-    return [{"role": "system", "content": system}, *messages]
-
-
 def is_chat(content: object) -> bool:
     """Return whether a prompt is chat messages."""
     some = isinstance(content, Sequence) and not isinstance(content, str) and bool(content)
     return some and all(isinstance(each, Mapping) for each in cast("Messages", content))
 
 
-def joined_parts(messages: Messages) -> list[dict[str, Any]]:
+def _messages(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages of a chat, with lists of text parts joined to text.
 
     The missing content of a message that calls tools is left to the template. CaptureError for one
@@ -292,13 +215,6 @@ def joined_parts(messages: Messages) -> list[dict[str, Any]]:
             )
         joined.append({**message, "content": content} if content is not None else {**message})
     return joined
-
-
-def token_count(prompt: str | Messages, tokenizer: Any) -> int:
-    """Return the length in tokens of a text or a chat, as `encode` encodes it."""
-    messages = _messages(prompt, system=None, chat=False)
-    text = str(prompt) if messages is None else rendered(messages, tokenizer, {})
-    return len(tokenize(text, tokenizer, special=messages is None))
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

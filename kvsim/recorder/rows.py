@@ -9,18 +9,18 @@ from transformers import PreTrainedModel
 
 from kvsim.core.left_out import left_out_before
 from kvsim.core.probe import Probe
+from kvsim.errors import CaptureError
 from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
 from kvsim.recorder.choice import Choice, stop_tokens
-from kvsim.recorder.facts import check_facts
+from kvsim.recorder.encoding import encode
 from kvsim.recorder.forward import WHOLE, chunk_rows, continues
 from kvsim.recorder.generation import stop_search
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
-from kvsim.recorder.positions import indexer_notes
-from kvsim.recorder.prompts import Prompt, encode
+from kvsim.recorder.positions import fitting_tokens, indexer_notes
+from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.repetition import check_length, repetition
-from kvsim.recorder.turns import encode_turns, fitting_turns, given_response
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -29,8 +29,7 @@ GIVEN = "given"
 class Rows:
     """The prompt of a capture as tokens, its response if that is given, and its limits.
 
-    Raises CaptureError for a prompt or an option that the model or its tokenizer has nothing for;
-    TextError for an unknown scorer, or an answer of which it cannot score responses.
+    Raises CaptureError for a prompt or an option that the model or its tokenizer has nothing for.
     """
 
     probe: Probe | None = None
@@ -38,27 +37,21 @@ class Rows:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, prompt: Prompt, options: Options
     ) -> None:
-        self.longest = longest = options.max_new_tokens
-        self.own_length = None if longest is not None else prompt.max_new_tokens
+        self.encoded = encoded = encode(prompt, model, tokenizer, options)
+        self.longest = options.max_new_tokens
+        self.own_length = prompt.max_new_tokens if self.longest is None else None
         if self.own_length is not None:
             options = replace(options, max_new_tokens=self.own_length)
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
-        system = options.system if prompt.system is None else prompt.system
-        self.encoded = encoded = encode(
-            prompt, model, tokenizer, options.chat_template_kwargs, system=system, chat=options.chat
-        )
         self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
         self.completed = stop_search(options.stops, tokenizer)
-        check_facts(prompt, messages=encoded.messages, options=options.generation)
-        self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
-        self.response, spans = given_response(encoded, self.turns)
-        self.questions = [*spans]
+        self.turns, self.response = encoded.turns, encoded.given
+        self.questions = [*encoded.questions]
         asks = bool(self.turns) and not next(model.parameters()).is_meta
         self.step = 1 if asks and not continues(model, encoded.ids) else WHOLE  # rows of a question
         #: a response that is known before it is recorded: given, or written in a batch
         self.written = Written(self.response, GIVEN, 0.0) if self.response else None
-        most = 0 if self.response else options.longest
-        self.new_tokens, cut = fitting_turns(model, len(encoded.ids), most, self.turns)
+        self.new_tokens, cut = self._fitting()
         self.context = encoded.ids[: encoded.context_len]
         n = len(encoded.ids) + len(self.response)
         if options.probe is not None:
@@ -72,6 +65,21 @@ class Rows:
         drawn = self.choice.notes if self.new_tokens else ()
         indexed = indexer_notes(model, self.limit)
         self.notes = [*encoded.notes, *cut, *whole, *drawn, *indexed]
+
+    def _fitting(self) -> tuple[int, list[str]]:
+        """Return how many new tokens fit, as `fitting_tokens`; CaptureError unless all turns do."""
+        start, most = len(self.encoded.ids), 0
+        if not self.response:
+            later = sum(len(turn.ids) + turn.longest for turn in self.turns)
+            most = self.options.longest + later
+        count, notes = fitting_tokens(self.model, start, most)
+        if self.turns and count < most:
+            raise CaptureError(
+                f"questions and answers of all turns take up to {most} tokens after a prompt of "
+                f"{start}, and the model has room for {count}; expected turns that fit; give a "
+                "smaller --max-new-tokens, or fewer turns"
+            )
+        return count, notes
 
     def answer_check(self, response: str | None) -> dict[str, Any] | None:
         """Compare a response whose writer is known with the right one, ready for JSON."""

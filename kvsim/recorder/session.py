@@ -21,7 +21,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement
+from kvsim.recorder.answers import agreement, describe_turns
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.choice import stop_tokens
@@ -41,7 +41,6 @@ from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import Projections, RepeatedContext, Step, Stream
 from kvsim.recorder.tokenization import response_text, token_strings
-from kvsim.recorder.turns import describe_turns
 from kvsim.schema import LOGPROBS, SUMS, axes_of
 from kvsim.store import open_trace
 from kvsim.store.writer import TraceWriter

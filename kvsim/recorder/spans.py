@@ -33,21 +33,20 @@ def needle_parts(needle: Any) -> tuple[str, ...] | tuple[Span, ...]:
 
 
 def located(
-    needle: Needle, text: str | None, n_tokens: int, tokenizer: Any, *, special: bool
+    parts: Any, text: str | None, n_tokens: int, tokenizer: Any, *, special: bool
 ) -> list[Span]:
-    """Return the token spans of a needle in a prompt.
+    """Return the token spans of a needle (`needle_parts`) in a prompt.
 
     text: what the prompt was encoded from, None for token ids. special: whether the tokenizer added
     special tokens. Raises CaptureError for a text that the prompt has not once, a span outside it,
     one kind of needle in the other kind of prompt, or a tokenizer without offsets.
     """
-    parts = needle_parts(needle)
     texts = [part for part in parts if isinstance(part, str)]
     spans = [part for part in parts if not isinstance(part, str)]
     outside = any(not 0 <= start < end <= n_tokens for start, end in spans)
     if (texts if text is None else spans) or outside:
         raise CaptureError(
-            f"needle is {reprlib.repr(needle)}, expected texts in a prompt of text, or of token "
+            f"needle is {reprlib.repr(parts)}, expected texts in a prompt of text, or of token "
             f"ids spans [start, end] within the {n_tokens} tokens of the prompt"
         )
     if text is None or not texts:

@@ -3,8 +3,8 @@
 import json
 
 from kvsim.recorder import read_prompts
+from kvsim.recorder.encoding import token_count
 from kvsim.recorder.loading import load_tokenizer
-from kvsim.recorder.prompts import token_count
 from kvsim.text.tasks import DEPTHLESS, TASKS
 
 

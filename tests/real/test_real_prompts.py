@@ -3,7 +3,7 @@
 import pytest
 
 import kvsim
-from kvsim.recorder.prompts import token_count
+from kvsim.recorder.encoding import token_count
 from kvsim.text.tasks import sample
 
 pytestmark = pytest.mark.real

@@ -8,10 +8,9 @@ from transformers import GenerationConfig
 
 import kvsim
 from kvsim.errors import CaptureError
-from kvsim.recorder import Prompt, Turn, capture, capture_many
+from kvsim.recorder import Options, Prompt, Turn, capture, capture_many
 from kvsim.recorder.choice import Choice
-from kvsim.recorder.prompts import encode
-from kvsim.recorder.turns import encode_turns
+from kvsim.recorder.encoding import encode
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import RunningModel
 from kvsim.text.answers import REASONING
@@ -40,7 +39,7 @@ def test_a_template_has_the_content_that_it_reads(content, question):
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     tokenizer = bytes_tokenizer(template=chat_template(content))
 
-    found = encode(Prompt("a", messages), small(300), tokenizer, system=None, chat=False)
+    found = encode(Prompt("a", messages), small(300), tokenizer, Options())
 
     text = question if isinstance(question, str) else "a?"
     assert found.text == f"<system>s;<user>{text};<assistant>"
@@ -53,13 +52,13 @@ def test_a_last_message_of_the_assistant_is_continued():
     begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>So"}]
     tokenizer = bytes_tokenizer(template=chat_template(TEXT, OPENS))
 
-    found = encode(Prompt("a", begun), small(300), tokenizer, system=None, chat=False)
+    prompt = Prompt("a", begun, turns=[Turn("r")])
+    found = encode(prompt, small(300), tokenizer, Options(max_new_tokens=4))
 
     assert found.text == "<user>q;<assistant><think>So"
     assert found.opened == "<think>"
-    turns = encode_turns(Prompt("a", begun, turns=[Turn("r")]), found, 4, small(300), tokenizer)
-    assert tokenizer.decode(turns[0].ids) == ";<user>r;<assistant><think>"
-    assert turns[0].opened == "<think>"
+    assert tokenizer.decode(found.turns[0].ids) == ";<user>r;<assistant><think>"
+    assert found.turns[0].opened == "<think>"
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -303,7 +303,7 @@ def test_responses_end_where_frequencies_change(name, prompt, kept, end):
 def test_frequencies_that_change_on_the_way_are_refused(monkeypatch):
     """Keys of two kinds are noticed even where the configuration says nothing of a change."""
     model = FAMILIES["phi4-mini"].build()
-    monkeypatch.setattr("kvsim.recorder.turns.fitting_tokens", lambda _, __, new: (new, []))
+    monkeypatch.setattr("kvsim.recorder.rows.fitting_tokens", lambda _, __, new: (new, []))
 
     with pytest.raises(CaptureError, match="frequencies change with the length") as caught:
         kvsim.capture(model, None, ids(500), max_new_tokens=30)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.errors import CaptureError, ExtraError, TextError, TraceError
-from kvsim.recorder import Prompt, capture, capture_many, read_prompts
-from kvsim.recorder.prompts import encode
+from kvsim.recorder import Options, Prompt, capture, capture_many, read_prompts
+from kvsim.recorder.encoding import encode
 from kvsim.studies.language.tasks import prompts as pages
 from kvsim.text.answers import SCORERS, is_right, score, text_check
 from small_model import TEMPLATE, bytes_tokenizer, small, words_tokenizer
@@ -109,8 +109,8 @@ def test_the_prompt_ends_with_the_beginning_of_the_answer():
     """Of plain text on a new line, of a chat after the template; the context is before both."""
     prompt = Prompt("a", "w4 w5", context="w1 w2 w3 ", answer_prefix=" w6")
 
-    plain = encode(prompt, small(300), bytes_tokenizer(), system=None, chat=False)
-    chat = encode(prompt, small(), words_tokenizer(TEMPLATE), system=None, chat=True)
+    plain = encode(prompt, small(300), bytes_tokenizer(), Options())
+    chat = encode(prompt, small(), words_tokenizer(TEMPLATE), Options(chat=True))
 
     assert plain.text == "w1 w2 w3 w4 w5\n w6"
     assert plain.context_len == len("w1 w2 w3 ")

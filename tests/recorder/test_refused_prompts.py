@@ -3,7 +3,7 @@
 import pytest
 
 from kvsim.errors import CaptureError, TraceError
-from kvsim.recorder import Prompt, Turn, capture, capture_many, read_prompts
+from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.recorder.modules import attention_modules
 from kvsim.testing.strategies import make_case
 from small_model import TEMPLATE, small, words_tokenizer
@@ -27,14 +27,14 @@ def nested(depth):
     return value
 
 
-def refused(prompt, message, *, tokenizer=None, out=None, **options):
+def refused(content, given, message, *, tokenizer=None, out=None):
     """Check that two prompts, of which the second is bad, are refused by one line."""
     ran: list[int] = []
     attention_modules(small())  # measured by a forward
     handle = small().register_forward_pre_hook(lambda *_: ran.append(1))
     try:
         with pytest.raises(CaptureError, match=message) as caught:
-            capture_many(small(), tokenizer, [Prompt("a", [1]), prompt], out, **options)
+            capture_many(small(), tokenizer, [Prompt("a", [1]), Prompt("b", content, **given)], out)
     finally:
         handle.remove()
     assert "\n" not in str(caught.value)
@@ -46,8 +46,8 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
     [
         ("w1 w2", {"needle": "w3"}, "needle 'w3' is not in the prompt"),
         ("w1 w2 w1", {"needle": "w1"}, "needle 'w1' is more than once in the prompt"),
-        ("w1", {"needle": [[0, 1]]}, r"needle is \[\[0, 1\]\]"),
-        ([1, 2], {"needle": "w1"}, "needle is 'w1'"),
+        ("w1", {"needle": [[0, 1]]}, r"needle is \(\(0, 1"),
+        ([1, 2], {"needle": "w1"}, r"needle is \('w1'"),
         ([1, 2], {"needle": [[1, 3]]}, "within the 2 tokens"),
         ("w1 w2", {"needle": ["w1", 3]}, "needle"),
         ("w1 w2", {"needle": ""}, "needle is ''"),
@@ -71,16 +71,11 @@ def refused(prompt, message, *, tokenizer=None, out=None, **options):
         ("w1", {"metadata": nested(2000)}, "metadata"),
         ("w1", {"answer": "a" * 2**23}, "answer cannot be .*more than 8388608 bytes"),
         ("w1", {"writer": {"p": float("nan")}, "response": "w2"}, "writer"),
-        ("w1", {"turns": [Turn("w2", labels={"length": 2**63})]}, "turn 2: length"),
     ],
 )
 def test_prompts_that_are_refused(prompt, given, name, tmp_path):
-    """The message names the prompt, and none of the prompts is recorded."""
-    prompt = Prompt("b", prompt, **given)
-
-    refused(
-        prompt, f"^prompt 'b': .*{name}", tokenizer=words_tokenizer(TEMPLATE), out=tmp_path / "o"
-    )
+    """The message names what is wrong, and none of the prompts is recorded."""
+    refused(prompt, given, name, tokenizer=words_tokenizer(TEMPLATE), out=tmp_path / "o")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +118,6 @@ def test_text_without_a_tokenizer_or_a_template(prompt, tokenizer, options, name
         (b'{"prompt": "a", "response": 3}', "response is 3"),
         (b'{"prompt": "a", "id": " "}', "id is ' '"),
         (b'{"prompt": "a", "id": "%s"}' % (b"x" * 201), "id is 'xxx"),
-        (b'{"prompt": "a", "level": "%s", "difficulty": 2}' % LONG, "difficulty"),
         (b'{"prompt": "a", "task": ["%s"]}' % LONG, "task is"),
         (b'{"prompt": "a", "scorer": "%s"}' % LONG, "scorer is 'xxx"),
         (b'{"turns": [{"question": "q", "%s": 2}]}' % LONG, "turn 1: 'xxx"),

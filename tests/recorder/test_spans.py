@@ -30,7 +30,7 @@ def test_span_is_the_shortest_that_decodes_to_the_needle(text, needle):
     tokenizer = bytes_tokenizer(MERGES)
     ids = tokenizer(text)["input_ids"]
 
-    ((start, end),) = located(needle, text, len(ids), tokenizer, special=True)
+    ((start, end),) = located([needle], text, len(ids), tokenizer, special=True)
 
     assert needle in tokenizer.decode(ids[start:end])
     assert needle not in tokenizer.decode(ids[start + 1 : end])
@@ -61,7 +61,7 @@ def test_tokenizer_without_offsets():
     slow = type("Slow", (), {"is_fast": False})()
 
     with pytest.raises(CaptureError, match=r"tokenizer \(Slow\) does not say where its tokens"):
-        located("a", "a b", 2, slow, special=True)
+        located(["a"], "a b", 2, slow, special=True)
 
 
 def test_resume_compares_the_needle(tmp_path):

@@ -204,7 +204,7 @@ def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
         ({"turns": [{"question": "q", "anwser": "a"}]}, "turn 1: 'anwser'.*'answer'"),
         ({"turns": [{"question": "q", "scorer": "gym:x"}]}, "turn 1: scorer is"),
         ({"turns": [{"question": "q", "depth": 3}]}, "turn 1: depth is 3"),
-        ({"turns": [{"question": "q", "max_new_tokens": 0}]}, "turn 1: max_new_tokens is 0"),
+        ({"turns": [{"question": "q", "max_new_tokens": 0}]}, "turn 1: .*max_new_tokens is 0"),
     ],
 )
 def test_bad_turns_are_one_line(row, name, tmp_path):
@@ -227,8 +227,6 @@ def test_bad_turns_are_one_line(row, name, tmp_path):
         ([Turn("w1")], {"max_new_tokens": 600}, "take up to 1201 tokens .* room for 867"),
         ([Turn("never")], {}, "does not know 'never'"),
         ([{"question": "w1"}], {}, "turns are .*, expected a list of kvsim.recorder.Turn"),
-        ([Turn("w1", labels={"mood": "x"})], {}, "turn 2: label 'mood', expected one of"),
-        ([Turn("w1", answer="w2", scorer="f1")], {}, "scorer is 'f1', expected one of contained"),
     ],
 )
 def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):

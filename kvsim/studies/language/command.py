@@ -140,8 +140,8 @@ def _on_text(
     depths: Sequence[str] | None,
 ) -> list[TextSample]:
     from kvsim.cli.show import echo_error
+    from kvsim.recorder.encoding import token_count
     from kvsim.recorder.loading import load_tokenizer
-    from kvsim.recorder.prompts import token_count
     from kvsim.text.ruler import ruler_sample
     from kvsim.text.tasks import sample
 
