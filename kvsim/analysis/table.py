@@ -196,7 +196,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     if layer is None:
         each = (fidelity(trace, record, kind, index) for index in record.layers)
         return max(each, key=("exact", "open").index)
-    whole = record.reads is None and record.codec is None
+    whole = record.reads is None and record.storage is None
     if trace.layer_ids[layer] == 0 or (not record.events and (whole or kind == "sets")):
         return "exact"
     if kind != "sets" or len(record.events) > 1 or record.events[0] >= record.prompt_len:

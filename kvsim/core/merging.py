@@ -1,8 +1,7 @@
 """What resident entries become when others leave: a merger, which folds these into them.
 
-It stands in the place of a codec, which stores entries in another form. Keys are after RoPE, as in
-the cache. What is stored follows from keys, values and the kept sets alone, so that metrics and the
-judge compute it again from a record.
+Keys are after RoPE, as in the cache. What is stored follows from keys, values and the kept sets
+alone, so that metrics and the judge compute it again from a record.
 
 Shape letters: L layers, H KV heads, T tokens or slots, d head dimension, m entries of a head that
 stay, e that leave.
@@ -10,14 +9,18 @@ stay, e that leave.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.pieces import Piece
+from kvsim.core.storing import Codec, Stored, advance, round_marked
 from kvsim.schema import NEVER
+
+if TYPE_CHECKING:
+    from kvsim.core.setting import Source
 
 #: Cosines that differ by less are equal: the first entry is the nearest.
 TIE = 1e-6
@@ -37,7 +40,7 @@ class Shares(NamedTuple):
     divisor: Tensor
 
 
-class Merger(Codec):
+class Merger(Piece, ABC):
     """Folds each entry that leaves into the kept one of its head with the largest cosine of keys.
 
     What stays becomes (own * x + sum of `entry` * y + `nearest` * x) / (own + sum of `divisor`), of
@@ -47,18 +50,8 @@ class Merger(Codec):
     #: the weight of an entry in the sum that it becomes
     own: float = 1.0
 
-    @property
-    def clocks(self) -> tuple[Clock, ...]:  # type: ignore[override]  # none
-        """Nothing leaves an exact window."""
-        return ()
-
-    def keys(self, groups: Tensor) -> Tensor:
-        """Keys as they are until another entry leaves."""
-        return groups
-
-    def bits(self, dim: int) -> tuple[float, float]:
-        """16 bits for each number: an entry stays an entry."""
-        return 16.0 * dim, 16.0 * dim
+    def check(self, dim: int) -> None:
+        """Raise PolicyError for a head dimension that the merger has no rule for."""
 
     def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the entries that leave merge, bool [H, e], and the threshold [H] from now on.
@@ -71,60 +64,62 @@ class Merger(Codec):
     def shares(self, cosines: Tensor) -> Shares:
         """Return the weights of entries that merge, by their cosine [H, e]."""
 
-    def fold(
-        self, keys: Tensor, values: Tensor, gone: Tensor, kept: Tensor, before: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Overwrite keys and values [H, T, d] of what is kept when others are gone, bool [H, T].
 
-        before: the last threshold, [H]. Returns which entries change [H, T], and the new threshold.
-        """
-        changed = torch.zeros_like(kept)
-        (of_gone, leaves), (of_kept, stays) = _places(gone), _places(kept)
-        if not of_gone.shape[1] or not of_kept.shape[1]:
-            return changed, before
-        head = torch.arange(len(keys), device=keys.device).unsqueeze(-1)
-        dtype = compute_dtype(keys.dtype)
-        gone_units, units = (
-            torch.nn.functional.normalize(keys[head, of].to(dtype), dim=-1, eps=1e-12)
-            for of in (of_gone, of_kept)
-        )
-        matches = []
-        for part in gone_units.split(max(1, _MOST // stays.numel()), dim=1):
-            cosines = (part @ units.mT).masked_fill_(~stays.unsqueeze(1), -torch.inf)
-            first = (cosines >= cosines.amax(-1, keepdim=True) - TIE).int().argmax(-1, keepdim=True)
-            matches.append((first[..., 0], cosines.gather(-1, first)[..., 0]))
-        nearest, cosine = (torch.cat(parts, dim=1) for parts in zip(*matches, strict=True))
-        leaves = leaves & stays.any(-1, keepdim=True)
-        merges, least = self.merging(cosine, leaves, before)
-        shares = Shares(*(x.where(merges, 0.0) for x in self.shares(cosine)))
-        nothing = cosine.new_zeros(of_kept.shape)
-        own, divisor, merged = (
-            nothing.scatter_add(-1, nearest, x) for x in (*shares[1:], merges.to(dtype))
-        )
-        for array in (keys, values):
-            old, entries = array[head, of_kept], array[head, of_gone]
-            folded = entries.to(dtype).where(merges.unsqueeze(-1), 0.0)
-            folded *= shares.entry.unsqueeze(-1)
-            new = (self.own + own).unsqueeze(-1) * old.to(dtype)
-            new.scatter_add_(1, nearest.unsqueeze(-1).expand_as(folded), folded)
-            new /= (self.own + divisor).unsqueeze(-1)
-            array[head, of_kept] = new.to(array.dtype).where(merged.unsqueeze(-1) > 0, old)
-        changed[head, of_kept] = merged > 0
-        return changed, least
+def fold(
+    merger: Merger, keys: Tensor, values: Tensor, gone: Tensor, kept: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Overwrite keys and values [H, T, d] of what is kept when others are gone, bool [H, T].
 
-    def folds(
-        self, keys: Tensor, values: Tensor, evicted_at: Tensor
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Overwrite keys and values [H, T, d] event by event; yields its row and what changed.
+    before: the last threshold, [H]. Returns which entries change [H, T], and the new threshold.
+    """
+    changed = torch.zeros_like(kept)
+    (of_gone, leaves), (of_kept, stays) = _places(gone), _places(kept)
+    if not of_gone.shape[1] or not of_kept.shape[1]:
+        return changed, before
+    head = torch.arange(len(keys), device=keys.device).unsqueeze(-1)
+    dtype = compute_dtype(keys.dtype)
+    gone_units, units = (
+        torch.nn.functional.normalize(keys[head, of].to(dtype), dim=-1, eps=1e-12)
+        for of in (of_gone, of_kept)
+    )
+    matches = []
+    for part in gone_units.split(max(1, _MOST // stays.numel()), dim=1):
+        cosines = (part @ units.mT).masked_fill_(~stays.unsqueeze(1), -torch.inf)
+        first = (cosines >= cosines.amax(-1, keepdim=True) - TIE).int().argmax(-1, keepdim=True)
+        matches.append((first[..., 0], cosines.gather(-1, first)[..., 0]))
+    nearest, cosine = (torch.cat(parts, dim=1) for parts in zip(*matches, strict=True))
+    leaves = leaves & stays.any(-1, keepdim=True)
+    merges, least = merger.merging(cosine, leaves, before)
+    shares = Shares(*(x.where(merges, 0.0) for x in merger.shares(cosine)))
+    nothing = cosine.new_zeros(of_kept.shape)
+    own, divisor, merged = (
+        nothing.scatter_add(-1, nearest, x) for x in (*shares[1:], merges.to(dtype))
+    )
+    for array in (keys, values):
+        old, entries = array[head, of_kept], array[head, of_gone]
+        folded = entries.to(dtype).where(merges.unsqueeze(-1), 0.0)
+        folded *= shares.entry.unsqueeze(-1)
+        new = (merger.own + own).unsqueeze(-1) * old.to(dtype)
+        new.scatter_add_(1, nearest.unsqueeze(-1).expand_as(folded), folded)
+        new /= (merger.own + divisor).unsqueeze(-1)
+        array[head, of_kept] = new.to(array.dtype).where(merged.unsqueeze(-1) > 0, old)
+    changed[head, of_kept] = merged > 0
+    return changed, least
 
-        evicted_at: after which row each entry leaves, int [H, T].
-        """
-        threshold = unknown(keys)
-        pos = torch.arange(keys.shape[1], device=keys.device)
-        for row in events(evicted_at):
-            kept = (evicted_at > row) & (pos <= row)
-            changed, threshold = self.fold(keys, values, evicted_at == row, kept, threshold)
-            yield row, changed
+
+def folds(
+    merger: Merger, keys: Tensor, values: Tensor, evicted_at: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Overwrite keys and values [H, T, d] event by event; yields its row and what changed.
+
+    evicted_at: after which row each entry leaves, int [H, T].
+    """
+    threshold = unknown(keys)
+    pos = torch.arange(keys.shape[1], device=keys.device)
+    for row in events(evicted_at):
+        kept = (evicted_at > row) & (pos <= row)
+        changed, threshold = fold(merger, keys, values, evicted_at == row, kept, threshold)
+        yield row, changed
 
 
 def unknown(keys: Tensor) -> Tensor:
@@ -135,6 +130,76 @@ def unknown(keys: Tensor) -> Tensor:
 def events(evicted_at: Tensor) -> list[int]:
     """The rows after which an entry leaves, ascending."""
     return [row for row in evicted_at.unique().tolist() if row != NEVER]
+
+
+def merged(
+    merger: Merger, gone: Tensor, exact: Sequence[Tensor]
+) -> tuple[list[Stored], Iterator[tuple[int, Tensor]]]:
+    """Keys and values of a layer, and `folds`, which overwrites them event by event."""
+    always = torch.full_like(gone, -1)
+    stored = [Stored(numbers, numbers.clone(), always) for numbers in exact]
+    return stored, folds(merger, stored[0].rounded, stored[1].rounded, gone)
+
+
+class Store:
+    """What becomes of the entries of a block of layers under a codec, a merger, or neither.
+
+    evicted_at: as of the block. first: the row after which the first entries are rounded. places:
+    of positions before a row, bool [L, H, T], where the source has them. rounded_after: the row
+    after which each key is rounded, int32 [L, H, T]; None where none is.
+    """
+
+    def __init__(
+        self,
+        storage: Codec | Merger | None,
+        source: Source,
+        evicted_at: Tensor,
+        first: int,
+        places: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        self._storage, self._source, self._evicted_at = storage, source, evicted_at
+        self._places, self._first, self._to = places, first, first
+        self._thresholds = unknown(source.keys)  # of a merger, [L, H]
+        self.rounded_after: Tensor | None = None
+        if isinstance(storage, Codec):
+            self._after = evicted_at.new_full((2, *evicted_at.shape), NEVER)
+            self.rounded_after = self._after[0]
+
+    def before(self, row: int) -> None:
+        """Round what left its exact window before row `row`."""
+        codec, start = self._storage, self._to
+        if not isinstance(codec, Codec) or row <= start:
+            return
+        begins = start == self._first
+        channels = self._channels(codec, row) if begins and codec.reads.last else None
+        for which, clock in enumerate(codec.clocks):
+            if begins or not clock.once:
+                stop = start + 1 if clock.once else row
+                due = advance(self._after[which], self._evicted_at, clock, start, stop)
+                writable = self._source.writable(which)
+                round_marked(codec, which, writable, self._places(due, row), channels)
+        self._to = row
+
+    def _channels(self, codec: Codec, row: int) -> Tensor:
+        """The channels of keys that are stored, bool [L, H, d]; row: the source may not have it."""
+        last = self._first
+        held = self._evicted_at > last
+        held[..., last + 1 :] = False
+        held, keys = self._places(held, row), self._source.writable(0)  # of any rotation
+        queries = self._source.queries(max(0, last + 1 - codec.reads.last), last + 1)
+        parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
+        return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])
+
+    def left(self, row: int) -> None:
+        """Fold what left after row `row` into what stays."""
+        if not isinstance(self._storage, Merger):
+            return
+        pos = torch.arange(self._evicted_at.shape[-1], device=self._evicted_at.device)
+        left, stays = self._evicted_at == row, (self._evicted_at > row) & (pos <= row)
+        gone, kept = (self._places(marked, row + 1) for marked in (left, stays))
+        tables = self._source.writable(0), self._source.writable(1)
+        for layer, part in enumerate(zip(*tables, gone, kept, strict=True)):
+            _, self._thresholds[layer] = fold(self._storage, *part, self._thresholds[layer])
 
 
 def _places(marked: Tensor) -> tuple[Tensor, Tensor]:

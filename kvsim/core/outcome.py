@@ -25,8 +25,8 @@ class OutputDeviation:
         has them, which no policy evicts.
     missing: 1 - mass, without the cancellation.
     distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-4 (rounding noise).
-    factored: the error is the product of the two. Where keys were rotated to slots or rounded by a
-        codec it is not, and distance is NaN.
+    factored: the error is the product of the two. Where keys were rotated to slots or rounded it is
+        not, and distance is NaN.
     added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
         eviction adds to the residual stream; None unless it was computed.
     before: where the rows are those after the prompt, the same of the rows of the prompt behind
@@ -43,16 +43,14 @@ class OutputDeviation:
         """Return the deviation without the first `rows`, which are its `before`."""
         if not rows:
             return self
-        part, rest = (
-            OutputDeviation(
-                self.error[..., of],
-                self.missing[..., of],
-                self.factored,
-                None if self.added is None else self.added[..., of],
+
+        def part(of: slice) -> OutputDeviation:
+            added = None if self.added is None else self.added[..., of]
+            return replace(
+                self, error=self.error[..., of], missing=self.missing[..., of], added=added
             )
-            for of in (slice(rows), slice(rows, None))
-        )
-        return replace(rest, before=part)
+
+        return replace(part(slice(rows, None)), before=part(slice(rows)))
 
     @property
     def mass(self) -> NDArray[np.float32]:
@@ -96,20 +94,15 @@ class Forced:
         """
         if not rows:
             return self
-        before, rest = (
-            Forced(
-                self.nll[tokens],
-                self.full_nll[tokens],
-                self.kl[tokens],
-                self.agreement[tokens],
-                self.stream_error[:, of],
-            )
-            for tokens, of in (
-                (slice(rows - 1), slice(rows)),
-                (slice(rows - 1, None), slice(rows, None)),
-            )
-        )
+
+        def part(tokens: slice, of: slice) -> Forced:
+            names = ("nll", "full_nll", "kl", "agreement")
+            values = {name: getattr(self, name)[tokens] for name in names}
+            return Forced(**values, stream_error=self.stream_error[:, of])
+
         output = None if self.output is None else self.output.parted(rows)
+        before = part(slice(rows - 1), slice(rows))
+        rest = part(slice(rows - 1, None), slice(rows, None))
         return replace(rest, output=output, before=before)
 
 

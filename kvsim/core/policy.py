@@ -77,7 +77,7 @@ class Policy:
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
-        codec: as what entries are stored, or how others merge into them; None for as recorded.
+        storage: as what entries are stored, or how others merge into them; None for as recorded.
         so_far: the share of the tokens before an event that is its budget; None: the same for all.
         scaled: lengths that shrink with the budget where they do not fit it.
         lengths: all lengths that may shrink.
@@ -97,7 +97,7 @@ class Policy:
     per_query_head: bool = False
     propagation: Propagation | None = None
     reader: Reader | None = None
-    codec: Codec | None = None
+    storage: Codec | Merger | None = None
     so_far: Annotated[float, Between(0, 1)] | None = None
     scaled: tuple[Length, ...] = ()
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
@@ -105,8 +105,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_fields(self, self.name)
-        drops, merges = self.propagation is not None, isinstance(self.codec, Merger)
-        accesses = self.reader is not None or self.codec is not None
+        drops, merges = self.propagation is not None, isinstance(self.storage, Merger)
+        accesses = self.reader is not None or self.storage is not None
         shared = set(self.scorer.columns) & set(self.allocator.columns)
         conflicts = {
             f"scorer and allocator both carry a column {''.join([*shared][:1])!r}": shared,
@@ -165,7 +165,7 @@ class Policy:
     def reads(self) -> Inputs:
         """What its pieces read."""
         inner = self.scorer, self.allocator, self.layer_budgets
-        pieces = *inner, self.propagation, self.reader, self.codec
+        pieces = *inner, self.propagation, self.reader, self.storage
         return reduce(or_, (piece.reads for piece in pieces if piece is not None))
 
     @property
@@ -187,12 +187,12 @@ class Policy:
     def apart(self) -> bool:
         """Whether layers that share a budget are scored apart, and no more than numbers of each."""
         within = not self.scorer.across_layers and isinstance(self.allocator, Uniform)
-        return within and self.codec is None and self.layer_budgets.across_layers
+        return within and self.storage is None and self.layer_budgets.across_layers
 
     @property
     def rounds(self) -> bool:
         """Whether entries are rounded once they leave an exact window."""
-        return self.codec is not None and bool(self.codec.clocks)
+        return isinstance(self.storage, Codec)
 
     @property
     def bounds(self) -> frozenset[str]:
@@ -205,7 +205,7 @@ class Policy:
         bounds = {
             "held": self.bounded or propagates,
             "heads": self.allocator.bounds_some,
-            "read": self.reader is not None and self.reader.bounded,
+            "read": self.reader is not None and self.reader.effect != "none",
         }
         return frozenset(name for name, bound in bounds.items() if bound)
 
@@ -375,7 +375,7 @@ class Policy:
         return (
             *((piece,) for piece in (*outer, *wrappers)),
             (*inside, self.layer_budgets),
-            *((piece,) for piece in (self.reader, self.codec) if piece is not None),
+            *((piece,) for piece in (self.reader, self.storage) if piece is not None),
         )
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
 from kvsim.core.storing import Spec
-from kvsim.core.trace import Trace
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
 
 T = TypeVar("T")
 
@@ -54,8 +56,25 @@ class Pages:
         """Return `compute()` for these pages: a summary, computed when it is first read."""
         if key not in self._memo:
             self._memo[key] = compute()
-        summary: T = self._memo[key]
-        return summary
+        return cast("T", self._memo[key])
+
+
+class Weights(Protocol):
+    """Weights with which entries enter the attention of the rows that read them.
+
+    Pages are of one entry. `score` keeps what is learned as `pages.of_layer["learned"]`.
+    """
+
+    def learned(self, keys: Tensor, held: Tensor) -> Tensor:
+        """What weights need of keys [H, n, d], by what the first row that reads has [H, n]."""
+
+    def log_weights(
+        self, queries: Tensor, keys: Tensor, visible: Tensor, learned: Tensor
+    ) -> Tensor:
+        """Logarithms of weights [H, G, w, n], which are added to logits, of entries that are read.
+
+        queries [H, G, w, d], keys [H, n, d]; visible [H, w, n]: the entries that rows have.
+        """
 
 
 class Reader(Piece, ABC):
@@ -70,30 +89,24 @@ class Reader(Piece, ABC):
 
     #: entries of a page
     page: int = 1
-    #: the part of the budget that a row reads
-    share: float = 1.0
     #: query heads that read the same pages
     heads: Heads = "query"
     #: the first layers, in which every row reads everything
     dense_layers: int = 0
-    #: whether entries enter a row's attention with the weights of `log_weights`; pages of one entry
-    weighted: ClassVar[bool] = False
+    #: whether the budget says how much is read
+    effect: Literal["exact", "none"] = "exact"
 
     @property
-    def bounded(self) -> bool:
-        """Whether the budget says how much is read."""
-        return True
+    def weights(self) -> Weights | None:
+        """With which entries enter a row's attention; None for those of attention."""
+        return None
 
     def check(self, trace: Trace) -> None:
         """Raise PolicyError for a trace that the reader has no rule for."""
 
-    def fitted(self, trace: Trace, budget: int) -> Reader:
+    def at(self, trace: Trace, budget: int) -> Reader:
         """The reader with the values that parameters have for this trace and budget."""
         return self
-
-    def count(self, budget: int) -> int:
-        """Pages that a row reads, where the budget says it."""
-        return max(1, int(self.share * budget) // self.page)
 
     @abstractmethod
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
@@ -102,39 +115,40 @@ class Reader(Piece, ABC):
         visible [H, 1, w, P]: the pages that exist at each row; the scores of others have no effect.
         """
 
-    def vote(self, scores: Tensor, entries: Tensor) -> Tensor:
-        """Scores [H, G, w, P] as query heads that read the same pages have the mean of them.
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """Which pages rows read, bool [H, G, w, P] of scores [H, G, w, P]; `best` by default.
 
-        entries [H, 1, w, P]: how many a page has at each row, 0 of a page that does not exist yet.
+        G is 1 in what is returned where the heads of a group read the same pages, and H is 1, too,
+        where all heads do. entries [H, 1, w, P]: how many a page has at each row, 0 where it does
+        not exist yet.
         """
-        return scores
-
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
-        """Which pages rows read, bool as scores [..., w, P]; visible [..., w, P]: those there are.
-
-        The `count` highest scores; of equal ones the earlier page.
-        """
-        return highest(scores.masked_fill(~visible, -torch.inf), self.count(budget)) & visible
-
-    def learned(self, keys: Tensor, held: Tensor) -> Tensor:
-        """What weights need of keys [H, n, d], by what the first row that reads has [H, n].
-
-        `score` keeps it as `pages.of_layer["learned"]`.
-        """
-        return keys
-
-    def log_weights(
-        self, queries: Tensor, keys: Tensor, visible: Tensor, learned: Tensor
-    ) -> Tensor:
-        """Logarithms of weights [H, G, w, n], which are added to logits, of entries that are read.
-
-        queries [H, G, w, d], keys [H, n, d]; visible [H, w, n]: the entries that rows have.
-        """
-        return torch.zeros_like(visible, dtype=queries.dtype).unsqueeze(1)
+        return best(self.heads, scores, entries, budget // self.page)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Bits that a page's summary takes in memory, and that choosing reads of it for a row."""
         return 0.0, 0.0
+
+
+def shared(heads: Heads, scores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of the query heads that read the same pages, and which of these exist, bool as scores.
+
+    Shapes as in `Reader.chosen`.
+    """
+    visible = entries > 0
+    if heads == "kv":
+        scores = scores.mean(1, keepdim=True)
+    elif heads == "layer":
+        scores, visible = scores.mean((0, 1), keepdim=True), visible[:1]
+    return scores, visible.expand_as(scores)
+
+
+def best(heads: Heads, scores: Tensor, entries: Tensor, count: int) -> Tensor:
+    """Mark the `count` pages of the highest scores, one at least; of equal ones the earlier page.
+
+    Shapes as in `Reader.chosen`.
+    """
+    scores, visible = shared(heads, scores, entries)
+    return highest(scores.masked_fill(~visible, -torch.inf), max(1, count)) & visible
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
@@ -178,7 +192,7 @@ class Reads:
     @classmethod
     def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
         """The account of a reader; dim: channels of a key."""
-        terms = reader.summary_bits(dim), reader.reads.every_key, reader.weighted
+        terms = reader.summary_bits(dim), reader.reads.every_key, reader.weights is not None
         return cls(bits, reader.page, reader.heads, first, reader, *terms)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.merging import Merger
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
@@ -144,7 +145,7 @@ class Record:
         closed: a running model decided on what its own evictions had made of it.
         response: what that model wrote; None where it wrote nothing of its own.
         reads: what a reader read; None where rows read all that is resident.
-        codec: as what entries are stored; None for as recorded.
+        storage: as what entries are stored; None for as recorded.
         internals: decisions of the events, on request.
     """
 
@@ -166,7 +167,7 @@ class Record:
     closed: bool = False
     response: Response | None = None
     reads: Reads | None = None
-    codec: Codec | Spec | None = None
+    storage: Codec | Merger | Spec | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
@@ -244,8 +245,8 @@ def record_document(record: Record) -> dict[str, Any]:
         names = ("page", "heads", "first", "summary", "keys", "weighted")
         document["reads"] = {name: getattr(record.reads, name) for name in names}
         document["reads"]["reader"] = Spec.of(record.reads.reader)._asdict()
-    if record.codec is not None:
-        document["codec"] = Spec.of(record.codec)._asdict()
+    if record.storage is not None:
+        document["codec"] = Spec.of(record.storage)._asdict()
     return document
 
 
@@ -269,7 +270,7 @@ def record_of(
         stored["reads"] = Reads(bits, **account)
         stored["reads"].check(evicted_at)
     if "codec" in document:
-        stored["codec"] = Spec(**document["codec"])
+        stored["storage"] = Spec(**document["codec"])
     return Record(evicted_at=evicted_at, **stored)
 
 
@@ -279,9 +280,7 @@ def _tupled(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PARTS: dict[str, Any] = {"schedule": Schedule, "facts": Facts}
+_APART = "evicted_at", "internals", "selection", "response", "reads", "storage", *_PARTS
 _STORED = tuple(
-    f.name
-    for kind in (Record, *_PARTS.values())
-    for f in fields(kind)
-    if f.name not in ("evicted_at", "internals", "selection", "response", "reads", "codec", *_PARTS)
+    f.name for kind in (Record, *_PARTS.values()) for f in fields(kind) if f.name not in _APART
 )

@@ -10,16 +10,19 @@ Shape letters: L layers, H KV heads, T tokens, d head dimension, g entries of a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
 
 
 class Clock(NamedTuple):
@@ -33,6 +36,11 @@ class Clock(NamedTuple):
     step: int = 1
     once: bool = False
     group: int = 1
+
+
+def behind_window(codec: Any) -> tuple[Clock, Clock]:
+    """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
+    return (Clock(codec.window),) * 2
 
 
 class Codec(Piece, ABC):
@@ -52,11 +60,6 @@ class Codec(Piece, ABC):
         """When keys leave the exact window, and when values do."""
         return Clock(), Clock()
 
-    @property
-    def behind_window(self) -> tuple[Clock, Clock]:
-        """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
-        return (Clock(self.window),) * 2  # type: ignore[attr-defined]  # of some
-
     def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The channels of a layer's keys that are stored, bool [H, d], where `reads.last` is not 0.
 
@@ -65,13 +68,8 @@ class Codec(Piece, ABC):
         """
         raise NotImplementedError(f"channels of {self.label}")
 
-    def block(self, dim: int) -> int:
-        """Channels that are stored together; a head has a multiple of them."""
-        return 1
-
     def check(self, dim: int) -> None:
         """Raise PolicyError for a head dimension that the codec has no rule for."""
-        check_channels(self.label, dim, self.block(dim))
 
     @abstractmethod
     def keys(self, groups: Tensor) -> Tensor:
@@ -143,6 +141,66 @@ def round_marked(
         stored[marked] = (codec.keys, codec.values)[which](groups).flatten(0, 1).to(stored.dtype)
     if channels is not None and which == 0:
         stored.masked_fill_(marked.unsqueeze(-1) & ~channels.unsqueeze(-2), 0.0)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values of a layer: exact and rounded [H, T, d], and the row after which [H, T].
+
+    Where nothing is rounded, rounded is exact.
+    """
+
+    exact: Tensor
+    rounded: Tensor
+    after: Tensor
+
+    @classmethod
+    def as_recorded(cls, exact: Tensor) -> Stored:
+        """Keys or values that nothing rounds."""
+        return cls(exact, exact, exact.new_full(exact.shape[:2], NEVER, dtype=torch.int32))
+
+    def at(self, head: int, entries: Tensor, rows: slice) -> Tensor:
+        """Return entries [m] of a head as the first of the rows sees them, [m, d]."""
+        late = (self.after[head, entries] >= rows.start).unsqueeze(-1)
+        exact, rounded = self.exact[head, entries], self.rounded[head, entries]
+        out: Tensor = torch.where(late, exact, rounded)
+        return out
+
+    def changing(self, head: int, entries: Tensor, rows: slice) -> Tensor:
+        """Return the places of the entries [m] that are rounded while the rows run."""
+        after = self.after[head, entries]
+        places: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
+        return places
+
+
+def rounded(
+    codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int, exact: Sequence[Tensor]
+) -> list[Stored]:
+    """Keys and values of a layer, each of which is rounded after its row.
+
+    layer: its index in the trace; gone: after which row each entry has left, int [H, T]; last: the
+    row after which the first entries are rounded; exact: keys and values [H, T, d].
+    """
+    out, channels = [], None
+    if codec.reads.last:
+        channels = kept_channels(codec, trace, layer, gone, last)
+    for which, (clock, numbers) in enumerate(zip(codec.clocks, exact, strict=True)):
+        after, new = stored_after(gone, clock, last), numbers.clone()
+        round_marked(codec, which, new, after != NEVER, channels)
+        out.append(Stored(numbers, new, after))
+    return out
+
+
+def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor:
+    """The channels of a layer's keys that are stored, bool [H, d]; terms as in `rounded`."""
+    owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
+    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.reads.last :, 0].cpu()  # rows
+    rows = slice(int(computed[0]), last + 1)
+    every = [trace.read("q", slice(i, i + 1), rows)[0] for i in trace.header.readers(owner)]
+    queries = [q.unflatten(0, (len(gone), -1))[:, :, computed - computed[0]] for q in every]
+    keys = trace.read("k", slice(owner, owner + 1), slice(0, last + 1))[0].to(gone.device)
+    held = (gone[:, : last + 1] > last).unsqueeze(-1)
+    return codec.channels(torch.cat(queries, dim=1).to(gone.device), keys.where(held, 0.0))
 
 
 class Spec(NamedTuple):

@@ -42,14 +42,14 @@ class View:
         since: Tensor,
         layers: Tensor,
         rounded_after: Tensor | None = None,
-        merges: bool = False,
+        rounded: bool = False,
     ) -> None:
         self._source, self._entries, self._since = source, entries, since
-        # the row after which a codec rounded each key, int32 [L, H, T]
+        # the row after which each key was rounded, int32 [L, H, T]
         self._rounded_after = rounded_after
         #: whether an entry may have another key at a later event: a codec rounds it, or others that
         #: leave are folded into it
-        self.rounded = merges or rounded_after is not None
+        self.rounded = rounded
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
         #: what stays the same over the events

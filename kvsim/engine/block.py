@@ -11,11 +11,10 @@ from typing import Any
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.merging import Merger, unknown
+from kvsim.core.merging import Store
 from kvsim.core.policy import Plan, Policy, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
-from kvsim.core.storing import Codec, advance, round_marked
 from kvsim.core.view import Setting, Source, View
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import GUIDE, NEVER
@@ -76,8 +75,7 @@ class Block:
         entries: the live entries, with the policy's columns.
         evicted_at: the row after which each entry left, or NEVER; int32 [L, H, T].
         since: the row of the last event that acted on each layer, -1 before the first; int [L].
-        stored_after: the row after which the codec rounds each key and each value, or NEVER; int32
-            [2, L, H, T].
+        store: what becomes of the numbers of entries.
     """
 
     def __init__(
@@ -98,10 +96,8 @@ class Block:
         self.entries = Entries(n, heads, policy.columns, like=keys, compacted=source.compacted)
         self.since = torch.full_like(self.layers, -1)
         self._next = 0  # first position not yet appended
-        size = shape if policy.rounds else (0, 0, 0)
-        self.stored_after = self.evicted_at.new_full((2, *size), NEVER)
-        self._stored_to = self._settings[0].prompt_len - 1
-        self._thresholds = unknown(keys)  # of a merger, [L, H]
+        first = settings[0].prompt_len - 1
+        self.store = Store(policy.storage, source, self.evicted_at, first, self._placed)
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer."""
@@ -125,7 +121,7 @@ class Block:
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
-        self.store(row)
+        self.store.before(row)
         begun = bisect_right(self._settings, row + 1, key=attrgetter("prompt_len"))
         setting = self._settings[max(0, begun - 1)]
         if policy.so_far is not None:
@@ -139,8 +135,8 @@ class Block:
             row=row,
             since=self.since,
             layers=self.layers,
-            rounded_after=self.stored_after[0] if policy.rounds else None,
-            merges=isinstance(policy.codec, Merger),
+            rounded_after=self.store.rounded_after,
+            rounded=policy.storage is not None,
         )
         acts = self._acts(view) & fires
         acting = acts.tolist()
@@ -175,35 +171,11 @@ class Block:
             acts = acts | (keep != entries.live).flatten(1).any(1)
         gone = entries.places(self.evicted_at.shape[-1])[entries.live & ~keep]
         self.evicted_at.view(-1).index_fill_(0, gone, row)
-        if isinstance(self.policy.codec, Merger) and len(gone):
-            self._fold(self.policy.codec, row)
+        if len(gone):
+            self.store.left(row)
         slots = entries.compress(keep)
         self.source.evict(slots, entries.live, self.evicted_at)
         self.since = self.since.masked_fill(acts.flatten(), row)
-
-    def _fold(self, merger: Merger, row: int) -> None:
-        """Fold what left after row `row` into what stays."""
-        pos = torch.arange(self.evicted_at.shape[-1], device=self.evicted_at.device)
-        left, stays = self.evicted_at == row, (self.evicted_at > row) & (pos <= row)
-        gone, kept = (self._placed(marked, row + 1) for marked in (left, stays))
-        layers = zip(self.source.writable(0), self.source.writable(1), gone, kept, strict=True)
-        for layer, part in enumerate(layers):
-            _, self._thresholds[layer] = merger.fold(*part, self._thresholds[layer])
-
-    def store(self, row: int) -> None:
-        """Round the keys and values that left their exact window before row `row`."""
-        codec, start = self.policy.codec, self._stored_to
-        if codec is None or row <= start:
-            return
-        begins = start == self._settings[0].prompt_len - 1
-        channels = self._channels(codec, start, row) if begins and codec.reads.last else None
-        for which, clock in enumerate(codec.clocks):
-            if begins or not clock.once:
-                stop = start + 1 if clock.once else row
-                due = advance(self.stored_after[which], self.evicted_at, clock, start, stop)
-                writable = self.source.writable(which)
-                round_marked(codec, which, writable, self._placed(due, row), channels)
-        self._stored_to = row
 
     def _placed(self, marked: Tensor, row: int) -> Tensor:
         """Positions before row `row`, bool [L, H, T], where the source has them."""
@@ -212,18 +184,6 @@ class Block:
         new = torch.arange(self._next, row, device=marked.device)
         pos = torch.cat([self.entries.pos, new.expand(*marked.shape[:2], -1)], -1)
         return marked.gather(-1, pos.clamp(min=0)) & (pos >= 0)
-
-    def _channels(self, codec: Codec, last: int, row: int) -> Tensor:
-        """The channels of keys that are stored, bool [L, H, d], by what is held after row `last`.
-
-        row: the first row that the source may not have.
-        """
-        held = self.evicted_at > last
-        held[..., last + 1 :] = False
-        held, keys = self._placed(held, row), self.source.writable(0)  # of any rotation
-        queries = self.source.queries(max(0, last + 1 - codec.reads.last), last + 1)
-        parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
-        return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""

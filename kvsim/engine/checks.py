@@ -82,9 +82,9 @@ def check_cell(
     policy.allocator.check(trace)
     if policy.reader is not None:
         policy.reader.check(ended(trace, ends[0]))
-    if policy.codec is not None:
+    if policy.storage is not None:
         for size in {trace.dim, trace.value_dim}:
-            policy.codec.check(size)
+            policy.storage.check(size)
     if policy.propagation is not None:
         policy.propagation.check(trace.n_layers)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
@@ -92,18 +92,18 @@ def check_cell(
 
 def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
     """Raise PolicyError where a part of the policy has no rule for the trace or the schedule."""
-    needs, codec = policy.reads.arrays, policy.codec
+    needs, storage = policy.reads.arrays, policy.storage
     drops = policy.propagation is not None and "hands rows of the prompt from layer to layer"
     of_whole_prompt = (
         drops,
         policy.reader is not None and "reads a part of what is held",
         "probe_q" in needs and "scores by rows that repeat the whole context",
         "o_proj" in needs and trace.has("gate") and "weighs values by the prompt's mean gate",
-        codec is not None
-        and codec.reads.last > 0
+        storage is not None
+        and storage.reads.last > 0
         and "prunes channels by the last rows of the prompt",
     )
-    changes = codec is not None and "changes keys and values apart"
+    changes = storage is not None and "changes keys and values apart"
     by_layer = (
         drops,
         policy.per_query_head and "keeps a set for each query head",

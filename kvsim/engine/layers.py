@@ -80,7 +80,7 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
     numbers = (2 + copies) * keys
     if copies:
         numbers += 2 * trace.n_heads * trace.value_dim
-    if policy.codec is not None:  # overwrites copies
+    if policy.storage is not None:  # overwrites copies
         numbers += 2 * trace.n_heads * (trace.dim + trace.value_dim)
     # layers that read the entries of one are scored with it; attention of the window, and what it
     # is reduced to, some of it in float64

@@ -44,7 +44,7 @@ def read(
     evicted_at [layer, H, T]: what is resident. An account of more than `memory` bytes lies in a
     temporary file; raises MemoryLimitError without room for it.
     """
-    reader, first = reader.fitted(trace, budget), trace.prompt_len
+    reader, first = reader.at(trace, budget), trace.prompt_len
     bits = account(trace, reader, layers, memory)
     for at, layer in enumerate(layers):
         if not reads_all(trace, reader, layer):
@@ -175,13 +175,7 @@ def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) 
         )
         place = here[:, None, :, None].expand(*scores.shape[:3], 1)
         scores = scores.scatter(-1, place, of_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-    if reader.heads != "query":
-        scores = reader.vote(scores, entries)
-    if reader.heads == "kv":
-        scores = scores.mean(1, keepdim=True)
-    elif reader.heads == "layer":
-        scores, visible = scores.mean((0, 1), keepdim=True), visible[:1]
-    chosen = reader.chosen(scores, visible.expand_as(scores), budget).flatten(0, 1)
+    chosen = reader.chosen(scores, entries, budget).flatten(0, 1)
     if not bool(chosen.any(-1).all()):
         raise PolicyError(
             f"{reader.label}: a row reads no page; expected scores that are numbers, and at least "

@@ -201,7 +201,7 @@ def record_of_run(
         policy=policy.name,
         params=policy.params,
         per_query_head=policy.per_query_head,
-        codec=policy.codec,
+        storage=policy.storage,
         schedule=schedule,
         facts=facts_of(policy, schedule),
         budget=budget,

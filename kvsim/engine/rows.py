@@ -33,7 +33,7 @@ def goes_by_rows(block: Block) -> bool:
         policy.scorer.per_row
         and isinstance(policy.allocator, Uniform)
         and isinstance(policy.layer_budgets, Even)
-        and policy.codec is None
+        and policy.storage is None
         and policy.so_far is None
         and not block.source.formula.sinks
     )

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs
-from kvsim.core.reading import Heads, Pages, Reader
+from kvsim.core.reading import Heads, Pages, Reader, best, shared
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class TopK(Reader):
             return z  # they do not underflow
         return z.masked_fill_(~visible, -torch.inf).softmax(-1)
 
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """The highest scores, as many as fit the budget."""
+        return best(self.heads, scores, entries, int(self.share * budget))
+
 
 @dataclass(frozen=True)
 class TopP(Reader):
@@ -48,7 +52,7 @@ class TopP(Reader):
 
     label: ClassVar[str] = "topp"
     reads = Inputs(future=True)
-    bounded = False
+    effect = "none"
 
     p: Annotated[float, Above(0), AtMost(1)] = 0.95
     heads: Heads = "query"
@@ -58,8 +62,9 @@ class TopP(Reader):
         """Attention over what is resident [H, G, w, n]."""
         return logits(queries, pages).masked_fill_(~visible, -torch.inf).softmax(-1)
 
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
         """The highest scores, down to the first whose sum reaches p."""
+        scores, visible = shared(self.heads, scores, entries)
         value, order = scores.masked_fill(~visible, 0.0).sort(dim=-1, descending=True, stable=True)
         before = value.cumsum(-1) - value
         return torch.zeros_like(visible).scatter_(-1, order, before < self.p) & visible

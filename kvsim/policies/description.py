@@ -88,7 +88,7 @@ def describe(name: str) -> Description:
 
 def defining(built: Policy) -> Piece:
     """The piece that a policy of the user's own is about: a reader or a codec, or its scorer."""
-    behind = built.reader or built.codec
+    behind = built.reader or built.storage
     return behind if behind and isinstance(built.scorer, Full) else built.scorers[-1]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs
-from kvsim.core.reading import Heads, Pages, Reader
+from kvsim.core.reading import Heads, Pages, Reader, best
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Sourced
@@ -64,6 +64,10 @@ class DoubleSparsity(Sourced, Reader):
         at = self._heavy(pages)
         labels = pages.once("labels", lambda: self._label(pages.keys.flatten(1, 2), at))
         return self._label(queries, at) @ labels.unsqueeze(1).mT
+
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """The largest products, as many as fit the budget."""
+        return best(self.heads, scores, entries, int(self.share * budget))
 
     def _label(self, x: Tensor, at: Tensor) -> Tensor:
         """The channels at [H, c] of x [H, ..., d], rounded."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.reading import Reader, highest
+from kvsim.core.reading import Reader, highest, shared
 from kvsim.core.trace import Trace
 
 
@@ -21,8 +21,9 @@ class Ends(Reader):
     usual: ClassVar[tuple[int, int, bool]]
     sink: int
     local: int | None
+    share: float
 
-    def fitted(self, trace: Trace, budget: int) -> Reader:
+    def at(self, trace: Trace, budget: int) -> Reader:
         """With the local window of the budget."""
         changes: dict[str, Any] = {"local": self._window(budget)}
         return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses
@@ -32,19 +33,17 @@ class Ends(Reader):
         entries = int(self.share * budget) - self.sink * behind_sink
         return self.local or max(1, entries * numerator // denominator)
 
-    def count(self, budget: int) -> int:
-        """Pages that a row chooses."""
-        rest = int(self.share * budget) - self.sink - self._window(budget)
-        return max(1, rest // self.page)
-
     def between(self, visible: Tensor, budget: int) -> Tensor:
         """The pages that are no first and no last ones of visible [..., P], bool."""
         number = torch.arange(visible.shape[-1], device=visible.device)
         local = visible.sum(-1, keepdim=True) - 1 - -(-self._window(budget) // self.page)
         return (number >= -(-self.sink // self.page)) & (number < local)
 
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
         """The first and the last pages, and of those between them the ones with high scores."""
+        scores, visible = shared(self.heads, scores, entries)
         between = self.between(visible, budget)
-        far = highest(scores.masked_fill(~between, -torch.inf), self.count(budget)) & between
+        rest = int(self.share * budget) - self.sink - self._window(budget)
+        count = max(1, rest // self.page)
+        far = highest(scores.masked_fill(~between, -torch.inf), count) & between
         return visible & (far | ~between)

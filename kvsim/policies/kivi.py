@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.storing import Clock, Codec, check_channels
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Kivi(Codec):
         """Keys leave a window at a time, values one by one."""
         return Clock(step=self.window, group=self.group), Clock(exact=self.window)
 
-    def block(self, dim: int) -> int:
-        """Channels of a group of values."""
-        return min(self.group, dim)
+    def check(self, dim: int) -> None:
+        """Raise PolicyError where the values of a head are no whole groups."""
+        check_channels(self.label, dim, min(self.group, dim))
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d]: each channel of a group by itself."""
@@ -46,14 +46,14 @@ class Kivi(Codec):
 
     def values(self, groups: Tensor) -> Tensor:
         """Values [N, 1, d]: `group` channels of a token by themselves."""
-        parts = groups.unflatten(-1, (-1, self.block(groups.shape[-1])))
+        parts = groups.unflatten(-1, (-1, min(self.group, groups.shape[-1])))
         out: Tensor = between_limits(parts, -1, self.bits_per_number).flatten(-2)
         return out
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers, and 32 for each group of them."""
         of_key = dim * (self.bits_per_number + 32 / self.group)
-        return of_key, dim * (self.bits_per_number + 32 / self.block(dim))
+        return of_key, dim * (self.bits_per_number + 32 / min(self.group, dim))
 
 
 def between_limits(x: Tensor, dim: int, bits: int) -> Tensor:

@@ -53,8 +53,12 @@ class MagicPIG(Reader):
     seed: Annotated[int, AtLeast(0)] = 0
     dense_layers: Annotated[int, AtLeast(0)] = 1
 
-    bounded = False
-    weighted = True
+    effect = "none"
+
+    @property
+    def weights(self) -> MagicPIG:
+        """1 / u of what is sampled."""
+        return self
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """In how many tables a key shares the query's bucket [H, G, w, n]."""
@@ -71,8 +75,9 @@ class MagicPIG(Reader):
             shared += _bucket(queries.double(), table).unsqueeze(-1) == of_keys
         return shared
 
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
         """The first and the last entries, and those between that share enough buckets."""
+        visible = (entries > 0).expand_as(scores)
         return visible & (~self._between(visible) | (scores >= self.collisions))
 
     def learned(self, keys: Tensor, held: Tensor) -> Tensor:

@@ -118,8 +118,7 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     for (_, entry, accepts, *_), level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in accepts else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
-        # a merger is a codec, too
-        built = replace(built, **{"reader" if entry.kind == "reader" else "codec": piece})
+        built = replace(built, **{"reader" if entry.kind == "reader" else "storage": piece})
     title = built.name if innermost.own and not outer and not behind else name
     built = replace(built, name=title, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Codec
+from kvsim.core.storing import Codec, behind_window, check_channels
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -32,7 +32,7 @@ class Integers(Codec):
     bits_per_number: Annotated[int, AtLeast(2), AtMost(16)] = 8
     window: Annotated[int, AtLeast(0)] = 0
 
-    clocks = Codec.behind_window
+    clocks = property(behind_window)
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each token by itself."""
@@ -62,7 +62,7 @@ class ShortFloats(Codec):
     format: Literal["e4m3", "e5m2", "fp16", "bf16"] = "e4m3"
     window: Annotated[int, AtLeast(0)] = 0
 
-    clocks = Codec.behind_window
+    clocks = property(behind_window)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -99,15 +99,15 @@ class BlockFloats(Codec):
 
     window: Annotated[int, AtLeast(0)] = 0
 
-    clocks = Codec.behind_window
+    clocks = property(behind_window)
 
-    def block(self, dim: int) -> int:
-        """Channels of a block."""
-        return min(_BLOCK, dim)
+    def check(self, dim: int) -> None:
+        """Raise PolicyError where a head has no whole blocks."""
+        check_channels(self.label, dim, min(_BLOCK, dim))
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each block by itself."""
-        blocks = groups.unflatten(-1, (-1, self.block(groups.shape[-1])))
+        blocks = groups.unflatten(-1, (-1, min(_BLOCK, groups.shape[-1])))
         largest = blocks.abs().amax(-1, keepdim=True)
         scale = (largest / 6).clamp(max=448.0).to(torch.float8_e4m3fn).to(groups.dtype)
         x = blocks / scale.where(scale > 0, torch.inf)  # too small for a scale: all 0
@@ -119,5 +119,5 @@ class BlockFloats(Codec):
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Four bits a number, and eight for each block."""
-        both = 4.0 * dim + 8 * dim / self.block(dim)
+        both = 4.0 * dim + 8 * dim / min(_BLOCK, dim)
         return both, both

@@ -83,10 +83,12 @@ class PQCache(Ends):
             centroids = moved
         return centroids, exists
 
-    def vote(self, scores: Tensor, entries: Tensor) -> Tensor:
-        """Softmax over what is neither first nor last."""
-        between = self.between(entries > 0, 0)  # of a reader that is fitted
-        return scores.masked_fill(~between, -torch.inf).softmax(-1).nan_to_num(0.0)
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """By the softmax over what is neither first nor last, where heads read the same."""
+        if self.heads != "query":
+            between = self.between(entries > 0, budget)
+            scores = scores.masked_fill(~between, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return super().chosen(scores, entries, budget)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """A code, which a row reads."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
-from kvsim.core.reading import Heads, Pages, Reader
+from kvsim.core.reading import Heads, Pages, Reader, best
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,6 @@ class Quest(Reader):
     least: Annotated[int, AtLeast(1)] = 1
     dense_layers: Annotated[int, AtLeast(0)] = 2
 
-    def count(self, budget: int) -> int:
-        """Pages that a row reads."""
-        return max(self.least, int(self.share * budget) // self.page)
-
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Upper bounds of q . k over each page [H, G, w, P]."""
         low, high = pages.once("box", lambda: box(pages))
@@ -48,6 +44,11 @@ class Quest(Reader):
         bound = torch.baddbmm(q.clamp(min=0) @ high.mT, q.clamp(max=0), low.mT)
         out: Tensor = bound.unflatten(1, shape)
         return out
+
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """The pages of the highest bounds, as many as fit the budget."""
+        count = max(self.least, int(self.share * budget) // self.page)
+        return best(self.heads, scores, entries, count)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Two 16-bit numbers per channel, all of which a row reads."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.reading import Pages, Reader, highest
+from kvsim.core.reading import Pages, Reader, best, highest
 from kvsim.core.trace import Trace
 from kvsim.policies.quest import box
 from kvsim.schema import NEVER
@@ -47,11 +47,16 @@ class RocketKV(Reader):
     """
 
     tokens: Annotated[int, AtLeast(1)] | None = None
-    page: Annotated[int, AtLeast(1)] | None = None  # type: ignore[assignment]  # until it is fitted
+    page: Annotated[int, AtLeast(1)] | None = None  # type: ignore[assignment]  # until `at`
     channels: Annotated[int, AtLeast(1)] | None = None
     heads = "kv"
 
-    def fitted(self, trace: Trace, budget: int) -> Reader:
+    @property
+    def effect(self) -> Literal["exact", "none"]:  # type: ignore[override]  # of a parameter
+        """The budget says how much is read, unless `tokens` does."""
+        return "exact" if self.tokens is None else "none"
+
+    def at(self, trace: Trace, budget: int) -> Reader:
         """With what the split of the budget leaves open."""
         tokens = self.tokens
         if tokens is None:
@@ -62,10 +67,6 @@ class RocketKV(Reader):
         page = self.page or (side if side <= ratio else 1)
         channels = min(self.channels or max(1, int(trace.dim * page / ratio)), trace.dim)
         return replace(self, tokens=tokens, page=page, channels=channels)
-
-    def count(self, budget: int) -> int:
-        """Pages that a row reads, of a reader that is fitted."""
-        return max(1, round((self.tokens or 1) / 2) // (self.page or 1))
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Estimated logits of the entries of each page [H, G, w, P]."""
@@ -78,10 +79,11 @@ class RocketKV(Reader):
         share = size.where(used, 0.0).sum(-1, keepdim=True) / size.sum(-1, keepdim=True)
         return estimate * (pages.formula.scale / share.where(share > 0, 1.0).sqrt())
 
-    def vote(self, scores: Tensor, entries: Tensor) -> Tensor:
-        """Attention to an entry of each page."""
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        """The pages whose entries have the most attention, by a reader with all its values."""
         total = (scores + entries.to(scores).log()).logsumexp(-1, keepdim=True)
-        return (scores - total).exp()
+        count = round((self.tokens or 1) / 2) // (self.page or 1)
+        return best(self.heads, (scores - total).exp(), entries, count)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Two 16-bit numbers per channel, one of which a row reads of those that it uses."""

@@ -39,7 +39,7 @@ class SkipSoftmax(Reader):
     heads: Heads = "query"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    bounded = False
+    effect = "none"
     reads = Inputs(every_key=True)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
@@ -52,20 +52,19 @@ class SkipSoftmax(Reader):
         out: Tensor = best.unflatten(1, queries.shape[1:3])
         return out
 
-    def vote(self, scores: Tensor, entries: Tensor) -> Tensor:
-        """1 for blocks that a query head reads."""
-        return self._read(scores, entries > 0).to(scores)
-
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
         """The blocks that are not skipped by each of the heads that read the same ones."""
-        read = self._read(scores, visible) if self.heads == "query" else scores > 0
-        return read & visible
-
-    def _read(self, scores: Tensor, visible: Tensor) -> Tensor:
-        """Which blocks are not skipped, by their largest logits."""
+        visible = entries > 0
         scores = scores.masked_fill(~visible, -torch.inf)
         gap = scores - scores.cummax(-1).values
         if self.scale is None:
-            return gap >= log(self.threshold)
-        entries = visible.sum(-1, keepdim=True) * self.page
-        return gap >= (self.scale / entries.to(gap)).log_().clamp_(max=0.0)
+            read = gap >= log(self.threshold)
+        else:
+            count = visible.sum(-1, keepdim=True) * self.page
+            read = gap >= (self.scale / count.to(gap)).log_().clamp_(max=0.0)
+        read &= visible
+        if self.heads == "kv":
+            read = read.any(1, keepdim=True)
+        elif self.heads == "layer":
+            read = read.flatten(0, 1).any(0)[None, None]
+        return read

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Codec
+from kvsim.core.storing import Codec, behind_window, check_channels
 from kvsim.policies.kivi import between_limits
 
 
@@ -46,11 +46,12 @@ class TurboQuant(Codec):
     window: Annotated[int, AtLeast(0)] = 0
     seed: Annotated[int, AtLeast(0)] = 0
 
-    clocks = Codec.behind_window
+    clocks = property(behind_window)
 
-    def block(self, dim: int) -> int:
-        """The power of two that is the size of a Hadamard matrix."""
-        return 1 << (dim - 1).bit_length() if self.rotation == "hadamard" else 1
+    def check(self, dim: int) -> None:
+        """Raise PolicyError for a Hadamard matrix whose size is no power of two."""
+        if self.rotation == "hadamard":
+            check_channels(self.label, dim, 1 << (dim - 1).bit_length())
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, 1, d], each token by itself."""

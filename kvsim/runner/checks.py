@@ -23,7 +23,7 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
         raise PolicyError(
             f"{policy.name}: {reason}; a running model cannot follow it: replay it, or take another"
         )
-    if paged and (policy.reader or policy.codec):
+    if paged and (policy.reader or policy.storage):
         raise PolicyError(
             f"{policy.name}: reads a part of the cache, or changes it, and attention through block "
             "tables reads all of it as it is; run it without --paged"

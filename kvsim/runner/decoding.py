@@ -109,7 +109,7 @@ class Decoding:
         self._reads = None if reader is None else LiveReads(first, reader, *terms)
         #: after which row entries are first rounded
         self._stores = self._first - 1 if policy.rounds else None
-        self._prunes = self._first if policy.codec and policy.codec.reads.last else 0
+        self._prunes = self._first if policy.storage and policy.storage.reads.last else 0
         #: in its `with` block; while its rows are in the model, or an error stopped them there
         self._open = self._busy = False
         self._stack = ExitStack()
@@ -342,7 +342,7 @@ class Decoding:
             self._fire(row)
         if self._stores is not None and row >= self._stores:
             for block, source in self._blocks:
-                block.store(row - source.dropped + 1)
+                block.store.before(row - source.dropped + 1)
         if row >= prompt_len - 1:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
 

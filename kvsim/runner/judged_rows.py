@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.changed import first_row, kept_channels, log_weights
-from kvsim.core.merging import Merger
+from kvsim.analysis.output.changed import first_row, log_weights
+from kvsim.core.merging import Merger, folds
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.shared_results import DEFAULT_MEMORY
-from kvsim.core.storing import Codec, round_marked, stored_after
+from kvsim.core.storing import Stored, rounded
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended
@@ -102,12 +102,12 @@ class JudgedRows:
             last = torch.minimum(last, trace.formulas[layer].last_rows(self._pos).int())
         at = self._rows[:, None].expand(-1, len(key), -1)
         first = self._pos.expand_as(last)
-        codec = self._records[0].codec
-        if codec is None:
+        storage = stored_piece(self._records[0].storage)
+        if storage is None:
             keys, values = tables
             return _Layer(keys, values, at, at, self._pos, first, last)
-        if isinstance(merger := stored_piece(codec), Merger):
-            return self._merged(merger, tables, gone[0], last[0])
+        if isinstance(storage, Merger):
+            return self._merged(storage, tables, gone[0], last[0])
         return self._rounded(layer, tables, last, first, at)
 
     def _merged(self, merger: Merger, tables: list[Tensor], gone: Tensor, end: Tensor) -> _Layer:
@@ -119,7 +119,7 @@ class JudgedRows:
         at = self._pos.expand_as(gone).clone()  # the candidate that an entry is now
         pos, first, last = [self._pos], [self._pos.expand_as(gone)], end
         parts, now = [[x] for x in tables], [x.clone() for x in tables]
-        for row, changed in merger.folds(now[0], now[1], gone):
+        for row, changed in folds(merger, now[0], now[1], gone):
             places = changed.any(0).nonzero()[:, 0]
             here, old = changed[:, places], at[:, places]
             ends = last.gather(1, old)
@@ -140,23 +140,20 @@ class JudgedRows:
         self, layer: int, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor
     ) -> _Layer:
         """Four candidates for each entry: its key, and its value, exact and rounded."""
-        after, places, n = [], [], len(self._pos)
-        for which, exact in enumerate(tables):
-            rounded, rows = [], []
-            for record, gone, mine in zip(self._records, last, self._rows, strict=True):
-                rounded.append(exact[:, mine])
-                rows.append(torch.full_like(gone, NEVER))
-                if layer not in record.layers:  # such as one whose window bounds its cache
-                    continue
-                codec = stored_piece(cast("Codec", record.codec))
-                begin = first_row(record, self._trace) - 1
-                rows[-1] = stored_after(gone, codec.clocks[which], begin)
-                channels = None if which else kept_channels(codec, self._trace, layer, gone, begin)
-                round_marked(codec, which, rounded[-1], rows[-1] != NEVER, channels)
-            tables[which] = torch.cat([exact, *rounded], dim=1)
-            after.append(torch.stack(rows))
-            copies = torch.arange(len(self._records), device=at.device)[:, None, None] * n
-            places.append((at, (exact.shape[1] + copies + self._pos).expand_as(at)))
+        stored: list[list[Stored]] = []
+        for record, gone, mine in zip(self._records, last, self._rows, strict=True):
+            exact = [table[:, mine] for table in tables]
+            if layer in record.layers:
+                storage, begin = stored_piece(record.storage), first_row(record, self._trace) - 1
+                stored.append(rounded(storage, self._trace, layer, gone, begin, exact))
+            else:  # such as one whose window bounds its cache
+                stored.append([Stored.as_recorded(x) for x in exact])
+        places, n = [], len(self._pos)
+        after = [torch.stack([x.after for x in each]) for each in zip(*stored, strict=True)]
+        copies = torch.arange(len(self._records), device=at.device)[:, None, None] * n
+        for which, exact_ones in enumerate(tables):
+            tables[which] = torch.cat([exact_ones, *(x[which].rounded for x in stored)], dim=1)
+            places.append((at, (exact_ones.shape[1] + copies + self._pos).expand_as(at)))
         until = [torch.minimum(x, last) for x in after]
         since = [torch.maximum(first, x.long() + 1) for x in after]
         both = torch.minimum(*until), torch.maximum(*since)

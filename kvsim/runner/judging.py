@@ -133,11 +133,11 @@ class Judge:
                 )
             if reason := unjudged(record):
                 raise PolicyError(reason)
-            codec = None if record.codec is None else stored_piece(record.codec)
+            storage = stored_piece(record.storage)
             compared_from = first_compared(self.running, self.trace, [record.schedule])
             start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
-            merges = number * isinstance(codec, Merger)  # what mergers add differs by record
-            kinds.append((compared_from, start, codec is not None, merges))
+            merges = number * isinstance(storage, Merger)  # what mergers add differs by record
+            kinds.append((compared_from, start, storage is not None, merges))
         order = sorted(range(len(records)), key=kinds.__getitem__)
         for (_, start, rounds, merges), group in groupby(order, kinds.__getitem__):
             numbers, rows = [*group], max(1, self.trace.n_pos - start)
@@ -158,7 +158,7 @@ class Judge:
         # about twenty activations of the hidden size, and logits where all are computed at once
         of_row = 20 * config.hidden_size
         of_row += config.vocab_size if self.running.head.kind is None else 0
-        # which rows see an entry, where it is, and what a codec makes of it
+        # which rows see an entry, where it is, and what it is stored as
         of_entry = max(
             10 * qheads + rounded * 4 * heads * (dim + value_dim)
             for qheads, heads, dim, value_dim in trace.sizes
@@ -233,7 +233,7 @@ def unjudged(record: Record) -> str:
             record.selection is not None and record.selection.layer is not None
         ),
         "keys and values are rounded, and sets are those of query heads": (
-            record.codec is not None and record.per_query_head
+            record.storage is not None and record.per_query_head
         ),
         "it is a live run": record.closed,
     }

@@ -24,7 +24,7 @@ class LiveReads:
 
     def __init__(self, sketch: Trace, reader: Reader, budget: int, layers: Sequence[int]) -> None:
         self._sketch, self._budget, self._layers = sketch, budget, tuple(layers)
-        self._reader = reader.fitted(sketch, budget)
+        self._reader = reader.at(sketch, budget)
         self._bits = account(sketch, self._reader, layers, DEFAULT_MEMORY)
         #: values of each layer that a reader computes once
         self._of_layer = {layer: dict[Hashable, Any]() for layer in layers}
@@ -57,11 +57,11 @@ class LiveReads:
         chosen = chosen.repeat_interleave(len(query) // len(chosen), 0)
         page = (period.slots.clamp(min=0) // reader.page).repeat_interleave(q.shape[1], 0)
         out[:, skip:] = chosen.gather(-1, page.unsqueeze(1).expand_as(out[:, skip:]))
-        if not reader.weighted:
+        if reader.weights is None:
             return out, None
         new = q.shape[2]
         seen = torch.ones_like(out[0, skip:]).tril(keys.shape[1] - new) & resident.unsqueeze(1)
-        weights = reader.log_weights(q, keys, seen, self._of_layer[layer]["learned"])
+        weights = reader.weights.log_weights(q, keys, seen, self._of_layer[layer]["learned"])
         return out, torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))
 
     def record(self, n: int) -> Reads:

@@ -67,7 +67,7 @@ def naive(record, best, layer, rows):
         most = [held(best, layer, qhead // 2, row) for qhead in range(4)]
         pairs = list(zip(weights, seen, strict=True))
         regret.append([w[b].sum() - w[s].sum() for (w, s), b in zip(pairs, most, strict=True)])
-        both, rounded = [0.0, 0.0], record.codec is not None
+        both, rounded = [0.0, 0.0], record.storage is not None
         for head in range(2):
             entries = held(record, layer, head, row)
             pages = 0 if page is None else -(-len(entries) // page)

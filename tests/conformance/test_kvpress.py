@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
-from kvsim.analysis.output.changed import kept_channels
 from kvsim.core.policy import Inputs, Scorer
 from kvsim.core.select import select
+from kvsim.core.storing import kept_channels
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
 from kvsim.policies.duo import HeadPlan
@@ -595,7 +595,7 @@ def test_think_prunes_what_think_press_prunes(kvpress, recorded, family, ratio):
     zero = torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers])
 
     def pruned(window: int) -> torch.Tensor:
-        codec = kvsim.policy("think@kvpress", pruned=ratio, window=window).codec
+        codec = kvsim.policy("think@kvpress", pruned=ratio, window=window).storage
         gone = torch.full((trace.n_heads, 150), NEVER)
         layers = range(trace.n_layers)
         return ~torch.stack([kept_channels(codec, trace, i, gone, 149) for i in layers])

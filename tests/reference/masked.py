@@ -56,7 +56,7 @@ def _by_query_head(model: PreTrainedModel, n: int, prompt_len: int, record: Reco
     evicted_at = record.evicted_at
     shape = (layers, qheads if record.per_query_head else config.num_key_value_heads, n)
     assert record.positions == "absolute"
-    assert record.reads is record.codec is None
+    assert record.reads is record.storage is None
     assert (evicted_at.shape, record.layers) == (shape, tuple(range(layers)))
     assert record.prompt_len == prompt_len
     assert (evicted_at >= prompt_len - 1).all()

@@ -275,7 +275,7 @@ def test_rocketkv_is_snapkv_and_its_reader_with_the_split_of_the_paper():
         budget = round(prompt / c ** min(0.2 + 0.06 * math.log2(c), 0.8))
         assert rocketkv.split(prompt, budget) == pytest.approx(tokens, rel=0.01, abs=1)
     case = make_case("normal", n=130, prompt_len=128, dim=16)
-    fitted = policy("full+rocketkv").reader.fitted(case.trace(), 32)
+    fitted = policy("full+rocketkv").reader.at(case.trace(), 32)
     assert (fitted.tokens, fitted.page, fitted.channels) == (6, 3, 9)  # 32 / 6 = 5.3, 16 * 3 / 5.3
 
 

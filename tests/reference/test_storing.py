@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
-from kvsim.analysis.output.changed import kept_channels
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
-from kvsim.core.merging import Merger
-from kvsim.core.storing import round_marked, stored_after
+from kvsim.core.merging import Merger, folds
+from kvsim.core.storing import rounded, stored_after
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
 from kvsim.policies.d2o import D2O
@@ -146,23 +145,21 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
         sinks=sinks,
     )
     gone = torch.from_numpy(record.evicted_at)
-    merges = isinstance(record.codec, Merger)
+    merges = isinstance(record.storage, Merger)
     if merges:
         stored = [trace.read(name).clone() for name in ("k", "v")]
         for layer, of_layer in enumerate(gone):
-            _ = [*record.codec.folds(stored[0][layer], stored[1][layer], of_layer)]
+            _ = [*folds(record.storage, stored[0][layer], stored[1][layer], of_layer)]
         for mine, right in zip(stored, (expected.stored.keys, expected.stored.values), strict=True):
             np.testing.assert_allclose(mine.numpy(), right, rtol=tolerance, atol=tolerance)
-    for which, name in enumerate(("k", "v") if not merges else ()):
-        after = stored_after(gone, record.codec.clocks[which], first)
-        np.testing.assert_array_equal(after.numpy(), expected.stored.after[which])
-        numbers = trace.read(name).clone()
-        for layer, of_layer in enumerate(gone):
-            channels = kept_channels(record.codec, trace, layer, of_layer, first)
-            marked = after[layer] != NEVER
-            round_marked(record.codec, which, numbers[layer], marked, channels)
-        right = (expected.stored.keys, expected.stored.values)[which]
-        np.testing.assert_allclose(numbers.numpy(), right, rtol=tolerance, atol=tolerance)
+    for layer, of_layer in enumerate(gone if not merges else ()):
+        exact = [trace.read(name)[layer] for name in ("k", "v")]
+        both = rounded(record.storage, trace, layer, of_layer, first, exact)
+        for which, (stored, name) in enumerate(zip(both, ("keys", "values"), strict=True)):
+            after = expected.stored.after[which][layer]
+            np.testing.assert_array_equal(stored.after.numpy(), after)
+            right = getattr(expected.stored, name)[layer]
+            np.testing.assert_allclose(stored.rounded, right, rtol=tolerance, atol=tolerance)
     (result,) = output_error(trace, [record])
     np.testing.assert_allclose(result.error, expected.error, rtol=10 * tolerance, atol=tolerance)
     np.testing.assert_allclose(result.mass, expected.mass, rtol=10 * tolerance, atol=tolerance)
@@ -195,7 +192,7 @@ def test_storing_equals_the_naive_one(name):
         evicted_at = _evicted(case, rng, data.draw(st.sampled_from((0.0, 0.3, 0.9))))
         trace = case.trace(context)
         record = kvsim.replay(trace, "full", case.n, compress=compress)
-        record = replace(record, evicted_at=evicted_at, codec=codec)
+        record = replace(record, evicted_at=evicted_at, storage=codec)
         expected = _compare(case, trace, record, store, first=(context or case.prompt_len) - 1)
         rounded = expected.stored.after != NEVER
         seen["cases"] += 1
@@ -226,7 +223,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
         setup = replace(data.draw(setups(case, [eviction])), interval=interval)
         names = data.draw(st.sampled_from((COARSE, MERGERS)))
         codec, store = CODECS[data.draw(st.sampled_from(names))](data)
-        policy = replace(kvsim.policy(eviction, **setup.params), codec=codec)
+        policy = replace(kvsim.policy(eviction, **setup.params), storage=codec)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
         outcome = naive(case, setup, eviction, store=stored.event)
@@ -259,7 +256,7 @@ def test_storing_under_a_softcap_and_sinks(name):
         expected = _compare(
             case,
             trace,
-            replace(record, evicted_at=evicted_at, codec=codec),
+            replace(record, evicted_at=evicted_at, storage=codec),
             store,
             first=4,
             logit=lambda product: 3.0 * np.tanh(case.scale * product / 3.0),
@@ -349,7 +346,7 @@ def test_codecs_refuse_heads_that_their_blocks_do_not_divide():
         kvsim.replay(trace, "nvfp4", 6)
     with pytest.raises(PolicyError, match="24 channels; expected a multiple of 32"):
         kvsim.replay(trace, "turboquant@vllm", 6)
-    assert kvsim.replay(trace, "turboquant", 6).codec == TurboQuant()
+    assert kvsim.replay(trace, "turboquant", 6).storage == TurboQuant()
 
 
 def test_heads_of_the_release_of_d2o_share_a_threshold():
@@ -362,7 +359,7 @@ def test_heads_of_the_release_of_d2o_share_a_threshold():
     def merged(heads, across):
         stored = torch.cat(heads)
         merger = D2O(weights="cosine", across_heads=across)
-        _ = [*merger.folds(stored, stored.clone(), gone.expand(len(stored), -1))]
+        _ = [*folds(merger, stored, stored.clone(), gone.expand(len(stored), -1))]
         return stored
 
     alone = merged([keys], across=False)

@@ -170,7 +170,7 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     """Pages of each row, of ragged heads too; keys and values rounded after their rows."""
     policy = kvsim.policy(name, **(READING | ROUNDING)[name])
     record, expected = lived("llama", policy)
-    plain = replace(record, reads=None, codec=None)
+    plain = replace(record, reads=None, storage=None)
     if record.reads is not None:  # they are chosen again, in the pass
         empty = replace(record.reads, bits=np.zeros_like(record.reads.bits))
         record = replace(record, reads=empty)

@@ -82,7 +82,7 @@ def gap(live, layer, record, end=None):
 
 def rounded(live, layer, record, which, end=None):
     """Keys (0) or values (1) after the round trip [H, T, d], and whether rows see them so."""
-    exact, codec = (live.k, live.v)[which][layer], record.codec
+    exact, codec = (live.k, live.v)[which][layer], record.storage
     if codec is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
     gone = torch.from_numpy(record.evicted_at)
@@ -206,7 +206,7 @@ def test_a_layer_that_alone_merges_is_its_replay(running, step):
         assert np.array_equal(live.record.evicted_at, record.evicted_at), name
         expected = merged_output(live, layer, record, fold)
         assert relative(live.out[layer], expected) < CLOSE, name
-        plain = run_live(running, replace(policy, codec=None), BUDGET, TOKENS, PROMPT, **options)
+        plain = run_live(running, replace(policy, storage=None), BUDGET, TOKENS, PROMPT, **options)
         assert relative(live.out[layer], plain.out[layer]) > 1e-3, name
 
 

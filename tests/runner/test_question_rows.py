@@ -125,8 +125,8 @@ def test_rows_of_the_prompt_have_the_predictions_of_their_live_run(name, paramet
             of_one, of_other = (getattr(x, field) for x in (one, other))
             assert of_one.shape == of_other.shape
             assert np.allclose(of_one, of_other, rtol=1e-3, atol=2e-5), field
-    plain = replace(record, reads=None, codec=None)
-    if parts and (record.reads, record.codec) != (None, None):  # what is read and rounded matters
+    plain = replace(record, reads=None, storage=None)
+    if parts and (record.reads, record.storage) != (None, None):  # what is read and rounded matters
         (other,) = Judge(running(), trace()).outcomes([plain])
         assert np.abs(other.forced.before.kl - mine.before.kl).max() > 1e-4
 

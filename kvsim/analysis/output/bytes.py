@@ -18,7 +18,7 @@ from kvsim.analysis.output.changed import first_row
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.core.storing import stored_after
+from kvsim.core.storing import Codec, stored_after
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 
@@ -63,14 +63,13 @@ def _of_layer(
     trace: Trace, record: Record, index: int, gone: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
-    codec = None if record.codec is None else stored_piece(record.codec)
     key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
     exact = float(key), float(value)
-    late, short = [], exact
-    if codec is not None:
+    storage, late, short = stored_piece(record.storage), list[Tensor](), exact
+    if isinstance(storage, Codec):
         first = first_row(record, trace) - 1
-        late = [stored_after(gone, clock, first) for clock in codec.clocks]
-        short = codec.bits(trace.dim)[0], codec.bits(trace.value_dim)[1]
+        late = [stored_after(gone, clock, first) for clock in storage.clocks]
+        short = storage.bits(trace.dim)[0], storage.bits(trace.value_dim)[1]
     reads = record.reads
     if reads is not None and reads.dense(index):
         reads = None

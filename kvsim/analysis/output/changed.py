@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Schedule
-from kvsim.core.reading import Reads, visible
+from kvsim.core.reading import Reads, Weights, visible
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec
 from kvsim.core.trace import Trace
@@ -22,7 +22,7 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     gone: after which row each entry of a layer has left, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
-    if record.codec is not None and stored_piece(record.codec).clocks:
+    if isinstance(stored_piece(record.storage), Codec):
         return min(begin, first_row(record, trace))
     return begin if record.reads is None else min(begin, record.reads.first)
 
@@ -45,30 +45,6 @@ def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slic
     }
 
 
-def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor | None:
-    """The channels of a layer's keys that a codec stores, bool [H, d]; None for all of them.
-
-    By what is held after row `last`, the first after which entries are rounded. gone: after which
-    row each entry has left, int [H, T].
-    """
-    if not codec.reads.last:
-        return None
-    owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
-    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.reads.last :, 0].cpu()  # rows
-    queries = torch.cat(
-        [
-            trace.read("q", slice(i, i + 1), slice(int(computed[0]), last + 1))[0].unflatten(
-                0, (len(gone), -1)
-            )[:, :, computed - computed[0]]
-            for i in trace.header.readers(owner)
-        ],
-        dim=1,
-    )
-    keys = trace.read("k", slice(owner, owner + 1), slice(0, last + 1))[0].to(gone.device)
-    held = (gone[:, : last + 1] > last).unsqueeze(-1)
-    return codec.channels(queries.to(gone.device), keys.where(held, 0.0))
-
-
 def log_weights(
     reads: Reads | None, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
 ) -> Tensor | None:
@@ -79,8 +55,9 @@ def log_weights(
     """
     if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
         return None
-    reader, late = stored_piece(reads.reader), slice(max(rows.start, reads.first), rows.stop)
+    weighing: Weights = stored_piece(reads.reader).weights
+    late = slice(max(rows.start, reads.first), rows.stop)
     k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
-    learned = reader.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
-    weights = reader.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
+    learned = weighing.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
+    weights = weighing.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
     return torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))

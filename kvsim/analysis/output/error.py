@@ -54,7 +54,7 @@ def output_error(
         shape = len(record.layers), trace.n_qheads, trace.n_pos - start
         error, missing = (np.empty(shape, np.float32) for _ in range(2))
         added = np.empty((shape[0], shape[2]), np.float32) if projected else None
-        factored = record.positions != "slot" and record.codec is None
+        factored = record.positions != "slot" and record.storage is None
         results.append(OutputDeviation(error, missing, factored, added))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
@@ -170,7 +170,7 @@ def _of_layer(
         if heads not in of_heads:
             of_heads[heads] = layer.per_query_head()
         dense = record.reads is None or record.reads.dense(index)
-        whole = dense and record.codec is None
+        whole = dense and record.storage is None
         terms = heads, record.positions, replace(record.schedule, prefill=True), whole
         alike.setdefault(terms, []).append(number)
     errors: dict[int, _LayerError] = {}
@@ -208,7 +208,7 @@ def _rows_of(
     first, _ = records[0]
     if not whole:
         for number, ((record, index), of_record) in enumerate(zip(records, gone, strict=True)):
-            reads = record.reads if record.codec is None else None
+            reads = record.reads if record.storage is None else None
             if reads is not None and reads.weighted:
                 reads = None
             end = trace.n_pos if reads is None else reads.first

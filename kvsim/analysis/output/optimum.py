@@ -123,7 +123,7 @@ class OptimumTerms:
             facts=replace(record.facts, looks_ahead=True, access=(), changed=None),
             selection=None,
             reads=None,
-            codec=None,
+            storage=None,
             internals=(certificate,),
         )
 

@@ -11,20 +11,18 @@ entries of a page, T tokens, d dimension of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-from kvsim.analysis.output.changed import first_moved, first_row, kept_channels, log_weights
+from kvsim.analysis.output.changed import first_moved, first_row, log_weights
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.merging import Merger, events
+from kvsim.core.merging import Merger, events, merged
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import round_marked, stored_after
+from kvsim.core.storing import Stored, rounded
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
 from kvsim.policies.naming import stored_piece
-from kvsim.schema import NEVER
 
 #: Rows of a block.
 ROWS = 64
@@ -34,55 +32,6 @@ _TOGETHER = 256
 _LEAST_ROWS = 8
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Keys or values of a layer: exact and rounded [H, T, d], and the row after which [H, T].
-
-    Without a codec, rounded is exact.
-    """
-
-    exact: Tensor
-    rounded: Tensor
-    after: Tensor
-
-    @classmethod
-    def as_recorded(cls, exact: Tensor) -> Stored:
-        """Keys or values that nothing rounds."""
-        return cls(exact, exact, exact.new_full(exact.shape[:2], NEVER, dtype=torch.int32))
-
-    def at(self, head: int, entries: Tensor, rows: slice) -> Tensor:
-        """Return entries [m] of a head as the first of the rows sees them, [m, d]."""
-        late = (self.after[head, entries] >= rows.start).unsqueeze(-1)
-        exact, rounded = self.exact[head, entries], self.rounded[head, entries]
-        out: Tensor = torch.where(late, exact, rounded)
-        return out
-
-    def changing(self, head: int, entries: Tensor, rows: slice) -> Tensor:
-        """Return the places of the entries [m] that are rounded while the rows run."""
-        after = self.after[head, entries]
-        places: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
-        return places
-
-
-def _stored(
-    record: Record, index: int, trace: Trace, layer: Layer, gone: Tensor
-) -> tuple[Stored, Stored]:
-    """The keys and the values of a layer, the record's `index`-th, under its codec."""
-    if record.codec is None:
-        return Stored.as_recorded(layer.k), Stored.as_recorded(layer.v)
-    codec, start = stored_piece(record.codec), first_row(record, trace) - 1
-    if isinstance(codec, Merger):  # `partial` overwrites them at each event
-        always = torch.full_like(gone, -1)
-        return Stored(layer.k, layer.k.clone(), always), Stored(layer.v, layer.v.clone(), always)
-    channels = kept_channels(codec, trace, record.layers[index], gone, start)
-    stored = []
-    for which, exact in enumerate((layer.k, layer.v)):
-        after, rounded = stored_after(gone, codec.clocks[which], start), exact.clone()
-        round_marked(codec, which, rounded, after != NEVER, channels)
-        stored.append(Stored(exact, rounded, after))
-    return stored[0], stored[1]
-
-
 def partial(
     layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
@@ -90,14 +39,17 @@ def partial(
 
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """
-    stored = _stored(record, index, trace, layer, gone)
+    exact, folds = (layer.k, layer.v), iter(list[tuple[int, Tensor]]())
+    stored = [Stored.as_recorded(x) for x in exact]
+    storage, last = stored_piece(record.storage), first_row(record, trace) - 1
+    changes: set[int] = set()
+    if isinstance(storage, Merger):
+        stored, folds = merged(storage, gone, exact)
+        changes = {row + 1 for row in events(gone) if row + 1 < end}
+    elif storage is not None:
+        stored = rounded(storage, trace, record.layers[index], gone, last, exact)
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
-    changes: set[int] = set()
-    if record.codec is not None and isinstance(merger := stored_piece(record.codec), Merger):
-        keys, values = stored
-        folds = merger.folds(keys.rounded, values.rounded, gone)
-        changes = {row + 1 for row in events(gone) if row + 1 < end}
     for start, stop in pairwise(sorted(cuts | changes)):
         rows = slice(start, stop)
         if start in changes:

@@ -94,7 +94,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         super().__init__()
         check_live(policy)
         repeats = "probe_q" in policy.reads.arrays
-        if policy.positions == "slot" or policy.propagation or policy.codec or repeats:
+        if policy.positions == "slot" or policy.propagation or policy.storage or repeats:
             raise PolicyError(
                 f"{policy.name}: rotates or rounds keys, drops rows of the prompt, or reads the "
                 "context again, for which a press has no place; expected another policy; run this "

@@ -52,7 +52,7 @@ class Masks:
         or rounded, rows of the prompt dropped between layers, rows that read a part of what is
         resident.
         """
-        apart = (record.selection, record.reads, record.codec)
+        apart = (record.selection, record.reads, record.storage)
         if record.positions != "absolute" or any(each is not None for each in apart):
             raise PolicyError(
                 f"{record.policy}: its keys are rotated to their slots or rounded, rows of the "

@@ -40,7 +40,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         access.reading_is_causal,
         access.reading_everything,
         access.codec_is_a_function,
-        access.storing_is_causal,
+        access.heads_merge_apart,
         independence.naive_replay,
     )
 }
@@ -51,7 +51,7 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "tova": {"ragged"},  # one ranking for all heads is defined while they hold the same entries
     "rpc": {"ragged"},  # the same
     "union": {"ragged"},  # one set for all heads is defined while they hold the same entries
-    "d2o@release": {"ragged", "storing_is_causal"},  # its heads share a threshold
+    "d2o@release": {"ragged", "heads_merge_apart"},  # its heads share a threshold
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
     # it propagates a fixed number of rows even if the prompt just fills the budget

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.output.error import output_error
-from kvsim.core.merging import Merger
+from kvsim.core.merging import Merger, folds
 from kvsim.core.reading import Reads
+from kvsim.core.storing import Codec
 from kvsim.engine.reading import read
-from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Trial, require
 
 # Budget with which a reader that counts from it reads every page.
@@ -85,10 +85,9 @@ def reading_everything(trial: Trial) -> None:
         return
     full = replace(record.reads, bits=np.full_like(record.reads.bits, 255), weighted=False)
     accounts = [full]
-    every = reader.fitted(trial.case.trace(), _MOST)
-    if reader.bounded and every.count(_MOST) >= trial.case.n:
-        account = _account(trial, record.evicted_at, _MOST)
-        accounts += [account] if account is not None else []
+    account = _account(trial, record.evicted_at, _MOST)
+    if reader.effect == "exact" and account is not None:
+        accounts.append(account)
     trace = trial.case.trace()
     for account in accounts:
         pair = [replace(record, reads=account), replace(record, reads=None)]
@@ -101,8 +100,8 @@ def reading_everything(trial: Trial) -> None:
 
 def codec_is_a_function(trial: Trial) -> None:
     """A group of entries becomes the same again, in any company, and what is given stays."""
-    codec = trial.policy.codec
-    if codec is None or not trial.policy.rounds:
+    codec = trial.policy.storage
+    if not isinstance(codec, Codec):
         return
     dim = trial.case.shape[-1]
     numbers = trial.case.trace().read("k").reshape(-1, dim)
@@ -124,38 +123,21 @@ def codec_is_a_function(trial: Trial) -> None:
     require(min(codec.bits(dim)) > 0, f"{codec.label}: bits are {codec.bits(dim)}")
 
 
-def storing_is_causal(trial: Trial) -> None:
-    """Later rows, and other heads, change nothing of what merges by now.
-
-    Entries into which nothing merges stay as they are.
-    """
-    merger, case, layers = trial.policy.codec, trial.case, list(trial.record.layers)
+def heads_merge_apart(trial: Trial) -> None:
+    """What merges in a head does not depend on other heads."""
+    merger, layers = trial.policy.storage, list(trial.record.layers)
     if not isinstance(merger, Merger):
         return
-    now = trial.salt % case.n
-    later = trial.noise((np.arange(case.n) > now)[None, None])
-    gone = torch.from_numpy(trial.record.gone_after)
-    gone = gone.masked_fill(gone > now, NEVER)
+    trace, gone = trial.case.trace(), torch.from_numpy(trial.record.gone_after)
 
-    def folded(heads: slice, arrays: dict[str, Any]) -> list[Tensor]:
-        trace, of_heads = replace(case, **arrays).trace(), gone[:, heads].contiguous()
-        given = [trace.read(x)[layers, heads] for x in "kv"]
-        stored = [x.clone() for x in given]
-        changed = torch.zeros_like(of_heads, dtype=torch.bool)
-        for at, (keys, values) in enumerate(zip(*stored, strict=True)):
-            for _, merged in merger.folds(keys, values, of_heads[at]):
-                changed[at] |= merged
-        left = (of_heads != NEVER).any(-1, keepdim=True)
-        require(not bool((changed & ~left).any()), "a head that nothing has left changed")
-        for mine, other in zip(stored, given, strict=True):
-            require(torch.equal(mine[~changed], other[~changed]), "an entry changed by itself")
+    def folded(heads: slice) -> list[Tensor]:
+        stored = [trace.read(x)[layers, heads].clone() for x in "kv"]
+        for of_layer, keys, values in zip(gone[:, heads].contiguous(), *stored, strict=True):
+            _ = [*folds(merger, keys, values, of_layer)]
         return stored
 
-    every, others = folded(slice(None), {}), folded(slice(None), later)
-    for mine, other in zip(every, others, strict=True):
-        same = torch.equal(mine[:, :, : now + 1], other[:, :, : now + 1])
-        require(same, f"rows after {now} changed what is stored by then")
+    every = folded(slice(None))
     for head in range(gone.shape[1]):
-        for mine, other in zip(every, folded(slice(head, head + 1), {}), strict=True):
+        for mine, other in zip(every, folded(slice(head, head + 1)), strict=True):
             near = torch.allclose(mine[:, head], other[:, 0], 1e-4, 1e-4)
             require(near, f"head {head} depends on others")

@@ -177,7 +177,7 @@ class Trial:
     def naive(self) -> loops.Outcome | None:
         """The naive replay of the rule; None without a rule, or with room for everything."""
         # its loops know no context, and no codec
-        if self.compress not in ("prompt", "questions") or self.policy.codec is not None:
+        if self.compress not in ("prompt", "questions") or self.policy.storage is not None:
             return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None

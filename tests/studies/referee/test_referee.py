@@ -225,7 +225,7 @@ def test_replays_conform(trace, name):
     """Ragged heads, columns, shared budgets: each event on the dump's sets is that of a replay."""
     built = kvsim.policy(name)
     sizes = {"window": 4, "lag": 4, "min_segment": 2, "max_segment": 8}
-    sizes |= {"group": 4} if built.codec is not None else {}
+    sizes |= {"group": 4} if built.storage is not None else {}
     names = built.params.keys()
     built = kvsim.policy(name, **{x: y for x, y in sizes.items() if x in names})
     record = kvsim.replay(trace, built, BUDGET, interval=INTERVAL, prefill=True)
