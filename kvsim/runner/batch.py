@@ -20,6 +20,7 @@ from torch import Tensor
 from kvsim.core.policy import Policy
 from kvsim.recorder.batching import Batch, Held, Written, write
 from kvsim.runner.cache import LiveLayer
+from kvsim.runner.checks import PART, ROUNDS, does
 from kvsim.runner.decoding import Decoding
 from kvsim.runner.model import Prefix
 
@@ -54,9 +55,7 @@ def run_prompt(
 
 def unbatched(policy: Policy) -> str | None:
     """Return why sequences under a policy run one by one, as in `separate`; None for a batch."""
-    if policy.reader is not None or policy.rounds:
-        return "its rows read a part of the cache, or see rounded entries"
-    return None
+    return f"it {words}" if (words := does(policy, PART, ROUNDS)) else None
 
 
 def respond(

@@ -1,11 +1,35 @@
-"""Which policies a running model can follow."""
+"""What policies do that not every run can follow: one table, and one refusal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError
+
+_DOES: dict[str, Callable[[Policy], object]] = {
+    "reads rows of the future": lambda policy: policy.scorer.reads.future,
+    "chooses what it reads by rows of the trace": lambda policy: policy.reads.trace,
+    "keeps sets per query head": lambda policy: policy.per_query_head,
+    "rotates keys to their slots": lambda policy: policy.positions == "slot",
+    "drops rows of the prompt": lambda policy: policy.propagation is not None,
+    "reads a part of the cache": lambda policy: policy.reader is not None,
+    "rounds entries": lambda policy: policy.rounds,
+    "merges entries": lambda policy: policy.storage is not None and not policy.rounds,
+    "reads the context again": lambda policy: "probe_q" in policy.reads.arrays,
+}
+FUTURE, TRACE, QUERY_HEADS, SLOTS, DROPS, PART, ROUNDS, MERGES, REPEATS = _DOES
+
+
+def does(policy: Policy, *which: str) -> str:
+    """Return the first of these that a policy does, in words; empty for none."""
+    return next((each for each in which if _DOES[each](policy)), "")
+
+
+def refuse(policy: Policy, *which: str, advice: str) -> None:
+    """Raise PolicyError for a policy that does one of these. advice: why not, and what to do."""
+    if words := does(policy, *which):
+        raise PolicyError(f"{policy.name}: {words}, {advice}")
 
 
 def check_live(policy: Policy, *, paged: bool = False) -> None:
@@ -13,21 +37,11 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
 
     paged: with a cache in blocks (`kvsim.runner.paged`).
     """
-    reasons = {
-        "reads rows of the future": policy.scorer.reads.future,
-        "keeps sets per query head, which a grouped cache cannot hold": policy.per_query_head,
-        "chooses what it reads by rows of the trace": policy.reads.trace,
-    }
-    reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is not None:
-        raise PolicyError(
-            f"{policy.name}: {reason}; a running model cannot follow it: replay it, or take another"
-        )
-    if paged and (policy.reader or policy.storage):
-        raise PolicyError(
-            f"{policy.name}: reads a part of the cache, or changes it, and attention through block "
-            "tables reads all of it as it is; run it without --paged"
-        )
+    advice = "which a running model cannot follow; replay it, or take another"
+    refuse(policy, FUTURE, QUERY_HEADS, TRACE, advice=advice)
+    if paged:
+        advice = "and block tables are read whole, as they are; run it without --paged"
+        refuse(policy, PART, ROUNDS, MERGES, advice=advice)
 
 
 def check_layers(policy: Policy, layers: Sequence[int], n_layers: int, *, states: bool) -> None:
@@ -35,15 +49,12 @@ def check_layers(policy: Policy, layers: Sequence[int], n_layers: int, *, states
 
     layers: those that evict. states: layers pass a state from row to row.
     """
-    if policy.propagation is not None and states:
-        raise PolicyError(
-            f"{policy.name}: drops rows of the prompt, and layers of the model pass a state from "
-            "row to row; expected attention alone; take a policy that cuts each layer by itself, "
-            "such as snapkv"
+    if states:
+        advice = (
+            "and layers of the model pass a state from row to row; take a policy that cuts each "
+            "layer by itself, such as snapkv"
         )
-    together = policy.positions == "slot" or policy.propagation is not None
-    if together and tuple(layers) != tuple(range(n_layers)):
-        raise PolicyError(
-            f"{policy.name}: rotates keys to their slot or drops rows for all layers, and layers "
-            f"{list(layers)} of {n_layers} evict; expected all; replay single layers"
-        )
+        refuse(policy, DROPS, advice=advice)
+    if tuple(layers) != tuple(range(n_layers)):
+        advice = f"and layers {list(layers)} of {n_layers} evict; expected all: replay these alone"
+        refuse(policy, SLOTS, DROPS, advice=advice)

@@ -138,7 +138,7 @@ def test_readers_that_a_running_model_cannot_follow_are_refused(running):
     """Rows that are gone, blocks of a pool, and rows taken over that saw everything as it was."""
     for name in ("infllm", "double_sparsity"):
         given = {"calibration": "prefix:16"} if name == "double_sparsity" else {}
-        with pytest.raises(PolicyError, match="chooses what it reads by rows of the trace; a run"):
+        with pytest.raises(PolicyError, match="chooses what it reads by rows of the trace, which"):
             check_live(kvsim.policy(name, **given))
     policy, sizes = kvsim.policy("quest", **QUEST), {"prompt_len": PROMPT, "n_pos": LENGTH}
     with pytest.raises(PolicyError, match="run it without --paged"):

@@ -103,7 +103,7 @@ def test_responses_of_a_batch_are_those_of_one_by_one(model, monkeypatch):
     assert [each.response for each in both.records] == [each.response for each in alone.records]
     assert {each.policy for each in both.failures} == {"late"}
     assert all("too late" in each.error for each in both.failures)
-    assert any("quest writes one by one: its rows read" in note for note in both.notes)
+    assert any("quest writes one by one: it reads a part" in note for note in both.notes)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
-from kvsim.runner.checks import check_live
+from kvsim.runner.checks import DROPS, MERGES, REPEATS, ROUNDS, SLOTS, check_live, refuse
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.sketches import sketch
 from kvsim.schema import NEVER
@@ -93,13 +93,8 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
     def __init__(self, policy: Policy, budget: int, schedule: Schedule, new_tokens: int) -> None:
         super().__init__()
         check_live(policy)
-        repeats = "probe_q" in policy.reads.arrays
-        if policy.positions == "slot" or policy.propagation or policy.storage or repeats:
-            raise PolicyError(
-                f"{policy.name}: rotates or rounds keys, drops rows of the prompt, or reads the "
-                "context again, for which a press has no place; expected another policy; run this "
-                "one with kvsim live"
-            )
+        advice = "for which a press has no place; run it with kvsim live"
+        refuse(policy, SLOTS, DROPS, ROUNDS, MERGES, REPEATS, advice=advice)
         self.policy, self.budget, self.schedule = policy, whole(budget), schedule
         self.new_tokens = new_tokens
         self._running: RunningModel | None = None

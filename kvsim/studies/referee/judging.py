@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -98,87 +98,81 @@ class _Comparison:
         kept, absent = sets.gather(-1, pos.clamp(min=0)) & live, sets & ~stayed
         differs = (kept != choice.keep).any(-1) | absent.any(-1)
         for index in differs.any(-1).nonzero().flatten().tolist():
-            heads = differs[index].nonzero().flatten().tolist()
-            layer_differences = [self._compare(choice, kept, absent, index, h) for h in heads]
-            self.differences += self._shared_ties(choice, kept, index, layer_differences)
+            self.differences += self._of_layer(choice, kept, absent, differs, index)
         if not bool(kept.any(-1).all()):
             raise DumpError(f"after row {view.row} a head keeps nothing that is in the cache")
         return kept
 
-    def _compare(
-        self, choice: Choice, kept: Tensor, absent: Tensor, index: int, head: int
-    ) -> Difference:
-        theirs, ours = kept[index, head], choice.keep[index, head]
-        live, pos = choice.view.live[index, head], choice.view.pos[index, head]
-        extra, missing = theirs & ~ours, ours & ~theirs
-        returned = tuple(absent[index, head].nonzero().flatten().tolist())
-        gap, tied, highest = self._gap(choice, extra, missing, index, head)
-        kinds: dict[DifferenceKind, bool] = {
-            "return": bool(returned),
-            "no event": choice.scores is None,
-            "tie": tied,
-            "no eviction": bool((theirs == live).all()),
-        }
-        return Difference(
-            row=choice.view.row,
-            layer=self._case.trace.layer_ids[self._case.layers[self._at[index]]],
-            head=head,
-            kind=next((kind for kind, is_so in kinds.items() if is_so), "choice"),
-            extra=tuple(pos[extra].tolist()),
-            missing=tuple(pos[missing].tolist()),
-            returned=returned,
-            gap=gap,
-            highest=highest,
-        )
-
-    def _gap(
-        self, choice: Choice, extra: Tensor, missing: Tensor, index: int, head: int
-    ) -> tuple[float | None, bool, bool]:
-        """The gap between the scores of differing entries; whether it is a tie; of which side."""
-        some = bool(extra.any()) and bool(missing.any())
-        if choice.scores is None or choice.protected is None or not some:
-            return None, False, False
-        if bool((choice.protected[index, head] & (extra | missing)).any()):
-            return None, False, False
-        scores, live = choice.scores[index].double(), choice.view.live[index]
-        scale = _largest(scores, live)
-        groups = None if choice.plan is None else choice.plan.groups
-        parts = torch.zeros_like(extra, dtype=torch.long) if groups is None else groups[index, head]
-        gaps, tied, highest = [], True, True
-        for part in parts[extra | missing].unique():
-            mine = parts == part
-            a, b = extra & mine, missing & mine
-            if int(a.sum()) != int(b.sum()):
-                return None, False, False
-            gaps.append(float(scores[head][b].max() - scores[head][a].min()) / scale)
-            tied &= abs(gaps[-1]) <= self._case.tolerance
-            cut = scores[head][a].min()
-            ties = (live[head] & mine & (scores[head] == cut)).nonzero().flatten()
-            stays = (choice.keep[index, head] & ~missing | extra)[ties]
-            highest &= gaps[-1] == 0 and bool(stays[len(stays) - int(stays.sum()) :].all())
-        return max(gaps, key=abs), tied, highest
-
-    def _shared_ties(
-        self, choice: Choice, kept: Tensor, index: int, differences: list[Difference]
+    def _of_layer(
+        self, choice: Choice, kept: Tensor, absent: Tensor, differs: Tensor, index: int
     ) -> list[Difference]:
-        """Return differences of heads that share a budget, where all of them are a tie, as ties."""
+        """The differences of a layer; where heads share its budget, they may tie together."""
         ours, theirs = choice.keep[index], kept[index]
         extra, missing = theirs & ~ours, ours & ~theirs
-        apart = {difference.kind for difference in differences} - {"tie"}
-        if apart != {"choice"} or choice.scores is None or choice.protected is None:
-            return differences
-        if int(extra.sum()) != int(missing.sum()) or not bool(extra.any()):
-            return differences
-        if bool((choice.protected[index] & (extra | missing)).any()):
-            return differences
-        scores = choice.scores[index].double()
-        gap = float(scores[missing].max() - scores[extra].min()) / _largest(
-            scores, choice.view.live[index]
-        )
-        per_head = (extra.sum(-1) == missing.sum(-1)).all()
-        if abs(gap) > self._case.tolerance or bool(per_head):
-            return differences
-        return [replace(each, kind="tie", gap=gap) for each in differences]
+        every = torch.ones_like(extra)
+        groups = None if choice.plan is None else choice.plan.groups
+        group = torch.zeros_like(extra, dtype=torch.long) if groups is None else groups[index]
+        differences = []
+        for head in differs[index].nonzero().flatten().tolist():
+            of_head = torch.zeros_like(every)
+            of_head[head] = True
+            moved = of_head & (extra | missing)
+            parts = [of_head & (group == part) for part in group[moved].unique()]
+            gaps = self._gaps(choice, index, extra & of_head, missing & of_head, parts)
+            highest = bool(gaps) and not any(gaps)
+            for part in parts if highest else ():
+                scores = choice.scores[index].double()  # type: ignore[index]  # of gaps
+                cut = scores[extra & part].min()
+                stays = theirs[choice.view.live[index] & part & (scores == cut)]
+                highest &= bool(stays[len(stays) - int(stays.sum()) :].all())
+            returned = tuple(absent[index, head].nonzero().flatten().tolist())
+            kinds: dict[DifferenceKind, bool] = {
+                "return": bool(returned),
+                "no event": choice.scores is None,
+                "tie": bool(gaps) and self._tied(gaps),
+                "no eviction": bool((theirs == choice.view.live[index])[head].all()),
+            }
+            pos = choice.view.pos[index, head]
+            differences.append(
+                Difference(
+                    row=choice.view.row,
+                    layer=self._case.trace.layer_ids[self._case.layers[self._at[index]]],
+                    head=head,
+                    kind=next((kind for kind, is_so in kinds.items() if is_so), "choice"),
+                    extra=tuple(pos[extra[head]].tolist()),
+                    missing=tuple(pos[missing[head]].tolist()),
+                    returned=returned,
+                    gap=max(gaps, key=abs, default=None),
+                    highest=highest,
+                )
+            )
+        shared = self._gaps(choice, index, extra, missing, [every])
+        exchanged = bool((extra.sum(-1) != missing.sum(-1)).any())  # from one head to another
+        choices = {each.kind for each in differences} - {"tie"} == {"choice"}
+        if choices and exchanged and shared and self._tied(shared):
+            return [replace(each, kind="tie", gap=shared[0]) for each in differences]
+        return differences
+
+    def _gaps(
+        self, choice: Choice, index: int, extra: Tensor, missing: Tensor, parts: Sequence[Tensor]
+    ) -> list[float]:
+        """The gap between the scores of differing entries in each part of a layer, [H, n].
+
+        Empty where other entries than those that scores decide on differ, or more than they stay.
+        """
+        if choice.scores is None or choice.protected is None or not bool(extra.any()):
+            return []
+        scores, gaps = choice.scores[index].double(), []
+        scale = _largest(scores, choice.view.live[index])
+        for part in parts:
+            a, b = extra & part, missing & part
+            if int(a.sum()) != int(b.sum()) or bool((choice.protected[index] & (a | b)).any()):
+                return []
+            gaps.append(float(scores[b].max() - scores[a].min()) / scale)
+        return gaps
+
+    def _tied(self, gaps: Sequence[float]) -> bool:
+        return all(abs(gap) <= self._case.tolerance for gap in gaps)
 
 
 def _largest(scores: Tensor, live: Tensor) -> float:

@@ -12,8 +12,9 @@ from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import whole
 from kvsim.engine.layers import replayed
-from kvsim.errors import DumpError, PolicyError
+from kvsim.errors import DumpError
 from kvsim.policies import as_policy
+from kvsim.runner.checks import DROPS, FUTURE, QUERY_HEADS, refuse
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.referee.deviations import Deviation, explains, guess, hypotheses
@@ -133,11 +134,8 @@ def conform(
     if source is None or entries is None:
         lacking = "q, k and v: give the trace, --trace" if source is None else "budget: --budget N"
         raise DumpError(f"{dump.name} has no {lacking}")
-    if rule.propagation is not None or rule.per_query_head or rule.reads.future:
-        raise PolicyError(
-            f"{rule.name}: drops rows on the way down, keeps sets per query head or reads later "
-            "rows; expected a policy with a set for each KV head of each layer"
-        )
+    advice = "and a dump has a set for each KV head, by rows up to the event; take another policy"
+    refuse(rule, DROPS, QUERY_HEADS, FUTURE, advice=advice)
     dump = replace(dump, trace=source)
     layers = tuple(source.layer_ids.index(number) for number in dump.layers)
     replayed(source, layers)
