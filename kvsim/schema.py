@@ -47,10 +47,10 @@ AXES = {
 #: Arrays whose axis `dim` is that of values; it is stored as `value_dim`.
 OF_VALUES = ("v", "attn_out", "gate", "o_proj")
 
-#: Arrays of which a trace may leave out rows (`Header.left_out`); their positions are then `row`.
+#: Arrays of which a trace may leave out rows; their positions are then `row`.
 OF_ROWS = ("q", "attn_out", "lse", "gate")
 
-#: Arrays of sums over the rows left out (`kvsim.core.left_out`).
+#: Arrays of sums over such rows.
 SUMS = ("received", "moments")
 
 #: What `meta` has of each token of a response (docs/trace-format.md).

@@ -16,7 +16,9 @@ def compacted(trace: Trace, rows: int = 512) -> Trace:
 
     rows: how many before the end of the prompt, or of its context, stay at least.
     """
-    if trace.left_out is not None or not torch.equal(trace.positions, torch.arange(trace.n_pos)):
+    if trace.header.left_out is not None or not torch.equal(
+        trace.positions, torch.arange(trace.n_pos)
+    ):
         raise TraceError(f"{trace.name} has only some rows already; expected a trace with all rows")
     left_out = left_out_before(trace.context_len or trace.prompt_len, rows)
     if left_out is None:

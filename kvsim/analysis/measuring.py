@@ -190,7 +190,8 @@ def _has(trace: Trace, array: str) -> bool:
     if array == "layer_sensitivity":
         return bool(trace.header.layer_sensitivity)
     if array in ROWS:
-        return trace.left_out is None or trace.left_out[1] <= ROWS[array](trace.n_pos)
+        rows = range(ROWS[array](trace.n_pos), trace.n_pos)
+        return trace.header.held("q", rows) in ([], [slice(rows.start, rows.stop)])
     return trace.has(array)
 
 

@@ -15,8 +15,9 @@ from kvsim.core.attention import Rope
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
-from kvsim.core.left_out import held_blocks, stored_shape
+from kvsim.core.left_out import stored_shape
 from kvsim.core.sources import ArraySource
+from kvsim.core.weights import row_grid
 from kvsim.schema import AXES, CHUNK
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
@@ -111,7 +112,8 @@ def array_fingerprint(
         stored = stored_dtype(header.source_dtypes.get(name, DTYPES[dtype]))
         for layer in range(shapes["q"][0]):
             only = slice(layer, layer + 1)
-            blocks = held_blocks(name, shapes["k"][2], header.left_out)
+            runs = header.held(name, range(shapes["k"][2]))
+            blocks = [slice(*x) for run in runs for x in row_grid(run.start, run.stop)]
             for pos in blocks if "pos" in AXES[name] else [_ALL]:
                 part = source.read(name, only, pos)[0]
                 digest.update(name, layer, part.to(stored).numpy())

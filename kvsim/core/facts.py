@@ -44,7 +44,6 @@ class Facts:
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
         self.questions: Final = header.questions
-        self.left_out: Final = header.left_out
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
         self.layer_ids: Final = header.layer_ids

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
+from kvsim.core.left_out import held_parts
 from kvsim.core.parameters import check_fields
 from kvsim.core.probe import ARRAYS, Chunk, Probe
 from kvsim.core.probe import KEY as PROBE
@@ -121,6 +122,10 @@ class Header:
         How it is measured: `kvsim.recorder.sensitivity`.
         """
         return tuple(self.meta.get("layer_sensitivity", ()))
+
+    def held(self, name: str, rows: range) -> list[slice]:
+        """Return which of these rows a trace has of an array, in runs; the last ones always."""
+        return held_parts(name, rows, self.left_out)
 
     @property
     def probe(self) -> Probe | None:

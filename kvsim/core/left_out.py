@@ -7,15 +7,18 @@ left out end, `received` has the attention that each position received from all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvsim.core.attention import Formula, Rope
-from kvsim.core.checks import check_shapes
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.moments import SINKS, Moments, merged
 from kvsim.core.weights import row_grid, row_weights
 from kvsim.errors import NeedsError
 from kvsim.schema import CHUNK, OF_ROWS
+
+if TYPE_CHECKING:
+    from kvsim.core.sources import ArraySource
 
 #: Rows start..stop-1, whole blocks of 256.
 LeftOut = tuple[int, int] | None
@@ -31,24 +34,18 @@ def left_out_before(end: int, rows: int) -> LeftOut:
 
 
 def stored_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[int, ...]:
-    """Return the shape of what is stored of an array."""
+    """Return the shape of what is stored of an array; of the whole one, if borders are swapped."""
     if left_out is None or name not in OF_ROWS:
         return shape
     return (*shape[:2], shape[2] - left_out[1] + left_out[0], *shape[3:])
 
 
-def whole_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[int, ...]:
-    """Return the shape of an array with the rows that were left out; of what is stored."""
-    return stored_shape(name, shape, None if left_out is None else (left_out[1], left_out[0]))
-
-
 def whole_shapes(
-    shapes: Mapping[str, tuple[int, ...]], left_out: LeftOut, where: str
+    shapes: Mapping[str, tuple[int, ...]], left_out: LeftOut
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays with the rows left out; TraceError where they do not fit."""
-    whole = {name: whole_shape(name, shape, left_out) for name, shape in shapes.items()}
-    check_shapes(whole, where)
-    return whole
+    """Return the shapes of arrays with the rows that were left out; of what is stored."""
+    swapped = None if left_out is None else (left_out[1], left_out[0])
+    return {name: stored_shape(name, shape, swapped) for name, shape in shapes.items()}
 
 
 def left_out_among(rows: Tensor, left_out: LeftOut) -> LeftOut:
@@ -84,12 +81,18 @@ def held_parts(name: str, pos: range, left_out: LeftOut) -> list[slice]:
     return [slice(*each) for each in ends if each[0] < each[1]]
 
 
-def held_blocks(name: str, n_pos: int, left_out: LeftOut) -> Iterator[slice]:
-    """Yield the blocks of 256 positions that an array has, in order."""
-    first, end = left_out if left_out and name in OF_ROWS else (0, 0)
-    for start in range(0, n_pos, CHUNK):
-        if not first <= start < end:
-            yield slice(start, min(start + CHUNK, n_pos))
+class HeldRows:
+    """A source of what is stored, with positions of the whole text; errors call it `where`."""
+
+    def __init__(self, stored: ArraySource, left_out: LeftOut, where: str) -> None:
+        self.stored, self._left_out, self._where = stored, left_out, where
+        self.shapes = whole_shapes(stored.shapes, left_out)
+        self.positions = torch.arange(self.shapes["q"][2])
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array; NeedsError for rows that are left out."""
+        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
+        return self.stored.read(name, layers, pos)
 
 
 class Sums:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import LeftOut, held_parts, stored_part, whole_shape
 from kvsim.errors import NeedsError, TraceError
-from kvsim.schema import AXES, OF_ROWS, OF_VALUES
+from kvsim.schema import AXES, OF_VALUES
 
 _ALL = slice(None)
 
@@ -34,22 +33,16 @@ class ArraySource(Protocol):
 class InMemory:
     """Arrays in memory, which `read` gives views of; TraceError for one that was written to."""
 
-    def __init__(
-        self, arrays: Mapping[str, Tensor], left_out: LeftOut = None, where: str = "the trace"
-    ) -> None:
-        self.arrays, self._left_out, self._where = dict(arrays), left_out, where
+    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
+        self.arrays = dict(arrays)
         self._versions = {name: writes_to(array) for name, array in arrays.items()}
-        self.shapes = {
-            name: whole_shape(name, tuple(array.shape), left_out) for name, array in arrays.items()
-        }
+        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
-        array = self.arrays[name]
-        _check_unwritten(name, array, self._versions[name])
-        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
-        return _part(name, array, layers, pos)
+        _check_unwritten(name, self.arrays[name], self._versions[name])
+        return _part(name, self.arrays[name], layers, pos)
 
 
 class Loaded:
@@ -59,8 +52,7 @@ class Loaded:
         base: the other source.
         layers: the layers that are held, each array as soon as it is read; others are read anew.
         dtype: the dtype in which they are held.
-
-    left_out: rows that the source, which errors call `where`, has not.
+        held: returns the runs of positions that the source has of an array (`Header.held`).
 
     Raises TraceError as `InMemory` does.
     """
@@ -70,14 +62,12 @@ class Loaded:
         base: ArraySource,
         layers: slice,
         dtype: torch.dtype,
-        left_out: LeftOut = None,
-        where: str = "the trace",
+        held: Callable[[str, range], Sequence[slice]],
     ) -> None:
         self.base, self.shapes, self.positions = base, base.shapes, base.positions
-        self._left_out, self._where = left_out, where
-        self._layers = range(*layers.indices(base.shapes["q"][0]))
+        self._layers, self._held = range(*layers.indices(base.shapes["q"][0])), held
         self._dtype = dtype
-        self._arrays: dict[str, tuple[Tensor, int]] = {}
+        self._arrays: dict[str, list[tuple[slice, Tensor, int]]] = {}
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array."""
@@ -86,21 +76,25 @@ class Loaded:
         inside = wanted and cached and cached[0] <= wanted[0] and wanted[-1] <= cached[-1]
         if AXES[name][0] != "layer" or not inside:
             return self.base.read(name, layers, pos)
-        if name not in self._arrays:
-            with torch.inference_mode(mode=False):  # so that it has a version
-                array = self._whole(name, slice(cached.start, cached.stop)).to(self._dtype)
-            self._arrays[name] = array, writes_to(array)
-        array, version = self._arrays[name]
-        _check_unwritten(name, array, version)
-        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
-        return _part(name, array, slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0]), pos)
+        layers_at = slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0])
+        start, stop, _ = pos.indices(len(self.positions))
+        for run, array, version in self._runs(name):
+            if run.start <= start and stop <= run.stop:
+                _check_unwritten(name, array, version)
+                return _part(name, array, layers_at, slice(start - run.start, stop - run.start))
+        return self.base.read(name, layers, pos)  # its error names the rows that it has not
 
-    def _whole(self, name: str, layers: slice) -> Tensor:
-        """All that there is of an array in some layers."""
-        if self._left_out is None or name not in OF_ROWS:
-            return self.base.read(name, layers, _ALL)
-        held = held_parts(name, range(len(self.positions)), self._left_out)
-        return torch.cat([self.base.read(name, layers, part) for part in held], 2)
+    def _runs(self, name: str) -> list[tuple[slice, Tensor, int]]:
+        """The runs of positions that there are of an array, with its version."""
+        if name not in self._arrays:
+            layers = slice(self._layers.start, self._layers.stop)
+            with torch.inference_mode(mode=False):  # so that they have a version
+                read = (
+                    (run, self.base.read(name, layers, run).to(self._dtype))
+                    for run in self._held(name, range(len(self.positions)))
+                )
+                self._arrays[name] = [(run, array, writes_to(array)) for run, array in read]
+        return self._arrays[name]
 
 
 def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:

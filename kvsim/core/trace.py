@@ -23,6 +23,7 @@ from kvsim.core.checks import (
     as_tokens,
     check_finite,
     check_meta,
+    check_shapes,
     check_steps,
     check_texts,
     in_memory,
@@ -33,7 +34,7 @@ from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import left_out_among, whole_shapes
+from kvsim.core.left_out import HeldRows, left_out_among, whole_shapes
 from kvsim.core.parameters import integer
 from kvsim.core.shared_results import Memo
 from kvsim.core.sources import (
@@ -185,7 +186,8 @@ class Trace(Facts):
         optional |= {"gate": gate, "received": received, "moments": moments}
         given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
-        shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out, name)
+        shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out)
+        check_shapes(shapes, name)
         n_layers, _, n_pos, dim = shapes["q"]
         if formulas is None:
             dims = [size[2] for size in sizes] or [dim] * n_layers
@@ -218,7 +220,8 @@ class Trace(Facts):
             arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None:
             check_texts(token_text, n_pos, name)
-        trace = cls(InMemory(arrays, left_out, name), header, dtype=dtype, token_text=token_text)
+        source = HeldRows(InMemory(arrays), left_out, name)
+        trace = cls(source, header, dtype=dtype, token_text=token_text)
         check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
         return trace
 
@@ -260,7 +263,7 @@ class Trace(Facts):
         For callers that read them many times: what is stored is read and converted once, and full
         attention, once computed, is kept.
         """
-        source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
+        source = Loaded(self.source, layers, self.dtype, self.header.held)
         same = self.derived(source, fingerprint=self.fingerprint)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
         return same
@@ -274,7 +277,10 @@ class Trace(Facts):
         """
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
-        gone, left_out = self.prompt_len - len(prompt_rows), left_out_among(rows, self.left_out)
+        gone, left_out = (
+            self.prompt_len - len(prompt_rows),
+            left_out_among(rows, self.header.left_out),
+        )
         asked = tuple((start - gone, stop - gone) for start, stop in self.questions)
         header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
         header = replace(header, questions=asked, left_out=left_out)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeVar
 
 from kvsim.core.header import Header
@@ -76,11 +77,14 @@ class TraceSource:
         for layer in layers:
             check_unwindowed(trace, layer)
         self._trace, self._device = trace, device
-        self._runs = _runs(layers)
+        self._runs: list[slice] = []
+        for _, run in groupby(enumerate(layers), lambda numbered: numbered[1] - numbered[0]):
+            following = [layer for _, layer in run]
+            self._runs.append(slice(following[0], following[-1] + 1))
         self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
-        self._full, self._full_start = (self._window, self._window), trace.n_pos
+        self._full, self._full_start = [self._window, self._window], trace.n_pos
         self._memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._place, self._most = (tuple(layers), str(device)), most
@@ -88,10 +92,13 @@ class TraceSource:
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device, to which it is moved as it is stored."""
-        parts = [
-            self._trace.read(name, run, pos, stored=True).to(self._device) for run in self._runs
-        ]
-        return _together(parts).to(self._trace.dtype)
+        parts = (self._trace.read(name, run, pos, stored=True) for run in self._runs)
+        return self._together(parts).to(self._trace.dtype)
+
+    def _together(self, parts: Iterable[Tensor]) -> Tensor:
+        """Concatenate arrays of runs of layers on the device; a single run is not copied."""
+        moved = [part.to(self._device) for part in parts]
+        return moved[0] if len(moved) == 1 else torch.cat(moved)
 
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
@@ -146,10 +153,9 @@ class TraceSource:
             # whole chunks, because neighbouring rows are read next
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
-            if self._trace.left_out is not None:
-                low, high = self._trace.left_out
-                first = first if start < high else max(first, high)
-                last = last if stop > low else min(last, low)
+            for run in self._trace.header.held("q", range(first, last)):
+                if run.start <= start and stop <= run.stop:
+                    first, last = run.start, run.stop
             self._window, self._window_start = self._read("q", slice(first, last)), first
         return self._grouped(self._window[:, :, start - first : stop - first])
 
@@ -165,64 +171,33 @@ class TraceSource:
     def _array(self, name: str) -> Tensor:
         if name == "probe_chunks":
             return torch.tensor(self._trace.header.probe_chunks)
-        if name == "o_proj":
-            parts = [projections(self._trace, run).to(self._device) for run in self._runs]
-            return self._grouped(_together(parts))
-        array = self._read(name)
+        array, trace = self._read(name), self._trace
+        if name == "o_proj" and trace.has("gate"):  # its mean over what the first event has seen
+            seen = slice(0, trace.context_len or trace.prompt_len)
+            array = array * self._read("gate", seen).mean(2).unsqueeze(-1)
         return self._grouped(array) if AXES[name][1] == "qhead" else array
 
     def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
         """Sums over the rows before the end of those left out, [L, H, G, ...]; None if all are."""
-        if self._trace.left_out is None:
+        *before, rest = self._trace.header.held("q", range(self._trace.n_pos))
+        if not before:
             return None
-        end = self._trace.left_out[1]
-        if stop < end:
+        if stop < rest.start:
             self.queries(0, stop)  # its error names the rows that are not held
-        return end, self._grouped(self._read(name))
+        return rest.start, self._grouped(self._read(name))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
         first = self._full_start
         if start < first:  # later rows are read next
-            parts = (self._trace.full(run, slice(start, None)) for run in self._runs)
-            output, lse = (
-                self._grouped(_together([part.to(self._device) for part in array]))
-                for array in zip(*parts, strict=True)
-            )
-            self._full, self._full_start, first = (output, lse), start, start
+            parts = zip(*(self._trace.full(x, slice(start, None)) for x in self._runs), strict=True)
+            self._full = [self._grouped(self._together(array)) for array in parts]
+            self._full_start = first = start
         output, lse = self._full
         return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Hold all positions still."""
-
-
-def projections(trace: Trace, layers: slice) -> Tensor:
-    """Output projections [layer, qhead, d, D]; with the mean gate of the prompt, if there is one.
-
-    Of the rows that the first event has seen, so without a question behind a context.
-    """
-    out = trace.read("o_proj", layers)
-    if trace.has("gate"):
-        seen = slice(0, trace.context_len or trace.prompt_len)
-        out = out * trace.read("gate", layers, seen).mean(2).unsqueeze(-1)
-    return out
-
-
-def _runs(layers: Sequence[int]) -> list[slice]:
-    """Layers as slices, one for those that follow each other."""
-    runs: list[slice] = []
-    for layer in layers:
-        if runs and runs[-1].stop == layer:
-            runs[-1] = slice(runs[-1].start, layer + 1)
-        else:
-            runs.append(slice(layer, layer + 1))
-    return runs
-
-
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate arrays of runs of layers; a single run is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def windows(trace: Trace) -> str:

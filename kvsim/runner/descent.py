@@ -78,7 +78,7 @@ class _Down:
         computed, n = InMemory(arrays), len(self.rows)
         computed.positions = self.rows
         header = replace(of_layer(sketch, layer), prompt_len=n, context_len=None)
-        header = replace(header, questions=(), left_out=None, sizes=())
+        header = replace(header, questions=(), sizes=())
         source = TraceSource(Trace(computed, header, dtype=dtype), [0], call.q.device)
         return prompt_view(source, self._setting, layer, n)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvsim.core.checks import DTYPES, tolerance
-from kvsim.core.left_out import held_parts
 from kvsim.core.sources import dtype_of
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
@@ -101,7 +100,7 @@ class RecordedCheck:
         pairs = (
             (name, x[:, part.start - rows.start : part.stop - rows.start], part)
             for name, x in arrays.items()
-            for part in held_parts(name, range(rows.start, rows.stop), self._trace.left_out)
+            for part in self._trace.header.held(name, range(rows.start, rows.stop))
         )
         for name, x, part in pairs:
             stored = self._trace.read(name, slice(place, place + 1), part)[0]

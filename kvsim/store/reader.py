@@ -14,7 +14,7 @@ import numpy as np
 from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts
 from kvsim.core.digest import fingerprint
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import stored_part, whole_shape
+from kvsim.core.left_out import stored_part, whole_shapes
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError, suggest
 from kvsim.samples import SAMPLES, locate
@@ -68,10 +68,8 @@ class StoredTrace:
         dtypes = {x: str(self.arrays[x].attrs.get("source_dtype", y)) for x, y in floats.items()}
         self.header = read_header(self.attributes, dtypes, self.where)
         #: shape of each array that `read` returns
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: whole_shape(name, array.shape, self.header.left_out)
-            for name, array in self.arrays.items()
-        }
+        stored = {name: array.shape for name, array in self.arrays.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = whole_shapes(stored, self.header.left_out)
         self._check()
         #: output projections next to the trace, None where it has its own or none
         self.projections: StoredProjections | None = None

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import zarr
 
-from kvsim.core.checks import DTYPES, as_array, as_stored
+from kvsim.core.checks import DTYPES, as_array, as_stored, check_shapes
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
@@ -230,7 +230,8 @@ class TraceWriter:
                 "".join(token_text).encode()  # ValueError for half of a character
                 checksums["token_text"] = [text_checksum(token_text)]
             floats = {x: n for x, n in shapes.items() if x in CHECKSUMMED and x != "tokens"}
-            whole = whole_shapes(floats, header.left_out, where)
+            whole = whole_shapes(floats, header.left_out)
+            check_shapes(whole, where)
             header.check(whole, where)
             attributes = {
                 **attributes_of(header),

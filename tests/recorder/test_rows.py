@@ -35,7 +35,7 @@ def test_a_compact_capture_is_the_compacted_one(tmp_path, options):
     few = record(tmp_path / "few.zarr", rows="response+64", **options)
     expected = compacted(whole(tmp_path, **options), 64)
 
-    assert few.left_out == LEFT_OUT
+    assert few.header.left_out == LEFT_OUT
     assert verify(few.path, deep=True).ok
     for name in ("received", "moments", "k"):
         assert torch.equal(few.read(name), expected.read(name))

@@ -71,7 +71,7 @@ def whole(context=None, dtype=torch.float32):
 def compact(context=None, dtype=torch.float32):
     """The same trace without rows 256 to 511."""
     trace = compacted(whole(context, dtype), STAY)
-    assert trace.left_out == LEFT_OUT
+    assert trace.header.left_out == LEFT_OUT
     return trace
 
 
@@ -212,7 +212,7 @@ def test_a_compact_trace_is_stored(tmp_path):
     stored = open_trace(path)
 
     assert stored.digest == trace.digest != whole(CONTEXT).digest
-    assert stored.left_out == LEFT_OUT
+    assert stored.header.left_out == LEFT_OUT
     assert verify(path, deep=True).ok
     assert describe(path)["left_out"] == [256, 512]
     for name in ("q", "attn_out", "lse", "gate"):

@@ -62,13 +62,14 @@ class Layer:
             arrays = (*(trace.read(name, only, rows) for name in names), *trace.full(only, rows))
             return (x[0].to(device).unflatten(0, (len(k), -1)) for x in arrays)
 
-        start, stop = trace.left_out or (0, 0)
-        if first >= stop:
+        held = trace.header.held("q", range(first, trace.n_pos))
+        missing = trace.n_pos - first - sum(run.stop - run.start for run in held)
+        if not missing:
             q, *gates, out, lse = read(slice(first, None))
         else:
-            start = max(first, start)
-            pairs = zip(read(slice(first, start)), read(slice(stop, None)), strict=True)
-            q, *gates, out, lse = (_around(stop - start, *pair) for pair in pairs)
+            start = held[-1].start - missing
+            pairs = zip(read(slice(first, start)), read(held[-1]), strict=True)
+            q, *gates, out, lse = (_around(missing, *pair) for pair in pairs)
         o_proj = trace.read("o_proj", only)[0].flatten(0, 1).to(device) if projected else None
         formula, rope = trace.formulas[layer], trace.ropes[layer]
         return cls(q, k, v, out, lse, formula, rope, o_proj, gates[0] if gates else None, first)

@@ -30,7 +30,7 @@ class Claim:
     number: such as Q1. says: the sentence. tested: the tested number. cells: that number of each
     prompt at each budget, layer or policy, above 0 where the sentence is right; [prompt], or with
     what it is a share of [2, prompt]. where: in how many of the cells it is to be right. least:
-    what matters in a cell. left_out: cells that are not tested, and why. needs: what would produce
+    what matters in a cell. untested: cells that are not tested, and why. needs: what would produce
     a number, where there is none.
     """
 
@@ -40,7 +40,7 @@ class Claim:
     cells: Mapping[str, Floats] = field(default_factory=dict)
     where: str = MOST
     least: float = MATTERS
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    untested: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
 
     @cached_property
@@ -110,7 +110,7 @@ class Claim:
         """Why how many cells are not tested."""
         there = {name for name, x in self.cells.items() if np.isfinite(x).any()}
         few = there - {*self._numbers[0]}
-        return Counter([*self.left_out.values(), *["too few prompts"] * len(few)])
+        return Counter([*self.untested.values(), *["too few prompts"] * len(few)])
 
     @property
     def omitted(self) -> str:

@@ -234,15 +234,15 @@ class Evidence:
         found = {name: self.found(*sides) for name, sides in named}
         results = [(joined(name, label), *x) for name, each in found.items() for label, *x in each]
         metric = metric or self.quality(results)
-        cells, left_out = self._cells(results, metric, cell, variants, layers, outside)
-        left_out |= {name: "not replayed" for name, each in found.items() if results and not each}
+        cells, untested = self._cells(results, metric, cell, variants, layers, outside)
+        untested |= {name: "not replayed" for name, each in found.items() if results and not each}
         if not tested:
             of_metric = f"{metric} ({variants[0]})" if [*variants] == [variants[0] or 0] else metric
             tested = f"{of_metric}: {' minus '.join(map(str, settings[0]))}"
             tested += f", and likewise {', '.join([*found][1:])}" * (len(found) > 1)
         tested += ", each layer" * (len(layers) > 1)
         needs = self.lacks(settings[0], metric)
-        return Claim(number, says, tested, cells, where, left_out=left_out, needs=needs)
+        return Claim(number, says, tested, cells, where, untested=untested, needs=needs)
 
     def quality(self, pairs: Iterable[tuple[Any, ...]]) -> str:
         """The metric that says which of two results is better: the best evidence that all have."""
@@ -271,7 +271,7 @@ class Evidence:
         pairs = [*pairs]
         metric = self.quality(pairs)
         margin = ALIKE[metric]
-        changes, left_out = self._cells(pairs, metric, paired)
+        changes, untested = self._cells(pairs, metric, paired)
         cells = {
             joined(cell, way): np.stack([margin * size + sign * change, size])
             for way, sign in (("rise", -1), ("fall", 1))
@@ -279,7 +279,7 @@ class Evidence:
         }
         tested = f"{margin:.0%} minus the change of the {metric} {tested}, either way"
         needs = self.lacks(settings, metric)
-        return Claim(number, says, tested, cells, ALL, 0, left_out, needs)
+        return Claim(number, says, tested, cells, ALL, 0, untested, needs)
 
     def _cells(
         self,
@@ -291,17 +291,17 @@ class Evidence:
         outside: Callable[..., str] | None = None,
     ) -> tuple[Cells, dict[str, str]]:
         """Numbers of labelled results at each budget, and why some are out of range."""
-        cells, left_out = {}, {}
+        cells, untested = {}, {}
         for label, *sides in results:
             for variant, layer, budget in product(variants, layers, self.budgets):
                 named = variant or "" if len(variants) > 1 else ""
                 cell = joined(f"budget {budget}", named, _layer(layer), label)
                 if why := (outside or self.outside)(budget, *sides):
-                    left_out[cell] = why
+                    untested[cell] = why
                 else:
                     values = (self.value(metric, variant, layer, of=(x, budget)) for x in sides)
                     cells[cell] = number(*values)
-        return cells, left_out
+        return cells, untested
 
     def lacks(self, settings: Sequence[PolicySetting], metric: str) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""

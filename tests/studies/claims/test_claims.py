@@ -431,7 +431,7 @@ def test_a_policy_is_not_tested_at_a_budget_that_is_mostly_its_window():
 
     assert list(one.means) == ["budget 256"]
     assert one.verdict == HOLDS
-    assert one.left_out == {"budget 128": "a window of more than half of the budget"}
+    assert one.untested == {"budget 128": "a window of more than half of the budget"}
     alone = answer(table(*parts[::2]), "Q8", "every scorer")
     assert alone.verdict == OPEN
     assert alone.why == "1 cell left out: a window of more than half of the budget"
