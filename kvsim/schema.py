@@ -119,8 +119,9 @@ def merged(remarks: Iterable[str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for line in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
         name, colon, text = line.partition(": ")
-        names.setdefault(text if colon else line, []).extend([name] * bool(colon))
-    return [first_of(each) + ": " * bool(each) + text for text, each in names.items()]
+        of_text = names.setdefault(text if colon else line, [])
+        of_text += [name] if colon else []
+    return [f"{first_of(each)}: {text}" if each else text for text, each in names.items()]
 
 
 def rounded(value: float, form: str) -> str:
@@ -136,7 +137,7 @@ def rounded(value: float, form: str) -> str:
 
 def plural(n: int, what: str) -> str:
     """A number and what it counts: `1 layer`, `2 layers`."""
-    return f"{n} {what}{'s' * (n != 1)}"
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:
@@ -147,7 +148,7 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
 
 def numbered(layers: Sequence[int]) -> str:
     """Ascending numbers of layers in words: `layer 3`, `layers 0, 4-7`."""
-    return f"layer{'s' * (len(layers) != 1)} {ranges(layers, ', ')}"
+    return f"{'layer' if len(layers) == 1 else 'layers'} {ranges(layers, ', ')}"
 
 
 def ranges(numbers: Sequence[int], separator: str = ",") -> str:

@@ -26,7 +26,6 @@ from kvsim.analysis.sentences import answer
 from kvsim.analysis.summaries import (
     averages,
     stages,
-    strongest,
 )
 from kvsim.analysis.table import columns_of
 from kvsim.errors import KvsimError, OutputError, PolicyError
@@ -133,10 +132,10 @@ def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)
-def best(origin: Origin, metric: str, variant: str) -> pl.DataFrame:
-    """Return values of a metric, each at its strongest level of fidelity alone."""
+def values_of(origin: Origin, metric: str, variant: str) -> pl.DataFrame:
+    """Return values of a variant of a metric."""
     run = load(origin)
-    return strongest(run.parts.get(metric, run.first.clear()).filter(variant=variant))
+    return run.parts.get(metric, run.first.clear()).filter(variant=variant)
 
 
 def means(
@@ -153,7 +152,7 @@ def means(
 @st.cache_data(max_entries=128, show_spinner="averaging over prompts")
 def _means(origin: Origin, metrics: Mapping[str, str], by: str | None) -> pl.DataFrame:
     """Average over prompts, of all policies, so that another choice of them computes nothing."""
-    table = pl.concat(best(origin, *of) for of in metrics.items()).drop_nulls("policy")
+    table = pl.concat(values_of(origin, *of) for of in metrics.items()).drop_nulls("policy")
     if by == "stage":
         table = stages(table)
     of = [] if by is None else [by]
@@ -167,7 +166,7 @@ def verdict(
 ) -> tuple[Comparison | None, list[str]]:
     """Compare policies by a metric; with sentences that say which could be the best."""
     names = dict.fromkeys((metric, *EVIDENCE, "entries_seen"))  # that `answer` reads
-    table = pl.concat(best(origin, name, METRICS[name].main) for name in names)
+    table = pl.concat(values_of(origin, name, METRICS[name].main) for name in names)
     others = load(origin).first.join(table, on="policy", how="anti")  # for the answer to name
     named = pl.col("policy").is_in(list(policies))
     return answer(pl.concat([table, others]).filter(named), [metric], metric)

@@ -203,15 +203,21 @@ def compare(
     for name, column in (("budget", "requested"), ("prompt", "trace")):
         there = results[column].unique(maintain_order=True).drop_nulls()
         if lost := [x for x in there if x not in {*means[column]}]:
-            some = ", ".join(lost[:5]) + ", ..." * (len(lost) > 5)
-            remarks.append(f"{plural(len(lost), name)} without a value of {metric}: {some}")
+            remarks.append(
+                f"{plural(len(lost), name)} without a value of {metric}: {first_of(lost, 5)}"
+            )
     measured = results["policy"].unique(maintain_order=True)
     return Comparison(
-        *(rows, verdicts, metric, entry.better, against, scale),
-        tuple(sorted({trace for budget in budgets for trace in budget.traces})),
-        tuple(remarks),
-        tuple(name for name in measured if name not in names and name not in outside),
-        _weaker(table, metric, budgets, verdicts),
+        table=rows,
+        verdicts=verdicts,
+        metric=metric,
+        better=entry.better,
+        against=against,
+        scale=scale,
+        traces=tuple(sorted({trace for budget in budgets for trace in budget.traces})),
+        remarks=tuple(remarks),
+        unranked=tuple(name for name in measured if name not in names and name not in outside),
+        weaker=_weaker(table, metric, budgets, verdicts),
     )
 
 
@@ -286,8 +292,12 @@ def _budget_of(means: pl.DataFrame, outside: set[str], remarks: list[str]) -> Bu
     order = np.concatenate([np.flatnonzero(ranked), np.flatnonzero(~ranked)])
     prompts = tuple(traces.filter(shared))
     return Budget(
-        *(size, results[order], int(ranked.sum()), values[order][:, shared], prompts),
-        task_labels([tasks.get(trace) for trace in prompts]),
+        requested=size,
+        results=results[order],
+        ranked=int(ranked.sum()),
+        values=values[order][:, shared],
+        traces=prompts,
+        tasks=task_labels([tasks.get(trace) for trace in prompts]),
     )
 
 

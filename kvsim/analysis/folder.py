@@ -97,9 +97,9 @@ class Saved:
     @property
     def remarks(self) -> list[str]:
         """Remarks on the results; of a partial run first which cells it lacks."""
+        remarks: Sequence[str] = self.parameters.get("remarks", ())
         partial = lacking(self.parameters, f"{self.path} is ")
-        lead = [f"{partial}; {_AGAIN}"] * bool(partial)
-        return [*lead, *self.parameters.get("remarks", ())]
+        return [f"{partial}; {_AGAIN}", *remarks] if partial else [*remarks]
 
 
 def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:

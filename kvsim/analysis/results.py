@@ -149,7 +149,7 @@ def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
 def of_model(table: pl.DataFrame) -> list[str]:
     """Return `["model"]`, the column that splits a Table of several models, or nothing."""
     several = "model" in table and table["model"].drop_nulls().n_unique() > 1
-    return ["model"] * several
+    return ["model"] if several else []
 
 
 @dataclass(frozen=True)

@@ -256,10 +256,12 @@ def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Headers and a row for each policy and budget: the ranking number, and what is sure of it."""
     rows = []
     for row in comparison.overall.iter_rows(named=True):
-        ends = [rounded(row[end], ".3g") for end in ("low", "high") if row[end] is not None]
-        mean = "" if row["mean"] is None else rounded(row["mean"], ".3g")
+        numbers = {x: rounded(row[x], ".3g") for x in ("mean", "low", "high") if row[x] is not None}
+        mean = numbers.get("mean", "")
+        if "low" in numbers:
+            mean += f" [{numbers['low']}, {numbers['high']}]"
         could = {True: "yes", False: "no", None: ""}[row["could_be_best"]]
         worse = bound(row["worse_by"], comparison.metric, comparison.scale)
-        cells = [row["requested"], row["policy"], mean + f" [{', '.join(ends)}]" * bool(ends)]
+        cells = [row["requested"], row["policy"], mean]
         rows.append([*cells, *(["reference", ""] if row["rank"] is None else [could, worse])])
     return [header.format(metric=comparison.metric) for header in HEADERS], rows

@@ -26,7 +26,6 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import FEWEST
 from kvsim.core.arguments import listed
-from kvsim.core.budgets import SO_FAR
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY
 
@@ -144,6 +143,13 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
     )
 
 
+#: Columns that values of the heads of one layer share.
+_LAYER = (
+    *("trace", "policy", "params", "budget", "share", "interval", "prefill"),
+    *("metric", "variant", "unit", "layer"),
+)
+
+
 def over_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`).
 
@@ -152,7 +158,7 @@ def over_events(table: pl.DataFrame) -> pl.DataFrame:
     of = {name: entry.over_events for name, entry in METRICS.items() if entry.over_events != "mean"}
     last, each = (pl.col("metric").is_in([x for x in of if of[x] == k]) for k in ("last", "each"))
     table, event = table.filter(~each), pl.col("event")
-    latest = event.max().over("share", *({*_PLACE} - {"head", "qhead", "event"}))
+    latest = event.max().over(*_LAYER)
     table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
     listed = ~last & event.is_not_null()
     place = [name for name in table.columns if name not in ("_row", "event", "value", "chance")]
@@ -165,8 +171,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     """Return one row per trace and result: the mean over layers, heads and events.
 
     Layers of a metric whose `Metric.layers` is "sum" are added up, and of one whose
-    `Metric.over_events` is "last" the last event counts, unless `by` names the event. Of values at
-    several levels of fidelity the `strongest` count.
+    `Metric.over_events` is "last" the last event counts, unless `by` names the event.
 
     Returns:
         Columns `by`, `KEYS`, `trace`, `value`, `chance`, and `fidelity`, the weakest of the values.
@@ -178,10 +183,6 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     by = [name for name in by if name not in (*KEYS, "trace")]
     if remark := mixed(table, by):
         raise PolicyError(remark)
-    if table.select(
-        (pl.col("fidelity").n_unique().over(*_place(table), _GROWING) > 1).any()
-    ).item():
-        table = strongest(table)
     if "event" not in by:
         table = over_events(table)
     keys = [*by, *KEYS, "trace"]
@@ -252,24 +253,6 @@ def averages(
     return grouped.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None))).select(
         *keys, *_NUMBERS, pl.exclude(*keys, *_NUMBERS, "_values")
     )
-
-
-#: What two values of one number at two levels share; entries, not what was requested.
-_PLACE = (
-    *("trace", "policy", "params", "budget", "interval", "prefill", "metric", "variant", "unit"),
-    *("layer", "head", "qhead", "event"),
-)
-_GROWING = pl.col("share").str.extract(f"(.*{SO_FAR})$").alias("_growing")  # not one of entries
-
-
-def _place(table: pl.DataFrame) -> list[str]:
-    return [*_PLACE, *{"turn"} & {*table.columns}]
-
-
-def strongest(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table with one value in each place: of several levels the strongest one."""
-    level, place = _LEVEL.to_physical(), _place(table)
-    return table.filter(level == level.min().over(*place, _GROWING)).unique(maintain_order=True)
 
 
 def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:

@@ -152,7 +152,10 @@ def _judged(
     gaps = (x - x[:, [lead]]) ** 2
     alone = ~could & could.any() & (gaps.max(0) > _UNEVEN * gaps.sum(0))
     return Verdict(
-        *(requested, task, n, tuple(standings)),
+        requested=requested,
+        task=task,
+        prompts=n,
+        standings=tuple(standings),
         equal=bool((rank == 1).sum() > 1 and same[rank == 1].all()),
         needed=tuple(ceil(x) if x <= MOST else None for x in max(counts)) if counts else None,
         uneven=next((names[j] for j in order if alone[j]), None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -14,9 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Ints
+from kvsim.analysis.arrays import EvictedAt, Ints
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.states import STRIP_STATES, Strip, strips_after
+from kvsim.analysis.kept.retention import last_event
+from kvsim.analysis.kept.states import gone_of
+from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -33,7 +35,8 @@ from kvsim.plots.style import (
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
 
-# Of each of STRIP_STATES: dark, pale, between, so that they differ in print too.
+#: States of positions, and their colours: dark, pale, between, so that they differ in print too.
+STATES = ("kept", "evicted before", "evicted at the event")
 _COLOURS = ("#0b4f7d", "#efebe3", "#e8a33d")
 #: Columns of a strip; more positions are averaged.
 _PIXELS = 1200
@@ -41,6 +44,26 @@ _PIXELS = 1200
 _WORDS = 64
 # Half the height of a strip, and where the bracket of a burst lies above its middle.
 _HALF, _ABOVE = 0.27, 0.38
+#: Positions from which a run of evicted ones is a burst.
+_LEAST = 32
+
+
+class Strip(NamedTuple):
+    """One head of a record after an event.
+
+    name: of the policy, with the budget where budgets differ. codes [N]: places in `STATES` of the
+    positions so far, the event being the last that evicted anything. runs [n, 2]: first and last
+    position of every maximal run of evicted positions, ascending.
+    """
+
+    name: str
+    codes: Ints
+    runs: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """Positions of each run; [n]."""
+        return self.runs[:, 1] - self.runs[:, 0] + 1
 
 
 @figure(source="AMS, Fig. 2")
@@ -50,35 +73,27 @@ def bursts(
     *,
     layer: int = 0,
     head: int = 0,
-    row: int | None = None,
-    zoom: tuple[int, int] | None = None,
-    least: int = 32,
 ) -> Figure:
     """Positions that each policy keeps after an event, as a strip each, and its evicted bursts.
 
     AMS (arXiv 2605.23200), Fig. 2. Above, all positions so far; below, a part of them. A bracket
-    over a strip marks a burst, a maximal run of evicted positions that is long enough, and its
-    length. Positions that the event itself evicted have their own colour. Where there are more
-    positions than pixels, neighbours are averaged.
+    over a strip marks a burst, a maximal run of at least 32 evicted positions, and its length.
+    Positions that the event itself evicted have their own colour. Where there are more positions
+    than pixels, neighbours are averaged. The part below is the longest run of evicted positions of
+    any record and what is around it, or of a run of more than 64 positions those 64 of which the
+    other records keep most.
 
-    records: a strip each; policies, budgets or both. row: of the event; see
-    `kvsim.analysis.kept.states.strips_after`. zoom: first and last position of the part below; by
-    default the longest run of evicted positions of any record and what is around it, or of a run of
-    more than 64 positions those 64 of which the other records keep most. least: positions from
-    which a run is a burst.
+    records: a strip each; policies, budgets or both. The event is the earliest of the records' last
+    events in the layer, so that all policies have evicted by then.
     """
     trace, records = as_trace(trace).evicting, drawn_records(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
-    row, strips = strips_after(trace, records, layer=layer, head=head, row=row)
-    first, last = _stretch(strips) if zoom is None else zoom
-    if not 0 <= first < last <= row:
-        raise PolicyError(
-            f"zoom is {first}-{last}; expected two positions of 0 to {row}, the smaller one first"
-        )
+    row, strips = strips_after(trace, records, layer=layer, head=head)
+    first, last = _stretch(strips)
     figure = Figure(figsize=(9.0, 0.84 * len(strips) + 2.4), dpi=150, layout="constrained")
     whole, part = figure.subplots(2, 1)
     for axis, start, stop in ((whole, 0, row), (part, first, last)):
-        _draw(axis, strips, start, stop, least)
+        _draw(axis, strips, start, stop)
         if start < trace.prompt_len - 0.5 < stop:
             axis.axvline(trace.prompt_len - 0.5, color="black", lw=0.9, ls=":")
     name_axes(whole, "position")
@@ -87,8 +102,8 @@ def bursts(
     look: dict[str, Any] = {"fontsize": 6.5, "va": "center"}
     for line, strip in enumerate(strips):
         longest = strip.lengths.max(initial=0)
-        bursts = plural(int((strip.lengths >= least).sum()), "burst")
-        text = f"{strip.kept} kept, {bursts}\nlongest run evicted: {longest}"
+        bursts = plural(int((strip.lengths >= _LEAST).sum()), "burst")
+        text = f"{(strip.codes == 0).sum()} kept, {bursts}\nlongest run evicted: {longest}"
         whole.text(1.01, line, text, transform=whole.get_yaxis_transform(), **look)
     _name_positions(part, trace, first, last)
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
@@ -96,18 +111,47 @@ def bursts(
     labels = {fidelity(trace, record, "sets", layer) for record in records}
     caption(figure, f"{subject}\ndashed: the part below, positions {first} to {last}", labels)
     handles: dict[str, Artist] = {
-        state: Patch(color=colour) for state, colour in zip(STRIP_STATES, _COLOURS, strict=True)
+        state: Patch(color=colour) for state, colour in zip(STATES, _COLOURS, strict=True)
     }
     bracket = Line2D([], [], color="black", marker="|", ms=5, lw=1.2)
-    handles[f"a burst: {least} or more evicted in a row"] = bracket
+    handles[f"a burst: {_LEAST} or more evicted in a row"] = bracket
     legend_of(figure, handles, columns=4)
     return figure
 
 
+def strips_after(
+    trace: Trace, records: Sequence[Record], *, layer: int = 0, head: int = 0
+) -> tuple[int, list[Strip]]:
+    """Return the row of an event (see `bursts`), and the states of a head after it by record.
+
+    Of a record per query head, the first query head of the group. Raises TraceError where a record
+    is of another trace, PolicyError where nothing left the layer or it is not there.
+    """
+    for record in records:
+        check_record(trace, record)
+    gone = [gone_of(trace, record, layer, head)[0] for record in records]
+    row = min((last for x in gone if (last := last_event(x)) >= 0), default=None)
+    if row is None:
+        raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
+    budgets = [record.facts.share or str(record.budget) for record in records]
+    several = len({*budgets}) > 1
+    return row, [
+        strip(f"{record.policy}, {size}" if several else record.policy, x[: row + 1], row)
+        for record, size, x in zip(records, budgets, gone, strict=True)
+    ]
+
+
+def strip(name: str, gone: EvictedAt, row: int) -> Strip:
+    """Return the strip of a head after a row; gone [N]: the rows after which positions left."""
+    evicted = gone <= row
+    last = gone[evicted].max(initial=-1)
+    codes = np.where(evicted, np.where(gone == last, 2, 1), 0)
+    edges = np.flatnonzero(np.diff(evicted.astype(np.int8), prepend=0, append=0))
+    return Strip(name, codes, np.stack([edges[::2], edges[1::2] - 1], axis=1))
+
+
 def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
     runs = np.concatenate([strip.runs for strip in strips])
-    if not len(runs):
-        raise PolicyError("nothing is evicted after this row; take a later one")
     first, last = runs[(runs[:, 1] - runs[:, 0]).argmax()].tolist()
     length = last - first + 1
     if length <= _WORDS:
@@ -119,14 +163,14 @@ def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
     return first, first + _WORDS - 1
 
 
-def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int, least: int) -> None:
+def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int) -> None:
     number: dict[str, Any] = {"fontsize": 5.5, "ha": "center", "va": "center"}
     number["bbox"] = {"fc": "white", "ec": "none", "pad": 0.6}
     for line, strip in enumerate(strips):
         extent = start - 0.5, stop + 0.5, line + _HALF, line - _HALF
         axis.imshow(_pixels(strip.codes[start : stop + 1])[None], extent=extent, **CELLS)
         for (first, last), length in zip(strip.runs, strip.lengths, strict=True):
-            if length < least or last < start or first > stop:
+            if length < _LEAST or last < start or first > stop:
                 continue
             ends = max(first, start), min(last, stop)
             axis.plot(ends, [line - _ABOVE] * 2, "-", color="black", lw=1.0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import polars as pl
 import scipy
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -39,6 +40,9 @@ from kvsim.store.opening import TraceLike, as_trace
 
 #: Attention of a row on one entry from which losing the entry is drawn as a miss.
 NEEDED = 0.05
+
+# Strings at each end of `lift_bars`.
+_TOKENS = 12
 
 # Pixels per side of a map; longer traces are pooled.
 _PIXELS = 640
@@ -146,9 +150,7 @@ def lift_bars(
     record: Record,
     *,
     layer: int = -1,
-    heads: Sequence[int] | None = None,
     least: int = 3,
-    tokens: int = 12,
 ) -> Figure:
     """Share kept of a token string over the share kept of all tokens, with its interval.
 
@@ -156,22 +158,21 @@ def lift_bars(
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
     out, because many policies protect them.
 
-    heads: of the record, all by default. least: strings on fewer positions are left out. tokens: so
-    many of the largest lifts, and so many of the smallest. Raises NeedsError if the trace has no
-    text of tokens.
+    The 12 largest lifts, and the 12 smallest. least: strings on fewer positions are left out.
+    Raises NeedsError if the trace has no text of tokens.
     """
     trace = as_trace(trace).evicting
     check_record(trace, record)
     layer = trace_layer(trace, layer)
-    table = retention_lift(trace, record, layer, heads=heads, sink=SINK, recent=RECENT)
+    table = retention_lift(trace, record, layer, sink=SINK, recent=RECENT)
     table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
     if not table.height:
         raise PolicyError(
             f"no token of {trace.name} is on {least} positions of which {record.policy} keeps "
             "anything; take a longer trace, a larger budget, or fewer positions"
         )
-    if table.height > 2 * tokens:
-        table = table[[*range(tokens), *range(table.height - tokens, table.height)]]
+    if table.height > 2 * _TOKENS:
+        table = pl.concat([table.head(_TOKENS), table.tail(_TOKENS)])
     low, rate, high, mean = (table[name].to_numpy() for name in ("low", "rate", "high", "mean"))
     places = np.arange(table.height)
     figure, axis = single_panel(6.4, 0.19 * table.height + 1.5)
@@ -189,10 +190,9 @@ def lift_bars(
     axis.set_axisbelow(True)
     ratio = "share of the token kept / share of all kept (dotted: as all)"
     name_axes(axis, ratio, "token (positions)")
-    heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
     subject = (
         f"{trace.name}: {record.policy}, budget {record.budget}\n"
-        f"layer {trace.layer_ids[layer]}, {heads_text}, with 95 % interval"
+        f"layer {trace.layer_ids[layer]}, all heads, with 95 % interval"
     )
     caption(figure, subject, {fidelity(trace, record, "sets", layer)})
     return figure

@@ -128,10 +128,11 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
     shown = [(name, cost) for name in metrics if name in measured for cost in costs]
     if not shown or not set(costs) <= measured:
         others = ", ".join(name for name in COSTS if name in {*table["metric"]} - {*costs})
+        others = f", or name another axis: {others}" if others else ""
         raise PolicyError(
             f"a Pareto figure needs {' and '.join(costs)} and one of {', '.join(metrics)}; the "
             f"table has {', '.join(sorted(measured))}; replay with --metric "
-            f"{','.join([*metrics, *costs])}{', or name another axis: ' * bool(others)}{others}"
+            f"{','.join([*metrics, *costs])}{others}"
         )
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = panels(len(shown), columns=3, size=(4.2, 3.1), share="none")
@@ -151,9 +152,9 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
             axis.set_xscale("log")
             log_ticks(axis.xaxis, unit="B")
         plain(axis, COSTS[cost], fill(metric_label(name), 44))
-    neutral = any(METRICS[name].better is None for name, _ in shown)
-    marked = "on the front" + ", where one direction is better" * neutral
-    subject = f"Mean over {counted(means['n'])}; filled: {marked}"
+    subject = f"Mean over {counted(means['n'])}; filled: on the front"
+    if any(METRICS[name].better is None for name, _ in shown):
+        subject += ", where one direction is better"
     finish(figure, axes[0], subject, means["fidelity"], columns=6)
     return figure
 
@@ -214,7 +215,6 @@ def middle_coverage(
     *,
     layer: int | None = None,
     head: int | None = None,
-    bins: int = BINS,
 ) -> Figure:
     """Share kept of each part of the sequence, a line per policy; a panel per budget.
 
@@ -222,21 +222,21 @@ def middle_coverage(
     the 95 % interval. Dotted, in the policy's colour: a set of its size that prefers no
     position. The middle third is shaded.
 
-    layer, head: all by default. bins: parts of equal width.
+    layer, head: all by default.
     """
     traces = as_traces(traces)
     records = drawn_records(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
-        every = (kept_coverage(of_layer, bins) for of_layer in gone)
+        every = (kept_coverage(of_layer) for of_layer in gone)
         coverages = [coverage for coverage in every if len(coverage.rows)]
         if not coverages:
             return None
         lines = [mean_known(of_layer.curve).mean(0) for of_layer in coverages]
         flat = [of_layer.overall.mean() for of_layer in coverages]
-        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(bins, np.mean(flat))])
+        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(BINS, np.mean(flat))])
 
-    centres = (np.arange(bins) + 0.5) / bins
+    centres = (np.arange(BINS) + 0.5) / BINS
 
     def draw(axis: Axes, values: Mapping[str, Sequence[Floats]], policies: Sequence[str]) -> None:
         axis.axvspan(*map(float, MIDDLE), color=_SHADE, zorder=0)
@@ -306,7 +306,6 @@ def position_density(
     *,
     layer: int | None = None,
     head: int | None = None,
-    bins: int = BINS,
 ) -> Figure:
     """Density of the positions that the last event keeps, a line per policy; a panel per budget.
 
@@ -314,7 +313,7 @@ def position_density(
     no entry is. Entries of all layers and heads together; every prompt has the same weight. The
     vertical line is the mean of the policy; dotted is a uniform set, density 1 with mean 1/2.
 
-    layer, head: all by default. bins: of equal width.
+    layer, head: all by default.
     """
     traces = as_traces(traces)
     records = drawn_records(records)
@@ -324,7 +323,7 @@ def position_density(
         relative = np.concatenate([np.zeros(0), *(layer.relative for layer in layers)])
         if not len(relative):
             return None
-        heights, _ = np.histogram(relative, bins, (0, 1), density=True)
+        heights, _ = np.histogram(relative, BINS, (0, 1), density=True)
         return np.append(heights, relative.mean())
 
     def draw(axis: Axes, values: Mapping[str, Sequence[Floats]], policies: Sequence[str]) -> None:
@@ -332,10 +331,10 @@ def position_density(
         axis.axvline(0.5, color="black", lw=0.9, ls=":")
         for policy, style in bare_series(policies).items():
             if policy in values:
-                heights = [np.append(height[:bins], height[bins - 1]) for height in values[policy]]
+                heights = [np.append(height[:BINS], height[BINS - 1]) for height in values[policy]]
                 steps = {**style, "label": policy, "drawstyle": "steps-post"}
-                mean_line(axis, np.arange(bins + 1) / bins, heights, lw=1.3, **steps)
-                mean = float(np.mean([height[bins] for height in values[policy]]))
+                mean_line(axis, np.arange(BINS + 1) / BINS, heights, lw=1.3, **steps)
+                mean = float(np.mean([height[BINS] for height in values[policy]]))
                 axis.axvline(mean, color=style["color"], lw=1, ls=style["linestyle"])
 
     label, subject = "density of kept entries (area 1)", "What the last event keeps"

@@ -77,9 +77,10 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
         found = {digests[trace.name] for _, digests in replayed if trace.name in digests}
         if runs and found != {trace.fingerprint}:
             names = dict.fromkeys(name for _, digests in replayed for name in digests)
+            other = f" (there {found})" if found else ""
             raise OutputError(
                 f"{trace.name} ({trace.fingerprint}) is not among the traces of "
                 f"{', '.join(str(run.path) for run, _ in replayed)}: {', '.join(names) or 'none'}"
-                f"{f' (there {found})' * bool(found)}; give the trace that was replayed, replay "
+                f"{other}; give the trace that was replayed, replay "
                 "this one, or report it without the runs"
             )

@@ -7,12 +7,10 @@ import pytest
 import kvsim
 from apps.dashboard.html_text import token_html
 from kvsim import plots
-from kvsim.analysis.kept.states import (
-    strips_after,
-    token_states,
-)
+from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import PolicyError
+from kvsim.plots.events import strips_after
 from traces import random_trace
 
 #: What draws or computes of a layer of a trace and a record, by name.

@@ -5,8 +5,6 @@ import re
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.overview import summarise
@@ -16,7 +14,6 @@ from kvsim.analysis.summaries import (
     averages,
     per_prompt,
     stages,
-    strongest,
 )
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
@@ -154,42 +151,6 @@ def test_a_head_counts_once_however_many_events_have_a_value():
 
     assert per_prompt(values)["value"].to_list() == [pytest.approx((0.45 + 0.05) / 2)]
     assert summarise(values, ["burst_share"])["burst_share"][0] == pytest.approx(0.25)
-
-
-LEVELS = ("exact", "closed", "judged", "open")
-
-
-def levelled(draws):
-    """Values of two policies, three layers, two traces; some levels of each, as drawn."""
-    places = [
-        (trace, policy, layer) for trace in "ab" for policy in ("asl", "tova") for layer in range(3)
-    ]
-    rows = [
-        row(trace, policy, value, layer=layer, fidelity=level)
-        for (trace, policy, layer), levels in zip(places, draws, strict=True)
-        for level, value in levels.items()
-    ]
-    return table(*rows, row("a", None, 0.5, metric="sparsity", fidelity="exact"))
-
-
-DRAWS = st.lists(
-    st.dictionaries(st.sampled_from(LEVELS), st.one_of(st.none(), st.floats(-9, 9))),
-    min_size=12,
-    max_size=12,
-)
-
-
-@given(DRAWS)
-def test_means_are_never_over_two_levels_of_one_value(draws):
-    """The strongest level of each value counts; none is over two of live, judged and replayed."""
-    values = levelled(draws)
-    levels = set(values.drop_nulls(["policy", "value"])["fidelity"])
-
-    if len({level if level in ("closed", "judged") else "open" for level in levels}) > 1:
-        with pytest.raises(PolicyError, match="no mean is over several"):
-            averages(values)
-    else:
-        assert averages(values).equals(averages(strongest(values)))
 
 
 @pytest.mark.parametrize("mean", [averages, per_prompt, kvsim.compare])

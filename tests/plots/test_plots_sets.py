@@ -38,20 +38,20 @@ def lines(axis):
     }
 
 
-def covered(record, layer, heads, bins):
+def covered(record, layer, heads):
     """Share kept of each bin, mean over the layer's events and heads."""
-    return mean_known(kept_coverage(record.evicted_at[layer], bins).curve[heads]).mean(0)
+    return mean_known(kept_coverage(record.evicted_at[layer]).curve[heads]).mean(0)
 
 
 def test_coverage_is_the_share_kept_by_position(traces, records):
     """A panel per budget, a line per policy, the mean over layers and prompts."""
-    small, large = middle_coverage(traces, records, bins=6).axes
+    small, large = middle_coverage(traces, records).axes
 
     assert [axis.get_title() for axis in (small, large)] == ["budget 12", "budget 20"]
     x, y = lines(small)["tova"]
     of_tova = [one for one in records if one.policy == "tova" and one.budget == 12]
-    by_hand = [covered(one, layer, [0, 1], 6) for one in of_tova for layer in range(2)]
-    np.testing.assert_allclose(x, (np.arange(6) + 0.5) / 6)
+    by_hand = [covered(one, layer, [0, 1]) for one in of_tova for layer in range(2)]
+    np.testing.assert_allclose(x, (np.arange(20) + 0.5) / 20)
     np.testing.assert_allclose(y, np.mean(by_hand, axis=0))
     assert list(lines(large)) == ["tova", "snapkv@original"]
 
@@ -91,18 +91,18 @@ def test_bars_by_label_stand_beside_chance(table):
 
 def test_density_is_a_histogram_of_area_one(traces, records):
     """Relative positions of what the last event keeps, prompts on equal terms."""
-    figure = position_density(traces, records, bins=5)
+    figure = position_density(traces, records)
 
     small = figure.axes[0]
     _, heights = lines(small)["tova"]
     densities, means = [], []
     for record in (one for one in records if (one.policy, one.budget) == ("tova", 12)):
         found = np.concatenate([retained_positions(gone).relative for gone in record.evicted_at])
-        counts = [sum(b <= 5 * x < b + 1 for x in found) for b in range(5)]
-        densities.append(np.array(counts) * 5 / len(found))
+        counts = [sum(b <= 20 * x < b + 1 for x in found) for b in range(20)]
+        densities.append(np.array(counts) * 20 / len(found))
         means.append(np.mean(found))
-    np.testing.assert_allclose(heights[:5], np.mean(densities, axis=0))
-    assert sum(heights[:5]) / 5 == pytest.approx(1)
+    np.testing.assert_allclose(heights[:20], np.mean(densities, axis=0))
+    assert sum(heights[:20]) / 20 == pytest.approx(1)
     upright = [line.get_xdata()[0] for line in small.lines if len({*line.get_xdata()}) == 1]
     assert upright[0] == 0.5
     assert upright[1] == pytest.approx(np.mean(means))

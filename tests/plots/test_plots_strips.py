@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import kvsim
-from kvsim.analysis.kept.states import STRIP_STATES as STATES
-from kvsim.analysis.kept.states import strip, strips_after
-from kvsim.plots.events import bursts
+from kvsim.plots.events import STATES, bursts, strip, strips_after
 from kvsim.schema import NEVER
 from traces import random_trace
 
@@ -78,13 +76,14 @@ def test_the_row_is_one_after_which_all_have_evicted(trace):
 
 def test_every_position_has_the_colour_of_its_state(trace, records):
     """All of them above, the part below; the legend names the colours."""
-    figure = bursts(trace, records, layer=1, head=0, zoom=(10, 89))
+    figure = bursts(trace, records, layer=1, head=0)
 
     whole, part = figure.axes
     row, found = strips_after(trace, records, layer=1, head=0)
     patches = figure.legends[0].legend_handles[:3]
     colours = dict(zip([to_hex(p.get_facecolor()) for p in patches], range(3), strict=True))
-    for axis, start, stop in ((whole, 0, row), (part, 10, 89)):
+    first, last = (round(end + 0.5) for end in part.get_xlim())
+    for axis, start, stop in ((whole, 0, row), (part, first, last - 1)):
         assert len(axis.images) == 2
         for image, one in zip(axis.images, found, strict=True):
             (pixels,) = image.get_array()

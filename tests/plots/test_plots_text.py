@@ -204,12 +204,13 @@ def test_tokens_of_the_response_are_coloured_by_their_kl():
     assert figure.bbox.width < 1280
 
 
-def test_bars_are_lifts_with_wilsons_interval():
+def test_bars_are_lifts_with_wilsons_interval(monkeypatch):
     """The largest and the smallest, of strings that are frequent enough; 1 is as all."""
     trace = made(["a", "b", "<i>$", "c", "d\n", "a"])
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=60, interval=10)
 
-    figure = lift_bars(trace, record, tokens=1)
+    monkeypatch.setattr("kvsim.plots.records._TOKENS", 1)
+    figure = lift_bars(trace, record)
 
     (axis,) = figure.axes
     table = retention_lift(trace, record, 1, sink=4, recent=32)[[0, -1]]

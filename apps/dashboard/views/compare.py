@@ -69,7 +69,7 @@ def _comparison(run: runs.Run) -> Comparison:
     metric = controls.choose("Metric", "metric", run.measured, start)
     values = run.parts[metric].select("variant", "policy", "value").drop_nulls()
     variant = runs.variant(values, metric)
-    of_metric = runs.best(run.origin, metric, variant).drop_nulls(["policy", "value"])
+    of_metric = runs.values_of(run.origin, metric, variant).drop_nulls(["policy", "value"])
     parts = {"stage": "layer", **{name: name for name in LABELS if name in of_metric}}
     splits = [name for name, of in parts.items() if of_metric[of].drop_nulls().n_unique() > 1]
     about = "stage: early, middle and late layers of the model; or labels of the prompts"
@@ -111,12 +111,6 @@ def _over_budgets(comparison: Comparison) -> None:
     )
     elements.prompts(means)
     elements.fidelity(means["fidelity"])
-    every = run.parts[metric].filter(variant=comparison.variant)
-    if runs.best(run.origin, metric, comparison.variant).height < every.height:
-        st.caption(
-            "This metric has some values at several levels of fidelity; this page takes the "
-            "strongest one."
-        )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
 
 

@@ -126,7 +126,7 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
 def _cut(replays: Replays, event: Segmented, before: Segmented | None) -> None:
     shifts = np.abs(np.diff(cuts.moves(event, before))) if before else np.zeros(0)
     moved = f"{shifts.mean():.1f}" if shifts.size else "-"
-    again = "first event" if before is None else "no boundaries" * (not shifts.size)
+    again = "" if shifts.size else "first event" if before is None else "no boundaries"
     size, counted = len(event.quota), f"counted as {replays.ams.params['suffix_fill']}"
     cells = (
         ("Segments", f"{size}", f"{len(event.pos) / size:.1f} entries each"),

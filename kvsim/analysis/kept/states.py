@@ -1,4 +1,4 @@
-"""One head after its events: states and reads of its positions, and its course in numbers."""
+"""One head after its events: states and reads of its positions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import numpy as np
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Ints
 from kvsim.analysis.axes import record_layer, trace_head, trace_layer
-from kvsim.analysis.kept.retention import event_row, last_event
+from kvsim.analysis.kept.retention import event_row
 from kvsim.analysis.kept.text import text_of
 from kvsim.analysis.output.error import check_record
 from kvsim.core.lazy import torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
 
 #: States of tokens; the order of the codes of `token_states`.
 TOKEN_STATES: Final = ("evicted", "retained", "not yet scored", "missed", "held, not read")
-#: States of positions; the order of the codes of `Strip.codes`.
-STRIP_STATES: Final = ("kept", "evicted before", "evicted at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
 REGION = 32
 
@@ -79,72 +76,6 @@ def token_states(
         read = read_entries(record, index, slice(following, following + 1))[head * len(gone), 0]
         codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
     return TokenStates(row, codes, text)
-
-
-@dataclass(frozen=True)
-class Strip:
-    """One head of a record after an event.
-
-    name: of the policy, with the budget where budgets differ. codes [N]: places in `STRIP_STATES`
-    of the positions so far, the event being the last that evicted anything. runs [n, 2]: first and
-    last position of every maximal run of evicted positions, ascending.
-    """
-
-    name: str
-    codes: Ints
-    runs: Ints
-
-    @property
-    def lengths(self) -> Ints:
-        """Positions of each run; [n]."""
-        return self.runs[:, 1] - self.runs[:, 0] + 1
-
-    @property
-    def kept(self) -> int:
-        """Number of positions that are kept."""
-        return int((self.codes == 0).sum())
-
-
-def strips_after(
-    trace: Trace,
-    records: Sequence[Record],
-    *,
-    layer: int = 0,
-    head: int = 0,
-    row: int | None = None,
-) -> tuple[int, list[Strip]]:
-    """Return the row of an event, and the states of a head after it for each record.
-
-    row: by default the earliest of the records' last events in the layer, so that all policies have
-    evicted by then. Of a record per query head, the first query head of the group.
-
-    Raises TraceError where a record is of another trace, PolicyError where nothing left the layer
-    in any record or there is no such layer or head, and PositionError for a row that the trace does
-    not have.
-    """
-    for record in records:
-        check_record(trace, record)
-    gone = [gone_of(trace, record, layer, head)[:1] for record in records]
-    if row is None:
-        row = min((last for x in gone if (last := last_event(x)) >= 0), default=None)
-        if row is None:
-            raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
-    row = event_row(gone[0], row)
-    budgets = [record.facts.share or str(record.budget) for record in records]
-    several = len({*budgets}) > 1
-    return row, [
-        strip(f"{record.policy}, {size}" if several else record.policy, x[0, : row + 1], row)
-        for record, size, x in zip(records, budgets, gone, strict=True)
-    ]
-
-
-def strip(name: str, gone: EvictedAt, row: int) -> Strip:
-    """Return the strip of a head after a row; gone [N]: the rows after which positions left."""
-    evicted = gone <= row
-    last = gone[evicted].max(initial=-1)
-    codes = np.where(evicted, np.where(gone == last, 2, 1), 0)
-    edges = np.flatnonzero(np.diff(evicted.astype(np.int8), prepend=0, append=0))
-    return Strip(name, codes, np.stack([edges[::2], edges[1::2] - 1], axis=1))
 
 
 def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> EvictedAt:

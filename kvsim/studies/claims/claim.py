@@ -110,7 +110,7 @@ class Claim:
         """Why how many cells are not tested."""
         there = {name for name, x in self.cells.items() if np.isfinite(x).any()}
         few = there - {*self._numbers[0]}
-        return Counter([*self.untested.values(), *["too few prompts"] * len(few)])
+        return Counter([*self.untested.values(), *("too few prompts" for _ in few)])
 
     @property
     def omitted(self) -> str:
@@ -128,9 +128,10 @@ class Claim:
         right, contrary = (f"p={p:.2g}" for p in self.p)
         p = {HOLDS: right, NOT: f"contrary {contrary}", OPEN: f"{right}, contrary {contrary}"}
         above = f"{sum(mean > 0 for mean in means)}/{len(means)} above 0"
-        above += f" ({self._reasons.total()} left out)" * bool(self._reasons)
-        parts = p[self.verdict] * (self.n >= FEWEST), f"n={self.n}", above, ends
-        return ", ".join(filter(None, parts))
+        if self._reasons:
+            above += f" ({self._reasons.total()} left out)"
+        tested = [p[self.verdict]] if self.n >= FEWEST else []
+        return ", ".join([*tested, f"n={self.n}", above, ends])
 
 
 def shown(mean: float) -> str:

@@ -239,8 +239,10 @@ class Evidence:
         if not tested:
             of_metric = f"{metric} ({variants[0]})" if [*variants] == [variants[0] or 0] else metric
             tested = f"{of_metric}: {' minus '.join(map(str, settings[0]))}"
-            tested += f", and likewise {', '.join([*found][1:])}" * (len(found) > 1)
-        tested += ", each layer" * (len(layers) > 1)
+            if len(found) > 1:
+                tested += f", and likewise {', '.join([*found][1:])}"
+        if len(layers) > 1:
+            tested += ", each layer"
         needs = self.lacks(settings[0], metric)
         return Claim(number, says, tested, cells, where, untested=untested, needs=needs)
 
@@ -254,7 +256,7 @@ class Evidence:
         """Why a policy is out of its range at a budget; empty where each is in it."""
         windows = (result.parameters.get("window") for result in results)
         wide = any(isinstance(x, int) and x > WINDOW * self._sizes[budget] for x in windows)
-        return "a window of more than half of the budget" * wide
+        return "a window of more than half of the budget" if wide else ""
 
     def alike(
         self,
