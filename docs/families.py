@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ _SHARPER = ("q_proj.weight", "k_proj.weight", "query_key_value.weight", "qkv_pro
 _NORMS = ("q_norm", "k_norm")
 
 
+# A layer of which the configuration says nothing.
+_PLAIN = 16**-0.5, None, None, False
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of transformers, small and random.
@@ -52,6 +56,8 @@ class Family:
     model: the prefix of its classes. says: what its attention has beside causal softmax. kernels:
     those that transformers has for it. config: the configuration's class, where that is not the
     model's. changes: of the configuration. given: the response is given, and not generated.
+    formulas, rotated: what traces must say of each layer: scale, softcap, window and whether there
+    are sinks; layout and rotated dimensions.
     """
 
     model: str
@@ -60,6 +66,8 @@ class Family:
     config: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
     given: bool = False
+    formulas: Sequence[tuple[float, float | None, int | None, bool]] = (_PLAIN,) * 2
+    rotated: Sequence[tuple[str, int]] = (("half", 16),) * 2
 
     @property
     def response(self) -> dict[str, Any]:
@@ -120,7 +128,12 @@ FAMILIES = {
         changes={"max_position_embeddings": 256, **_scaled("dynamic")},
         given=True,
     ),
-    "mistral": Family("Mistral", "a sliding window", changes={"sliding_window": 100}),
+    "mistral": Family(
+        "Mistral",
+        "a sliding window",
+        changes={"sliding_window": 100},
+        formulas=[(16**-0.5, None, 100, False)] * 2,
+    ),
     "qwen2": Family("Qwen2", "biases"),
     "qwen2, yarn": Family(
         "Qwen2",
@@ -142,6 +155,7 @@ FAMILIES = {
             "attn_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 40,
         },
+        formulas=[(40**-0.5, 5.0, 100, False), (40**-0.5, 5.0, None, False)],
     ),
     "gemma3": Family(
         "Gemma3",
@@ -157,6 +171,8 @@ FAMILIES = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
             },
         },
+        formulas=[(40**-0.5, None, window, False) for window in (100, None, 100)],
+        rotated=[("half", 16)] * 3,
     ),
     "phi3": Family("Phi3", "one projection for all", changes={"pad_token_id": 0}),
     "phi4-mini": Family(
@@ -176,31 +192,52 @@ FAMILIES = {
                 "long_factor": [2 * factor for factor in _LONG],
             },
         },
+        rotated=[("half", 12)] * 2,
     ),
     "olmo2": Family("Olmo2", "norms over all heads at once"),
-    "cohere": Family("Cohere", "RoPE on neighbouring dimensions", changes={"use_qk_norm": True}),
-    "granite": Family("Granite", "a scale of its own", changes={"attention_multiplier": 0.1}),
-    "smollm3": Family("SmolLM3", "layers without RoPE", changes={"no_rope_layers": [1, 0]}),
+    "cohere": Family(
+        "Cohere",
+        "RoPE on neighbouring dimensions",
+        changes={"use_qk_norm": True},
+        rotated=[("interleaved", 16)] * 2,
+    ),
+    "granite": Family(
+        "Granite",
+        "a scale of its own",
+        changes={"attention_multiplier": 0.1},
+        formulas=[(0.1, None, None, False)] * 2,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        "layers without RoPE",
+        changes={"no_rope_layers": [1, 0]},
+        rotated=[("half", 16), ("half", 0)],
+    ),
     "glm4": Family(
         "Glm4",
         "RoPE on half of the dimensions, in neighbouring pairs",
         changes={"partial_rotary_factor": 0.5, "pad_token_id": 0},
+        rotated=[("interleaved", 8)] * 2,
     ),
     "gpt_oss": Family(
         "GptOss",
         "sinks, every other layer a sliding window, yarn",
         kernels=("eager",),
         changes={"sliding_window": 100, "num_local_experts": 4, "num_experts_per_tok": 2},
+        formulas=[(16**-0.5, None, 100, True), (16**-0.5, None, None, True)],
     ),
     "gpt_neox": Family(
         "GPTNeoX",
         "no grouped queries, RoPE on a quarter of the dimensions",
         changes={"hidden_size": 96},
+        rotated=[("half", 4)] * 2,
     ),
     "gpt2": Family(
         "GPT2",
         "no grouped queries, learned positions",
         changes={"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 1024},
+        formulas=[(8**-0.5, None, None, False)] * 2,
+        rotated=[("half", 0)] * 2,
     ),
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsim.core.left_out import left_out_before
-from kvsim.core.probe import Probe
 from kvsim.errors import CaptureError
 from kvsim.recorder.answers import answer_check, reasoning_notes
 from kvsim.recorder.batching import Written
@@ -20,7 +19,6 @@ from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import fitting_tokens, indexer_notes
 from kvsim.recorder.prompts import Prompt
-from kvsim.recorder.repetition import check_length, repetition
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -31,8 +29,6 @@ class Rows:
 
     Raises CaptureError for a prompt or an option that the model or its tokenizer has nothing for.
     """
-
-    probe: Probe | None = None
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, prompt: Prompt, options: Options
@@ -54,10 +50,6 @@ class Rows:
         self.new_tokens, cut = self._fitting()
         self.context = encoded.ids[: encoded.context_len]
         n = len(encoded.ids) + len(self.response)
-        if options.probe is not None:
-            chat, chunk = encoded.messages is not None, options.probe_chunk
-            self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
-            check_length(model, len(self.context), self.probe, n)
         stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
         self.left_out = None if stay is None else left_out_before(end, stay)
         self.chunk, whole = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 
 from kvsim.core.checks import DTYPES
 from kvsim.core.header import Header
-from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -39,7 +38,7 @@ from kvsim.recorder.resuming import differences, settings_of
 from kvsim.recorder.rows import Rows
 from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import largest, layer_sizes, size_of
-from kvsim.recorder.steps import Projections, RepeatedContext, Step, Stream
+from kvsim.recorder.steps import STEPS, Step
 from kvsim.recorder.tokenization import response_text, token_strings
 from kvsim.schema import LOGPROBS, SUMS, axes_of
 from kvsim.store import open_trace
@@ -75,7 +74,7 @@ class Session(Rows):
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.scores, self.likeliest = list[Any](), list[bool]()
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        self.sizes = layer_sizes(model, self.layer_ids, options.probe, self.left_out)
+        self.sizes = layer_sizes(model, self.layer_ids, self.left_out)
         self.notes += model_notes(model)
         self._stack = ExitStack()
         self.recorder = BlockRecorder(
@@ -87,12 +86,7 @@ class Session(Rows):
             rounds_logits=kernel_name(model) == "eager",
             left_out=self.left_out,
         )
-        wanted: dict[type[Step], bool] = {
-            Stream: True,
-            Projections: bool(options.o_proj) or (options.o_proj is None and self.out is not None),
-            RepeatedContext: self.probe is not None,
-        }
-        self._steps: list[Step] = [kind(self) for kind, included in wanted.items() if included]
+        self._steps = [kind(self) for kind in STEPS if kind.wanted(self)]
 
     @property
     def steps(self) -> list[Step]:
@@ -204,9 +198,9 @@ class Session(Rows):
         if self.left_out is not None:
             sizes |= {"before": self.left_out[1], "moment": 1 + sizes["dim"]}
             dtypes |= dict.fromkeys(SUMS, dtypes["lse"])
-        if self.probe is not None:
-            sizes["probe"] = len(self.probe.tokens)
-            dtypes |= dict.fromkeys(PROBE, source)
+        for step in self.steps:
+            sizes |= step.sizes
+            dtypes |= dict.fromkeys(step.arrays if step.sizes else (), source)
         for name in ("gate", "residual", "residual_norm"):
             if (part := getattr(call, name)) is not None:
                 dtypes[name] = DTYPES[part.dtype]
@@ -232,8 +226,8 @@ class Session(Rows):
             )
         )
         if call.start and self.shared is not None:
-            names = [name for name in arrays["shapes"] if name not in PROBE]
-            self.shared.store(writer, names, call.start)
+            later = {name for step in self.steps if step.sizes for name in step.arrays}
+            self.shared.store(writer, arrays["shapes"].keys() - later, call.start)
         return writer
 
     def _header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:

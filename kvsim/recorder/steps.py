@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,9 +20,9 @@ from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.modules import attention_modules
-from kvsim.recorder.repetition import read_probe
+from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
-from kvsim.recorder.sizes import as_largest
+from kvsim.recorder.sizes import as_largest, layer_sizes
 from kvsim.schema import CHUNK
 from kvsim.store.projections import KEY, Facts
 
@@ -33,11 +33,13 @@ PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 class Step:
     """A part of a capture (`Session`), which goes on without it, with a note, where it fails.
 
-    option: requires it, unless it is None or False. arrays: those that it fills, by name.
+    option: requires it, unless it is None or False. arrays: those that it fills, by name. sizes: of
+    their axes, where they are written at the end alone.
     """
 
     option: str
     arrays: tuple[str, ...]
+    sizes: Mapping[str, int] = {}
 
     def __init__(self, session: Any) -> None:
         self.session, self.active = session, True
@@ -60,6 +62,11 @@ class Step:
             self.active = False
             for name in self.arrays if self.session.sink is not None else ():
                 self.session.sink.drop(name)
+
+    @classmethod
+    def wanted(cls, session: Any) -> bool:
+        """Return whether a capture has the step."""
+        return bool(getattr(session.options, cls.option))
 
     def prepare(self) -> None:
         """Find the parts of the model that the step reads."""
@@ -84,6 +91,11 @@ class Stream(Step):
     """The residual stream, and the length of its rows."""
 
     option, arrays = "residual", ("residual_norm",)
+
+    @classmethod
+    def wanted(cls, _session: Any) -> bool:
+        """Always: the length of rows takes little space."""
+        return True
 
     def prepare(self) -> None:
         """Find the decoder layers."""
@@ -117,6 +129,12 @@ class Projections(Step):
     option, arrays = "o_proj", ("o_proj", "gate")
     facts: Facts | None = None
     gated = False
+
+    @classmethod
+    def wanted(cls, session: Any) -> bool:
+        """By default those of stored traces."""
+        given = session.options.o_proj
+        return bool(session.out is not None if given is None else given)
 
     def prepare(self) -> None:
         """Find the projections of the recorded layers."""
@@ -262,17 +280,30 @@ class RepeatedContext(Step):
 
     option, arrays = "probe", PROBE
 
+    def prepare(self) -> None:
+        """Find the rows, and check that the model can read them behind the context."""
+        session, n = self.session, len(self.session.encoded.ids) + len(self.session.response)
+        chat, chunk = session.encoded.messages is not None, session.options.probe_chunk
+        self.probe = repetition(session.context, session.tokenizer, chat=chat, chunk=chunk)
+        check_length(session.model, len(session.context), self.probe, n)
+        layer_sizes(session.model, session.layer_ids, self.probe)
+        self.sizes = {"probe": len(self.probe.tokens)}
+
     def finish(self, header: Header, tokens: list[int]) -> Header:
         """Run the rows behind the context, or copy them from the trace that shares it."""
         session = self.session
         if session.begun:
             session.shared.store(session.sink, PROBE, 0)
         else:
-            given = session.context, session.probe, session.layer_ids, session.chunk
+            given = session.context, self.probe, session.layer_ids, session.chunk
             for name, values in zip(PROBE, read_probe(session.model, *given), strict=True):
                 for layer, of_layer in enumerate(values):
                     session.sink.write_layer(name, layer, of_layer)
-        return replace(header, meta={**header.meta, "probe": session.probe.document()})
+        return replace(header, meta={**header.meta, "probe": self.probe.document()})
+
+
+#: All steps, in the order in which they get a call.
+STEPS: tuple[type[Step], ...] = (Stream, Projections, RepeatedContext)
 
 
 def _inputs(module: nn.Module, inputs: list[Tensor]) -> AbstractContextManager[object]:
