@@ -46,10 +46,10 @@ LINK_OF_RESPONSE = {
 COMMANDS = """\
 kvsim prompts --task walk,get --level 1 --n 12 --out many.jsonl
 kvsim capture --model tiny --prompts many.jsonl --out traces
-kvsim replay traces/walk*.zarr --policy h2o,tova --budget 64,96 --interval 16 --fit --judge
+kvsim replay traces/walk*.zarr --policy h2o,tova --budget 64,96 --interval 16 --set fit=true --judge
  --metric response_kl_tokens --out runs/tokens
-kvsim replay traces/*.zarr --policy streaming_llm,h2o,tova,snapkv --budget 64,96 --interval 16 --fit
- --judge --out runs/many
+kvsim replay traces/*.zarr --policy streaming_llm,h2o,tova,snapkv --budget 64,96 --interval 16
+ --set fit=true --judge --out runs/many
 """.replace("\n ", " ")
 
 

@@ -7,6 +7,7 @@ options of commands, controls of the dashboard and parameters in `run.json` foll
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
@@ -22,79 +23,39 @@ else:
     PolicyLike = Protection = Traces = Any
 
 
-class OfCells(TypedDict, total=False):
-    """What all cells have in common, replays and live runs."""
+class Common(TypedDict, total=False):
+    """Options of replays and of live runs."""
 
     interval: Annotated[
         int | str | Sequence[int | str] | None,
         Help(
-            "Rows between events; of replays also several. All policies then have the same events, "
-            "one of them after the prompt; own: each evicts when its paper says. Default: 32 for "
-            "two or more policies, own for one.",
-            "N|own[,...]",
+            "Rows between events, the same for all policies, one event after the prompt; or "
+            "paper: each as its paper says. Default: 32, of one policy paper.",
+            "N|paper[,...]",
         ),
     ]
     prefill: Annotated[
         bool | None,
-        Help(
-            "Whether an event follows the prompt; default: yes, unless policies keep their own "
-            "schedule."
-        ),
+        Help("Whether an event follows the prompt; default: yes, with the interval paper its own."),
     ]
     compress: Annotated[
         Compress | None,
         Help(
-            "What the event after the prompt compresses: with context it fires before the "
-            "question, of traces that say where their context ends, and readers and codecs begin "
-            "there; with questions one follows the question of every turn; default: prompt."
+            "What the event after the prompt compresses: prompt (default), context (before the "
+            "question), both, questions (of all turns) or context+questions.",
+            "WHAT",
         ),
     ]
     prefill_chunk: Annotated[
         int | None,
         AtLeast(1),
-        Help(
-            "Compress the prompt after each chunk of so many rows, before the next one attends; "
-            "default: once.",
-            "ROWS",
-        ),
+        Help("Compress the prompt after each chunk of so many rows; default: once."),
     ]
     fit: Annotated[
         bool,
         Help(
             "Scale windows and segments that exceed half of the budget, by the budgets that the "
             "papers' values are meant for: POLICY@scaled.",
-            default=False,
-        ),
-    ]
-    layers: Annotated[
-        int | Sequence[int] | None,
-        Help("Evict in these layers of the traces alone; default: all.", "N,A-B,..."),
-    ]
-    metrics: Annotated[
-        str | Sequence[str] | None,
-        Help("What to measure, as `kvsim metrics` lists it.", "NAME[,NAME...]", flag="--metric"),
-    ]
-    events: Annotated[bool, Help("Write a row for every event to the results.", default=False)]
-
-
-class Options(OfCells, total=False):
-    """What replays of a grid have in common."""
-
-    memory: Annotated[
-        int | str | None,
-        Help(
-            "Memory of each process for a block of layers, such as 500MB or 2GB; larger traces "
-            "are replayed block by block.",
-            "SIZE",
-            unset="2GiB",
-        ),
-    ]
-    device: Annotated[str, Help("cpu, cuda, or auto for a GPU if there is one.", default="cpu")]
-    judge: Annotated[
-        bool | str,
-        Help(
-            "Apply what was decided to the model that was recorded, in one forward pass, and "
-            "measure its predictions; they rank the policies.",
             default=False,
         ),
     ]
@@ -106,10 +67,56 @@ class Options(OfCells, total=False):
             default={},
         ),
     ]
+    layers: Annotated[
+        int | str | Sequence[int | str] | None,
+        Help("Evict only in these layers of the traces, such as 0 or 4-7; default: all."),
+    ]
+    metrics: Annotated[
+        str | Sequence[str] | None,
+        Help(
+            "What to measure (`kvsim metrics`), or all.",
+            "NAME[,...]",
+            flag="--metric",
+        ),
+    ]
+    events: Annotated[bool, Help("Write a row for every event to the results.", default=False)]
+    out: Annotated[
+        str | Path | None,
+        Help("Run folder; the same call continues its run.", "DIR"),
+    ]
+    overwrite: Annotated[bool, Help("Replace the run that is there.", default=False)]
 
 
-class Keys(Options, total=False):
-    """The keys of a configuration."""
+class ReplayOptions(Common, total=False):
+    """Keywords of `kvsim.sweeps.replay_all`."""
+
+    memory: Annotated[
+        int | str | None,
+        Help(
+            "Memory of each process for a block of layers, such as 500MB or 2GB (default: 2GiB); "
+            "larger traces are replayed block by block."
+        ),
+    ]
+    device: Annotated[str, Help("cpu, cuda, or auto for a GPU if there is one.", default="cpu")]
+    judge: Annotated[
+        bool | str,
+        Help(
+            "Run the recorded model, or MODEL, once under what is kept, and rank policies by its "
+            "predictions.",
+            "[=MODEL]",
+            default=False,
+        ),
+    ]
+    records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
+    jobs: Annotated[
+        int | None,
+        AtLeast(1),
+        Help("Processes.", "N", default=1, unset="as the work needs"),
+    ]
+
+
+class SweepOptions(ReplayOptions, total=False):
+    """Keywords of `kvsim.sweep`, and keys of a configuration."""
 
     traces: Annotated[
         Traces,
@@ -122,53 +129,24 @@ class Keys(Options, total=False):
     policies: Annotated[
         PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]],
         Help(
-            "Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
-            "NAME[,NAME...]",
+            "Policies (`kvsim policies`), or module:NAME for your own.",
+            "NAME[,...]",
             flag="--policy",
         ),
     ]
     budgets: Annotated[
         int | str | Sequence[int | str],
         Help(
-            "Entries per KV head that stay after an event; a share of the trace's length (25%) or "
-            "of the tokens so far (25%so-far); or bytes of all layers and heads (64MiB, at 16 bits "
-            "a number; 64MiB@float32).",
+            "Entries per KV head after an event; a share of the trace (25%) or of the tokens so "
+            "far (25%so-far); or bytes (64MiB, at 16 bits a number, or 64MiB@float32).",
             "N|P%|SIZE[,...]",
             flag="--budget",
         ),
     ]
-    records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
 
 
-class Out(TypedDict, total=False):
-    """The run folder."""
-
-    out: Annotated[
-        str | Path | None,
-        Help(
-            "The run folder: run.json, results.parquet and records.zarr. A run of the same call "
-            "that is there is continued.",
-            "DIR",
-        ),
-    ]
-
-
-class Spread(Out, total=False):
-    """Where a sweep is computed and kept."""
-
-    jobs: Annotated[
-        int | None,
-        AtLeast(1),
-        Help(
-            "Processes here, with one thread each.",
-            default=1,
-            unset="one for small work, else one per processor",
-        ),
-    ]
-
-
-class Writing(TypedDict, total=False):
-    """The response that a model writes under each policy."""
+class LiveOptions(Common, total=False):
+    """Keywords of `kvsim.live`."""
 
     max_new_tokens: Annotated[
         int,
@@ -191,8 +169,8 @@ class Writing(TypedDict, total=False):
         int,
         AtLeast(1),
         Help(
-            "Write so many responses at once, of any prompts, policies and budgets; what a batch "
-            "cannot hold is written one by one, with a note.",
+            "Write so many responses at once, of any prompts, policies and budgets; sequences that "
+            "cannot be batched are written one by one, with a note.",
             default=1,
         ),
     ]
@@ -215,17 +193,17 @@ class Writing(TypedDict, total=False):
     ]
 
 
-class SweepOptions(Keys, Spread, total=False):
-    """Keywords of `kvsim.sweep`."""
-
-
-class ReplayOptions(Options, Spread, total=False):
-    """Keywords of `kvsim.sweeps.replay_all`."""
-
-
-class LiveOptions(OfCells, Writing, Out, total=False):
-    """Keywords of `kvsim.live`."""
-
-
-class Experiment(SweepOptions, ReplayOptions, LiveOptions, total=False):
+class Experiment(SweepOptions, LiveOptions, total=False):
     """Every option."""
+
+
+def numbers_in(text: str) -> list[int] | None:
+    """Return numbers and ranges, as in 0,4-7,-1; None for another text."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        ends = [] if match is None else [int(number) for number in match.groups() if number]
+        if not ends or ends[-1] < ends[0]:
+            return None
+        numbers += range(ends[0], ends[-1] + 1)
+    return numbers

@@ -178,4 +178,4 @@ def test_a_checkout_reads_its_own_declarations(monkeypatch):
     """Studies of a checkout are found whatever is installed."""
     monkeypatch.setattr(registry, "_installed", registry.entry_points)
     own = [point for point in registry.declared("kvsim.commands") if point.dist is None]
-    assert "cost" in [point.name for point in own]
+    assert "conform" in [point.name for point in own]

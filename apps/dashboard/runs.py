@@ -207,7 +207,7 @@ def run() -> Run:
         )
         st.code(
             "kvsim replay traces/*.zarr --policy tova,snapkv,ams+tova --budget 64,128,25% "
-            "--interval 32 --fit --out runs/first",
+            "--interval 32 --set fit=true --out runs/first",
             language="bash",
             wrap_lines=True,
         )

@@ -206,7 +206,7 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     """Return the replays of a prompt."""
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
-    tried, each_own = plan.tried or plan.budgets, {"interval": "own"}
+    tried, each_own = plan.tried or plan.budgets, {"interval": "paper"}
     overlap = {"expected_attention": ("value_norm_overlap",)}
     if plan.only:
         more = overlap if plan.claimed and plan.once else {}

@@ -63,9 +63,9 @@ def _and(names: Sequence[str]) -> str:
 def _introduction(r: Results, first: str) -> str:
     plan = r.plan
     events = f"an event after each {plan.interval} rows of the response, and " + (
-        f"one after the prompt (`--interval {plan.interval} --prefill`)"
+        f"one after the prompt (`--interval {plan.interval} --set prefill=true`)"
         if plan.prefill
-        else f"none after the prompt (`--interval {plan.interval} --no-prefill`)"
+        else f"none after the prompt (`--interval {plan.interval} --set prefill=false`)"
     )
     about = _smollm2(r) if plan.lengths else _tiny(r)
     return f"""{about[0]}

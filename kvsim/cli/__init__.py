@@ -60,7 +60,11 @@ _COMMANDS: dict[str, Command] = {
     "metrics": listing.metrics,
 }
 #: Every command, in the order of `kvsim --help`.
-COMMANDS: Registry[Command] = Registry("command", "kvsim.commands", (FunctionType,), _COMMANDS)
+COMMANDS: Registry[Command] = Registry(
+    "command", "kvsim.commands", (FunctionType,), _COMMANDS, reserved=("study",)
+)
+#: Commands of one study, `kvsim study NAME`.
+STUDIES: Registry[Command] = Registry("study", "kvsim.studies", (FunctionType,), {})
 #: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
     "trace compact": "record with kvsim capture --rows response",
@@ -84,11 +88,21 @@ GONE = {
     "--records": "--out keeps records; `records: true` in the file of a grid",
     "--prompts": "kvsim capture records prompts, and kvsim live takes their traces",
     "--record-to": "kvsim capture records prompts, and kvsim live takes their traces",
-    "--own-schedule": "--interval own",
+    "--resume": "the same command continues",
+    "--own-schedule": "--interval paper",
     "--regret": "--metric regret,regret_gap,possible_share",
     "--sink": "--set protect.sink=N",
     "--recent": "--set protect.recent=N",
     "--protect-prompt": "--set protect.prompt=true",
+    "--prefill": "--set prefill=true",
+    "--no-prefill": "--set prefill=false",
+    "--prefill-chunk": "--set prefill_chunk=ROWS",
+    "--layers": "--set layers=0,4-7",
+    "--memory": "--set memory=SIZE",
+    "--events": "--set events=true",
+    "--fit": "--policy NAME@scaled, or --set fit=true",
+    "--model": "--judge=MODEL",
+    **{name: f"it is kvsim study {name}" for name in STUDIES},
 }
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing}
@@ -109,11 +123,12 @@ def _kvsim(
 ) -> None:
     """Record a model's attention once, replay any KV-cache eviction policy over it, offline.
 
-    `kvsim help COMMAND` shows the options of a command.
+    `kvsim help COMMAND` shows the options of a command, `kvsim study --help` lists commands of
+    single papers.
     """
 
 
-def _app(names: Iterable[str]) -> typer.Typer:
+def _app(names: Iterable[str], commands: Registry[Command] = COMMANDS) -> typer.Typer:
     """Return `kvsim` with some of its commands: to read the signatures of all takes a while."""
     out = typer.Typer(
         name="kvsim",
@@ -121,18 +136,23 @@ def _app(names: Iterable[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    out.callback()(_kvsim)
     for name in names:
-        command = _command(name)
+        if name == "study":
+            studies = _app(STUDIES, STUDIES)
+            out.add_typer(studies, name=name, hidden=True, help="Commands of single papers.")
+            continue
+        command = _command(name, commands)
         first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short
         out.command(name=name, short_help=first, epilog=EPILOGS.get(name, str)())(command)
+    if commands is COMMANDS:
+        out.callback()(_kvsim)
     return out
 
 
-def _command(name: str) -> Command:
+def _command(name: str, commands: Registry[Command]) -> Command:
     """Return a command; one of a package that is broken says so, in the list of all too."""
     try:
-        return COMMANDS[name]
+        return commands[name]
     except PackageError as error:
         broken = error
 
@@ -146,7 +166,7 @@ def _command(name: str) -> Command:
 @cache
 def app() -> typer.Typer:
     """Return `kvsim` with all commands."""
-    return _app(COMMANDS)
+    return _app([*COMMANDS, "study"])
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -206,10 +226,8 @@ def _status(argv: list[str]) -> int:
             raise OptionError(f"an argument is {halves[0]!a}, expected text in UTF-8; convert it")
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
-        if argv[:1] in (["replay"], ["live"]) and "--resume" in argv:
-            argv = [each for each in argv if each != "--resume"]
-            echo_error("--resume is not needed any more: the same command continues")
-        alone = argv[:1] if argv and argv[0] in COMMANDS else None
+        argv = ["--judge=true" if each == "--judge" else each for each in argv]
+        alone = argv[:1] if argv and argv[0] in (*COMMANDS, "study") else None
         for name in (" ".join(argv[:2]), *argv[:1]):
             if name in GONE and name not in COMMANDS:
                 raise OptionError(f"kvsim {name} was removed: {GONE[name]}")

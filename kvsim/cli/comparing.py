@@ -85,16 +85,16 @@ def compare(
     comparison = compared(data.table, ranking, against=against, margin=margin)
     remarks = list(dict.fromkeys([*better, *comparison.remarks, *data.remarks]))
     if as_json:
-        show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
+        fidelity = show.fidelity_shares(data.table.filter(metric=ranking))
+        show.echo_json(_document(comparison, remarks, fidelity))
         return
     if form == "csv":
         show.echo_text(csv_text(comparison.table).rstrip())
         return
-    notes = [*_meaning(comparison), fidelity_line(data.table)]
+    notes = [*_meaning(comparison), fidelity_line(data.table.filter(metric=ranking))]
     notes += [f"Note: {remark}." for remark in merged(remarks)]
-    verdict = [*lines(comparison)]
-    lead = [*verdict, *[""] * bool(verdict), _lead(comparison)]
-    echo_forms(lead, _ranking(comparison), notes, form)
+    verdict = [*lines(comparison)] or ["No verdict: no budget has two policies to compare."]
+    echo_forms([*verdict, "", _lead(comparison)], _ranking(comparison), notes, form)
 
 
 def _document(
@@ -119,8 +119,10 @@ def _document(
 def _lead(comparison: Comparison) -> str:
     from kvsim.analysis.registry import METRICS
 
-    entry, count = METRICS[comparison.metric], len(comparison.traces)
-    prompts = "one prompt" if count == 1 else f"{count} prompts"
+    entry, counts = METRICS[comparison.metric], comparison.overall["n"].unique().sort()
+    fewest, count = counts[0], counts[-1]
+    prompts = f"{fewest} to {count} prompts" if fewest < count else f"{count} prompts"
+    prompts = "one prompt" if count == 1 else prompts
     layers = "summed over layers" if entry.layers == "sum" else "of layers, heads and events"
     return (
         f"{comparison.metric} ({entry.unit}, {comparison.better} is better): mean over {prompts}, "

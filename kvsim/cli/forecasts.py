@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     from kvsim.sweeps.driver import Plan
 
 
-def echo_plan(
-    plan: Plan, out: Path | None, jobs: int | None, *, overwrite: bool, as_json: bool
-) -> None:
-    """Print what is left of a plan of replays or live runs; out: the run folder or None."""
+def echo_plan(plan: Plan, *, as_json: bool) -> None:
+    """Print what is left of a plan of replays or live runs."""
     from kvsim.sweeps.folder import Parts
     from kvsim.sweeps.forecast import forecast
     from kvsim.sweeps.pool import processes
 
-    rest = plan.tasks if overwrite else Parts(out, plan.description).left(plan.tasks)
-    left = len(rest)
+    out, again = plan.options["out"], plan.options["overwrite"]
+    rest = plan.tasks if again else Parts(out, plan.description).left(plan.tasks)
+    jobs = processes(plan.options["jobs"], plan.flops, len(rest), plan.traces)
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
-    counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
-    echo_forecast(forecast(plan, rest, written=out is not None), out, counts, as_json=as_json)
+    counts |= {"tasks_left": len(rest), "jobs": jobs}
+    echo_forecast(forecast(plan, rest), out, counts, as_json=as_json)
 
 
 def echo_forecast(

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
-from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, Printed, grouped, offered
+from kvsim.cli.options import takes
 from kvsim.cli.replaying import begun, show_run
 
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
 
-@grouped
+
+@takes(
+    *("policies", "budgets", "interval", "compress", "max_new_tokens", "temperature", "seed"),
+    *("top_k", "top_p", "batch", "metrics", "paged", "block_tables", "out", "overwrite"),
+    metrics="everything of a running model",
+)
 def live(
-    *,
     traces: Annotated[
-        list[str], typer.Argument(metavar="TRACE...", help="Recorded prompts and responses.")
+        list[str], typer.Argument(metavar="TRACE", help="Recorded prompts and responses.")
     ],
-    loading: Loading,
-    chosen: Chosen,
-    budget: shared.Budgets,
-    options: Annotated[
-        dict[str, Any],
-        offered(
-            *(*SCHEDULE, "layers", "max_new_tokens", "temperature", "seed", "top_k", "top_p"),
-            *("batch", "metrics", "paged", "block_tables"),
-            metrics="everything of a running model",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
+            "GGUF file, or a hub id."
         ),
     ],
-    folder: Folder,
+    options: dict[str, Any],
+    settings: shared.Settings = None,
+    device: shared.Device = "cpu",
+    trust_remote_code: shared.TrustRemoteCode = False,
     show_text: shared.ShowText = False,
-    printed: Printed,
+    plan: shared.Plan = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Run policies on the model itself, its cache compressed.
 
@@ -40,28 +47,28 @@ def live(
     with those of the full cache; with --max-new-tokens the model also writes a response of its own,
     which is compared with the right answer, and shown next to that of the full cache.
     """
-    folder.check()
-    out = folder.out
-
-    from kvsim.analysis.live.table import choose_live
     from kvsim.analysis.overview import LIVE_SUMMARY
-    from kvsim.runner.checks import check_live
+    from kvsim.recorder import load_model
+    from kvsim.recorder.loading import load_outline
+    from kvsim.schema import object_at
     from kvsim.sweeps.closed_loop import plan_live
 
-    choose_live(options["metrics"])
-    policies = chosen.built()
-    for each in policies:
-        check_live(each)
-    recorded = shared.open_traces(traces)
-    decoder, tokenizer = loading.loaded(recorded, weights=not printed.plan)
-    terms = {"tokenizer": tokenizer, "events": folder.events, **options}
-    planned, loops = plan_live(decoder, recorded, policies, budget, **terms)
-    if printed.plan:
-        there = {**planned.parameters, "device": loading.device}
-        planned = replace(planned, parameters=there)
-        echo_plan(planned, out, 1, overwrite=folder.overwrite, as_json=printed.as_json)
+    def load(recorded: Sequence[Trace]) -> Any:
+        """The model and its tokenizer in the precision of the recording."""
+        shared.quiet_transformers()
+        given: dict[str, Any] = {"dtype": object_at(recorded[0].meta, "model").get("dtype")}
+        given |= {"trust_remote_code": trust_remote_code}
+        if plan:
+            return load_outline(model, on_cpu=device == "cpu", **given)
+        return load_model(model, device=device, note=show.echo_error, **given)
+
+    given = shared.experiment(options, settings, [x for x in shared.KEYS if x != "memory"])
+    planned, loops = plan_live(load, traces=traces, **given)
+    if plan:
+        there = {**planned.parameters, "device": device}
+        echo_plan(replace(planned, parameters=there), as_json=as_json)
         return
     with show.bar("cells") as report:
-        run = loops.finish(planned, begun(planned, folder), options["batch"], report)
-    shown = options["metrics"] or LIVE_SUMMARY
-    show_run(run, recorded, shown, out, as_json=printed.as_json, whole=show_text)
+        run = loops.finish(planned, begun(planned), report)
+    shown, out = planned.options["metrics"] or LIVE_SUMMARY, planned.options["out"]
+    show_run(run, planned.traces, shown, out, as_json=as_json, whole=show_text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared
-from kvsim.cli.groups import grouped
+from kvsim.cli.options import takes
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import bar, echo_error
 from kvsim.errors import suggest
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _FORMATS = (".pdf", ".png", ".svg")
 _BY = ("stage", "task", "domain", "level")
-_FLAGS = {"settings": "--set"}
 
 
 def listing() -> str:
@@ -44,19 +43,7 @@ def listing() -> str:
     return "\b\nFigures:\n" + "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Replays that a figure is drawn from."""
-
-    policy: shared.PoliciesOfRuns = None
-    budget: shared.BudgetsOfRuns = None
-    interval: Annotated[list[str] | None, shared.option("interval")] = None
-    prefill: Annotated[bool | None, shared.option("prefill")] = None
-    settings: shared.Settings = None
-    fit: Annotated[bool, shared.option("fit")] = False
-
-
-@grouped
+@takes("interval")
 def plot(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The figure, of the list below.")],
     sources: Annotated[
@@ -68,7 +55,10 @@ def plot(
         ),
     ],
     out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
-    replayed: Replayed,
+    options: dict[str, Any],
+    policy: shared.PoliciesOfRuns = None,
+    budget: shared.BudgetsOfRuns = None,
+    settings: shared.Settings = None,
     metric: Annotated[
         list[str] | None,
         shared.several(
@@ -105,26 +95,29 @@ def plot(
         raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
     check_output(out, advice="give another --out")
     flags: dict[str, Any] = {"layer": layer, "head": head, "by": by, "metric": metric}
+    given = {"policy": policy, "budget": budget, **options, "set": settings}
+    given = {key: value for key, value in given.items() if value}
     runs = [source for source in sources if is_run(source)]
-    for problem in _problems(name, figure, sources, runs, replayed, flags):
+    for problem in _problems(name, figure, sources, runs, given, flags):
         raise OptionError(problem)
     texts = [source for source in sources if source not in runs]
     traces = shared.open_traces(texts) if texts else []
     if figure.single and len(traces) != 1:
         raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
     if runs:
-        data = replace(read(runs, replayed.policy, replayed.budget), traces=traces)
+        data = replace(read(runs, policy, budget), traces=traces)
     else:
-        data = _replayed(name, figure, traces, replayed, flags)
+        options |= {"policies": policy, "budgets": budget} if policy else {}
+        data = _replayed(name, figure, traces, shared.experiment(options, settings), flags)
 
     from kvsim import plots
 
     shown = flags["layer"]
     keywords = {**flags, "metrics": metric, "layers": None if shown is None else [shown]}
-    given = {key: keywords[key] for key in figure.options if keywords[key] is not None}
+    chosen = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data.input(key, figure) for key in figure.inputs]
     with FIGURES.running(name):
-        written = plots.save(getattr(plots, name)(*inputs, **given), out)
+        written = plots.save(getattr(plots, name)(*inputs, **chosen), out)
     typer.echo(f"Written to {written}.")
     for remark in merged(data.remarks):
         echo_error(f"Note: {remark}.")
@@ -142,7 +135,7 @@ def _problems(
     figure: Figure,
     sources: Sequence[str],
     runs: Sequence[str],
-    replayed: Replayed,
+    given: Mapping[str, Any],
     flags: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yield why a figure cannot be drawn with these options."""
@@ -161,10 +154,11 @@ def _problems(
     others = [source for source in sources if source not in runs]
     if runs and others and not figure.single:
         yield f"{runs[0]} is a run and {others[0]} is none; give either runs or traces"
-    given = {key: x for key, x in vars(replayed).items() if x != getattr(Replayed, key)}
-    of_traces = {None: set[str](), "once": {"policy", "settings"}}
-    used = {"policy", "budget"} if runs else of_traces.get(figure.replay, {*vars(replayed)})
-    if surplus := [_FLAGS.get(key, f"--{key}") for key in given if key not in used]:
+    of_traces = {None: set[str](), "once": {"policy", "set"}}
+    used = (
+        {"policy", "budget"} if runs else of_traces.get(figure.replay, {*given, "policy", "budget"})
+    )
+    if surplus := [f"--{key}" for key in given if key not in used]:
         what = f"{runs[0]} is replayed already" if runs else f"{name} does not replay with it"
         yield f"{what}; leave {', '.join(surplus)} out"
     required = [key for key in ("policy", "budget") if key in used and key not in given]
@@ -172,7 +166,7 @@ def _problems(
         folder = f", or the folder of a run ({sources[0]} has no run.json)" * figure.runs
         expected = " and ".join(f"--{key} {key.upper()}" for key in required)
         yield f"{name} of traces shows policies; give {expected}{folder}"
-    counts = len(replayed.policy or ()), len(replayed.budget or ())
+    counts = len(given.get("policy", ())), len(given.get("budget", ()))
     if figure.single == "record" and counts != (1, 1):
         yield f"{name} shows one policy at one budget, but {counts[0]} and {counts[1]} were given"
 
@@ -181,15 +175,17 @@ def _replayed(
     name: str,
     figure: Figure,
     traces: Sequence[Trace],
-    replayed: Replayed,
+    given: dict[str, Any],
     flags: dict[str, Any],
 ) -> Data:
-    """Replay what a figure shows; the layer of `flags` is chosen where a default has a window."""
+    """Replay what a figure shows; `flags` get a layer where that of a default has a window."""
     from kvsim.analysis.measuring import available
     from kvsim.analysis.results import check_models
     from kvsim.analysis.summaries import COSTS
+    from kvsim.sweeps.grid import adapted
 
-    policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
+    adaptation = {name: given[name] for name in ("fit", "protect") if name in given}
+    policies = adapted(given.get("policies", ()), **adaptation)
     if figure.single == "record" and len(policies) > 1:
         raise OptionError(f"{name} shows one policy, but --set has several values; give one")
     check_models(traces)
@@ -206,16 +202,16 @@ def _replayed(
             )
         if flags["layer"] is None and figure.single and policies and trace.windowed and whole:
             flags["layer"] = whole[0]  # the figure's own default may have a window
-    schedule: dict[str, Any] = {"interval": replayed.interval, "prefill": replayed.prefill}
     if figure.replay is None:
         return Data(traces)
     if figure.replay == "once":
         return _evicted_once(traces, policies)
     if figure.replay == "plans":
-        return _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
+        return _planned(traces[0], policies[0], given)
     metric = flags["metric"]
-    measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
-    return _swept(traces, policies, replayed.budget or [], schedule, measured)
+    return _swept(
+        traces, given, available(figure.metrics, traces) if metric is None else [*metric, *COSTS]
+    )
 
 
 @dataclass(frozen=True)
@@ -290,13 +286,13 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
     return same or variants or [name]
 
 
-def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
+def _planned(trace: Trace, policy: Policy, given: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
     from kvsim.engine.replay import replay
 
-    budget = resolve_budget(size, trace.n_pos)
-    interval: Any = next((x for x in schedule["interval"] or () if x != "own"), None)
-    prefill = True if interval and schedule["prefill"] is None else schedule["prefill"]
+    budget = resolve_budget(given["budgets"][0], trace.n_pos)
+    interval: Any = next((x for x in given.get("interval", ()) if x != "paper"), None)
+    prefill = given.get("prefill", True if interval else None)
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
     return Data([trace], [record], None, [record.remark])
 
@@ -315,21 +311,15 @@ def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
     return Data(traces, table=table, remarks=remarks)
 
 
-def _swept(
-    traces: Sequence[Trace],
-    policies: Sequence[Policy],
-    budgets: Sequence[str],
-    schedule: Mapping[str, Any],
-    metrics: Sequence[str],
-) -> Data:
+def _swept(traces: Sequence[Trace], given: Mapping[str, Any], metrics: Sequence[str]) -> Data:
     from kvsim.analysis.registry import metric
-    from kvsim.sweeps.driver import replay_all
+    from kvsim.sweeps.driver import sweep
 
     names = list(dict.fromkeys(metrics))
+    judge = any(metric(name).kind == "live" for name in names)
+    of_figure = {"traces": traces, "metrics": names, "judge": judge, "records": True}
     with bar("cells") as report:
-        judge = any(metric(name).kind == "live" for name in names)
-        options: dict[str, Any] = {"metrics": names, "judge": judge, **schedule}
-        run = replay_all(traces, policies, budgets, progress=report, **options).whole()
+        run = sweep({**given, **of_figure}, progress=report).whole()
     if run.failures:
         first = run.failures[0]
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"

@@ -11,8 +11,8 @@ import typer
 
 from kvsim.cli import shared
 from kvsim.cli.forecasts import echo_forecast
-from kvsim.cli.groups import Printed, grouped, offered
 from kvsim.cli.inspecting import answers_text, layers_text, length_text, size_text
+from kvsim.cli.options import takes
 from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_error, echo_json, echo_notes
 from kvsim.core.parameters import parameters
@@ -24,7 +24,7 @@ from kvsim.tiny import MODELS
 _OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
 
 
-@grouped
+@takes(*_OFFERED, of=Options)
 def capture(
     *,
     model: Annotated[
@@ -55,7 +55,7 @@ def capture(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Record only the first prompts of the file.")
     ] = None,
-    given: Annotated[dict[str, Any], offered(*_OFFERED, of=Options)],
+    options: dict[str, Any],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +76,8 @@ def capture(
         ),
     ] = None,
     trust_remote_code: shared.TrustRemoteCode = False,
-    shown: Printed,
+    plan: shared.Plan = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -84,7 +85,7 @@ def capture(
     --resume records the others.
     """
     _check_prompts(model, prompt, prompts, limit)
-    options = Options(**given, progress=True)
+    given = Options(**options, progress=True)
 
     from kvsim.files import check_writable
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
@@ -99,11 +100,11 @@ def capture(
         requested = read_prompts(prompts, limit=limit, note=echo_error)
     single = len(requested) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if single else [path / file_name(each.id) for each in requested]
-    new = [each for each in paths if not (options.resume and each.exists())]
+    new = [each for each in paths if not (given.resume and each.exists())]
     for each in new:
-        check_target(each, overwrite=options.overwrite)
+        check_target(each, overwrite=given.overwrite)
     shared.quiet_transformers()
-    if shown.plan:
+    if plan:
         from kvsim.recorder.forecast import planned
 
         pairs = [(p, at) for p, at in zip(requested, paths, strict=True) if at in new]
@@ -112,8 +113,8 @@ def capture(
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
         }
-        forecast = planned(model, pairs, options, **place)
-        echo_forecast(forecast, new[0].parent if new else None, {}, as_json=shown.as_json)
+        forecast = planned(model, pairs, given, **place)
+        echo_forecast(forecast, new[0].parent if new else None, {}, as_json=as_json)
         return
     check_writable(paths[0].parent)
     decoder, tokenizer = load_model(
@@ -127,14 +128,14 @@ def capture(
     if single:
         (first,) = requested
         first = replace(first, id="")  # the name of the trace is that of its folder
-        traces = [record(decoder, tokenizer, first, out=path, **vars(options))]
+        traces = [record(decoder, tokenizer, first, out=path, **vars(given))]
     else:
-        traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
+        traces = capture_many(decoder, tokenizer, requested, path, **vars(given))
     facts = [
         {**describe(str(trace.path)), "path": str(at), "kept": at not in new}
         for trace, at in zip(traces, paths, strict=True)
     ]
-    _report(facts, as_json=shown.as_json)
+    _report(facts, as_json=as_json)
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,9 @@ import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan
-from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, Printed, grouped, offered
+from kvsim.cli.options import takes
 from kvsim.cli.runs import document_of, echo_document
-from kvsim.cli.shared import OptionError, Stop
+from kvsim.cli.shared import Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -26,85 +25,59 @@ if TYPE_CHECKING:
 _TRACES = 8
 
 
-@dataclass(frozen=True)
-class Cells(Chosen):
-    """Policies and budgets, which a configuration has instead."""
-
-    policy: Annotated[list[str] | None, shared.option("policies")] = None  # type: ignore[assignment]
-    budget: Annotated[list[str] | None, shared.option("budgets")] = None
-
-
-@grouped
+@takes(
+    *("policies", "budgets", "interval", "compress", "metrics", "judge", "device", "jobs"),
+    *("out", "overwrite"),
+    metrics="all with --out, else the table's",
+)
 def replay(
     source: Annotated[
         list[str],
         typer.Argument(
-            metavar="GRID.yaml | TRACE...",
-            help="Recorded traces, as `kvsim info` lists them, or a grid in a file, which has "
-            "all but --jobs and where results go.",
+            metavar="TRACE|GRID.yaml",
+            help="Recorded traces (`kvsim info`), or a grid in a file, whose keys options replace.",
         ),
     ],
-    *,
-    cells: Cells,
-    options: Annotated[
-        dict[str, Any],
-        offered(
-            *(*SCHEDULE, "layers", "metrics", "memory", "device", "jobs"),
-            metrics="everything with --out, without it what the table shows",
-        ),
-    ],
-    judging: Judging,
-    folder: Folder,
-    printed: Printed,
+    options: dict[str, Any],
+    settings: shared.Settings = None,
+    plan: shared.Plan = False,
+    as_json: shared.Json = False,
 ) -> None:
-    """Replay policies at budgets over traces and compare them.
+    """Replay policies at budgets over traces: what each keeps and loses.
 
-    Prints what each policy would have kept and lost, and how far the attention output would have
-    moved. With --out, whatever ends the command keeps the cells that are done, and the same command
-    continues.
+    Interrupted or killed, the same command with --out continues.
     """
-    folder.check()
-    out, jobs, metrics = folder.out, options.pop("jobs"), options["metrics"]
-    options |= {"judge": judging.by, "events": folder.events}
-
     from kvsim.analysis.measuring import available
     from kvsim.analysis.overview import SUMMARY
-    from kvsim.sweeps.driver import Plan, plan_replays
-    from kvsim.sweeps.grid import read_grid
+    from kvsim.sweeps.driver import Plan
+    from kvsim.sweeps.grid import EVERYTHING, grid_of
 
+    given = shared.experiment(options, settings)
+    usual: dict[str, Any] = {"jobs": None}
     if len(source) == 1 and source[0].endswith((".yaml", ".yml")):
-        every = {**vars(cells), **options}
-        given = [name for name, x in every.items() if x not in (None, False, "cpu", [], ())]
-        if given or options["prefill"] is False:
-            raise OptionError(
-                f"a configuration has its own {', '.join(given) or 'prefill'}; change the file, or "
-                "give traces"
-            )
-        grid = read_grid(source[0])
-        planned, metrics = Plan.of(grid), grid.options["metrics"]
+        grid = grid_of(source[0], defaults=usual, **given)
     else:
-        for name in ("policy", "budget"):
-            if not getattr(cells, name):
-                raise OptionError(f"--{name} is missing; give one, or several between commas")
-        policies = cells.built()
-        traces = shared.open_traces(source)
-        options["metrics"] = metrics if metrics or out else available(SUMMARY, traces)
-        planned = plan_replays(traces, policies, cells.budget or (), **options)
-    if printed.plan:
-        echo_plan(planned, out, jobs, overwrite=folder.overwrite, as_json=printed.as_json)
+        usual |= {"records": True} | ({"metrics": EVERYTHING} if "out" in given else {})
+        grid = grid_of(where="kvsim replay", defaults=usual, traces=source, **given)
+    planned, out = Plan.of(grid), grid.options["out"]
+    if plan:
+        echo_plan(planned, as_json=as_json)
         return
     with show.bar("cells") as report:
-        run = planned.finish(begun(planned, folder), jobs=jobs, progress=report)
-    shown = metrics or available(SUMMARY, planned.traces)
-    as_json = printed.as_json
-    show_run(run, planned.traces, shown, out, as_json=as_json, required=metrics or ())
+        run = planned.finish(begun(planned), progress=report)
+    metrics = grid.options["metrics"]
+    required = () if metrics in (None, EVERYTHING) else metrics
+    shown = required or available(SUMMARY, planned.traces)
+    show_run(run, planned.traces, shown, out, as_json=as_json, required=required)
 
 
-def begun(plan: Plan, folder: Folder) -> Parts:
+def begun(plan: Plan) -> Parts:
     """Return what of a plan is done in the run folder, and say so."""
-    parts = plan.begin(folder.out, overwrite=folder.overwrite)
+    parts = plan.begin()
     if done := {number for each in plan.tasks for number in parts.done(each)} - {-1}:
-        show.echo_error(f"{folder.out} has results of {plural(len(done), 'cell')}; continuing")
+        show.echo_error(
+            f"{plan.options['out']} has results of {plural(len(done), 'cell')}; continuing"
+        )
     return parts
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.core.arguments import Value, value_of
-from kvsim.core.options import Declared, declared
+from kvsim.core.options import declared
 from kvsim.errors import KvsimError, PolicyError, suggest
-from kvsim.experiment import Experiment
+from kvsim.experiment import Experiment, numbers_in
 from kvsim.schema import is_url
 
 if TYPE_CHECKING:
@@ -87,13 +86,9 @@ class OptionError(KvsimError, ValueError):
 
 def parse_ranges(text: str, option: str, expected: str) -> list[int]:
     """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
-        ends = [] if match is None else [int(number) for number in match.groups() if number]
-        if not ends or ends[-1] < ends[0]:
-            raise OptionError(f"{option} is {text!r}; expected {expected}")
-        numbers += range(ends[0], ends[-1] + 1)
+    numbers = numbers_in(text)
+    if numbers is None:
+        raise OptionError(f"{option} is {text!r}; expected {expected}")
     return numbers
 
 
@@ -101,6 +96,11 @@ def parse_layers(text: str | None) -> list[int] | None:
     """Parse numbers of layers, if any are given."""
     expected = "numbers and ranges between commas, such as 0,4-7,-1"
     return None if text is None else parse_ranges(text, "--layers", expected)
+
+
+def parse_judge(text: str | None) -> bool | str | None:
+    """Parse the model of --judge; `true`, as without one, stands for that of the traces."""
+    return True if text == "true" else text
 
 
 def parse_template(text: str | None) -> dict[str, Any] | None:
@@ -118,93 +118,35 @@ def numbers(param: typer.CallbackParam, values: list[str] | None) -> list[Value]
     return None if texts is None else [value_of(text) for text in texts]
 
 
-#: What reads options of types that the command line takes as text.
-_READERS: dict[Any, Callable[..., Any] | None] = {
-    str | Sequence[str]: None,
-    bool | str: None,
-    Sequence[int] | None: parse_layers,
-    int | Sequence[int] | None: parse_layers,
-    int | str | None: None,
-    Mapping[str, Any] | None: parse_template,
-}
-
-
-def kind_of(option: Declared) -> Any:
-    """Return the type by which typer takes an option; text is None where it is not given."""
-    if "[," in (option.help.metavar or "") or option.kind == str | Sequence[str]:
-        return list[str] | None
-    return str | None if option.kind in _READERS else option.kind
-
-
-def option_of(option: Declared, unset: str = "", **changes: Any) -> Any:
-    """Return what typer reads of an option; unset: what the command does without it, in words."""
-    flag = option.help.flag or f"--{option.name.replace('_', '-')}"
-    if option.kind == bool | None or option.default is True:
-        flag += f"/--no-{flag[2:]}"
-    given: dict[str, Any] = {
-        "help": option.help.text + f"  [default: {unset}]" * bool(unset),
-        "metavar": option.help.metavar,
-        "min": option.least,
-        "callback": _callback(option),
-    }
-    return typer.Option(flag, **given | changes)
-
-
-def _callback(option: Declared) -> Callable[..., Any] | None:
-    if "[," in (option.help.metavar or ""):
-        return numbers if option.name == "interval" else split
-    return parse_device if option.name == "device" else _READERS.get(option.kind)
-
-
 _OPTIONS = {each.name: each for each in declared(Experiment)}
 DEVICES = _OPTIONS["device"].help.text
 
 
-def option(name: str, **changes: Any) -> Any:
-    """Return what typer reads of an option of `Experiment`; changes: keywords of `typer.Option`."""
-    return option_of(_OPTIONS[name], _OPTIONS[name].help.unset, **changes)
-
-
-PolicyNames = Annotated[list[str], option("policies")]
-Budgets = Annotated[list[str], option("budgets")]
-Memory = Annotated[str | None, option("memory")]
-Device = Annotated[str, option("device")]
-ModelDevice = Annotated[str, option("device", help=f"Where the model runs: {DEVICES}")]
 TracePaths = Annotated[
     list[str],
     typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Plan = Annotated[
     bool,
     typer.Option(
         "--plan",
         is_eager=True,  # the device of a plan may be another machine's
-        help="Say what it takes (cells, disk, memory), and do nothing else; needs no weights.",
+        help="Print cells, disk and memory, and do nothing.",
     ),
 ]
+PolicyNames = Annotated[list[str], several("NAME[,...]", _OPTIONS["policies"].help.text)]
+Device = Annotated[str, typer.Option(callback=parse_device, help=DEVICES)]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="[POLICY.]KEY=VALUE[,...]",
-        help="A parameter of one policy, of a part such as snapkv wherever it stands, or of each "
-        "that has it; of several values each is tried. protect.sink, protect.recent and "
-        "protect.prompt: what every policy protects.",
+        metavar="KEY=VALUE[,...]",
+        help="A parameter of each policy that has it, or POLICY.KEY of one, and each of several "
+        "values; or a key of a grid file, as prefill=false, layers=0,4-7, protect.sink=4.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-RecordedModel = Annotated[
-    str,
-    typer.Option(
-        help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
-        "GGUF file, or a hub id."
-    ),
-]
-JudgingModel = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="Judge by this model, as `kvsim live` takes it."),
-]
 ShowText = Annotated[
     bool,
     typer.Option(
@@ -263,23 +205,53 @@ def quiet_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def build_policies(
-    names: Sequence[str], settings: Iterable[str] | None, *, fit: bool = False
-) -> list[Policy]:
-    """Build the policies by name, one for each combination of settings (`settings_of`).
+#: Keys of a grid file that `--set` takes, as they have no options.
+KEYS = ("prefill", "prefill_chunk", "fit", "layers", "memory", "events", "records", "protect")
 
-    `protect.sink=4` and its like are of every policy. fit: scale lengths that no setting gives to
-    the budget (`Policy.fitted`).
-    """
+
+def keys_of(
+    settings: Iterable[str] | None, keys: Collection[str] = KEYS
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of an experiment that `--set` gives, and the settings of policies."""
+    given, others = dict[str, Any](), list[str]()
+    for text in settings or ():
+        left, equals, right = text.partition("=")
+        key, _, part = left.strip().partition(".")
+        if key not in keys or not equals:
+            others.append(text)
+        elif key == "protect":
+            given[key] = given.get(key, {}) | {part: parse_set(f"x={right}")[1]}
+        else:
+            values = [value_of(each) for each in right.split(",")]
+            given[key] = values if len(values) > 1 else values[0]
+    return given, others
+
+
+def build_policies(names: Sequence[str], settings: Iterable[str] | None) -> list[Policy]:
+    """Build the policies by name, one for each combination of settings (`settings_of`)."""
+    from kvsim.sweeps.grid import adapted
+
+    given, others = keys_of(settings, ("fit", "protect"))
+    return adapted(policies_of(names, others), **given)
+
+
+def policies_of(names: Sequence[str], settings: Iterable[str]) -> list[Policy]:
+    """Return the policies by name, one for each combination of their settings."""
     from kvsim.policies import variants
-    from kvsim.sweeps.grid import protection_of
 
-    of_all = [text for text in settings or () if text.startswith("protect.")]
-    protect = protection_of(dict(parse_set(text.partition(".")[2]) for text in of_all))
-    given = settings_of(names, [text for text in settings or () if text not in of_all]).items()
-    built = [each for name, lists in given for each in variants(name, lists)]
-    fitted = (each.fitted() if fit else each for each in built)
-    return [replace(each, protect=each.protect | protect) for each in fitted]
+    of_each = settings_of(names, settings).items()
+    return [each for name, lists in of_each for each in variants(name, lists)]
+
+
+def experiment(
+    options: Mapping[str, Any], settings: Iterable[str] | None, keys: Collection[str] = KEYS
+) -> dict[str, Any]:
+    """Return the keys of an experiment from the options of a command, with those of `--set`."""
+    given, others = keys_of(settings, keys)
+    names = options.get("policies", ())
+    if others and not names:
+        raise OptionError(f"--set {others[0]} is of policies; give --policy")
+    return {**options, **given} | ({"policies": policies_of(names, others)} if names else {})
 
 
 def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, list[Value]]]:

@@ -6,7 +6,7 @@ A dataclass or a TypedDict has an annotated field for each option:
         temperature: Annotated[float, AtLeast(0), Help("0 takes the likeliest token.", default=0.0)]
 
 `takes_options` shows the fields as keywords of a Python function, `given_options` checks what a
-call gives, and `kvsim.cli.groups` offers them as options of commands.
+call gives, and `kvsim.cli.options` offers them as options of commands.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ class Policy:
         )
         return large and (
             f"{self.name}: lengths exceed half of budget {budget}; compare with {large}, or all "
-            "lengths with --fit"
+            "lengths with --set fit=true"
         )
 
     def _key(self, length: Length) -> str:

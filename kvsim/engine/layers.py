@@ -118,7 +118,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     if need + fixed > limit:
         raise MemoryLimitError(
             f"{subject} {(need + fixed) / 2**20:.0f} MiB to replay, the memory budget is "
-            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-(need + fixed) // 2**20)}MiB"
+            f"{limit / 2**20:.0f} MiB; give at least --set memory={-(-(need + fixed) // 2**20)}MiB"
         )
     return layers * int((limit - fixed) // need)
 

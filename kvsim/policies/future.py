@@ -74,7 +74,7 @@ def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
     if need > memory:
         raise MemoryLimitError(
             f"the optimum of one layer needs {need / 2**20:.0f} MiB for {events} events, the "
-            f"memory budget is {memory / 2**20:.0f} MiB; give at least --memory "
+            f"memory budget is {memory / 2**20:.0f} MiB; give at least --set memory="
             f"{-(-need // 2**20)}MiB, or a longer interval"
         )
 

@@ -26,7 +26,7 @@ learned are left out. In `adakv+kvzip` and other combinations, the outer part de
 entries a head keeps.
 
 The probe costs a second prefill: as many rows as the context has, each of which attends to the
-whole context and to the rows of its chunk before it. `kvsim cost` says how many FLOPs that is.
+whole context and to the rows of its chunk before it; `kvsim study cost` counts its FLOPs.
 """
 
 from __future__ import annotations

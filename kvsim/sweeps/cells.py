@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,6 @@ from kvsim.analysis.measuring import available, measure
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order, measure_judged
-from kvsim.core.arguments import share_of
-from kvsim.core.budgets import budgeted
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -25,7 +22,6 @@ from kvsim.core.trace import Trace
 from kvsim.engine.replay import run
 from kvsim.errors import KvsimError, error_line
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.terms import Terms
 
 if TYPE_CHECKING:
     from kvsim.runner.judging import Judge
@@ -51,24 +47,6 @@ class Cell(NamedTuple):
     share: str | None
     schedule: Schedule
     layers: tuple[int, ...] | None = None
-
-
-def cells_of(
-    traces: Sequence[Trace],
-    policies: Sequence[Policy],
-    budgets: Sequence[int | str],
-    schedules: Sequence[Terms],
-) -> list[Cell]:
-    """Return every cell, with its budget in entries and its schedule."""
-    cells: list[Cell] = []
-    growing: dict[tuple[int, float], Policy] = {}  # one object for the cells of all traces
-    for trace, given, budget, terms in itertools.product(traces, policies, budgets, schedules):
-        policy, entries = budgeted(given, trace, budget)
-        if policy.so_far is not None:
-            policy = growing.setdefault((id(given), policy.so_far), policy)
-        events = policy.schedule.override(*terms)
-        cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
-    return cells
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints
+from typing import Any, Unpack
 
 import polars as pl
 import torch
@@ -14,18 +14,15 @@ from torch import Tensor
 
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.subject import LiveSubject
-from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
-from kvsim.core.options import given_options, takes_options
+from kvsim.core.options import takes_options
 from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import check_cell
 from kvsim.errors import MemoryLimitError, PolicyError
-from kvsim.experiment import LiveOptions, OfCells
-from kvsim.policies import as_policies
+from kvsim.experiment import Experiment, LiveOptions
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
@@ -36,9 +33,9 @@ from kvsim.runner.closed import ClosedLoop, Own, Writing
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
-from kvsim.store.opening import Traces, as_traces
-from kvsim.sweeps.cells import Cell, Outcome, Progress, cells_of, compute
-from kvsim.sweeps.driver import Plan, describe
+from kvsim.store.opening import Traces
+from kvsim.sweeps.cells import Cell, Outcome, Progress, compute
+from kvsim.sweeps.driver import Plan, describe, refusals
 from kvsim.sweeps.folder import Parts
 from kvsim.sweeps.grid import grid_of
 from kvsim.sweeps.outcome import Run
@@ -86,42 +83,32 @@ def live(
         KvsimError: what `replay_all` raises.
     """
     show = check_progress(progress)
-    given = given_options(LiveOptions, options, "live", PolicyError)
-    plan, loops = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
-    return loops.finish(plan, plan.begin(given["out"]), given["batch"], show)
+    named = isinstance(model, str | Path)
+    load = (lambda _: load_model(model)) if named else (lambda _: (model, tokenizer))
+    plan, loops = plan_live(load, traces=traces, policies=policies, budgets=budgets, **options)
+    return loops.finish(plan, plan.begin(), show)
 
 
 def plan_live(
-    model: Any,
-    traces: Traces,
-    policies: PolicyLike | Iterable[PolicyLike],
-    budgets: int | str | Iterable[int | str],
-    *,
-    tokenizer: Any = None,
-    **options: Unpack[LiveOptions],
+    load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any
 ) -> tuple[Plan, Loops]:
     """Return the plan of `live`, and what computes it; raises as that does.
 
-    model: without weights it can be planned alone.
+    load: returns the model of traces, which needs no weights to be planned, and its tokenizer; it
+    is called once options and policies are checked.
     """
-    given = given_options(LiveOptions, options, "live", PolicyError)
-    of_grid = {name: given[name] for name in get_type_hints(OfCells)}
-    of_grid |= {"traces": as_traces(traces), "policies": as_policies(policies)}
-    sizes: list[Any] = listed(budgets)
-    grid = grid_of(of_grid | {"budgets": sizes})
+    grid = grid_of(of=Experiment, where="live", **options)
+    given = {**grid.options, "records": True}
     (terms, shared), *more = grid.schedules()
     if more:
         raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")
-    traces, policies = grid.opened(), grid.policies
-    layers = grid.options["layers"]
-    new_tokens = given["max_new_tokens"]
-    chosen = choose_live(grid.options["metrics"])
-    cells = cells_of(traces, policies, grid.budgets, [terms])
-    for cell in cells:
-        check_live(cell.policy)
-        check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
-    if isinstance(model, str | Path):
-        model, tokenizer = load_model(model)
+    traces, policies, new_tokens = grid.opened(), grid.policies, given["max_new_tokens"]
+    names = [*choose_live(given["metrics"])]
+    for policy in policies:
+        check_live(policy)
+    cells = grid.cells(traces, [terms])
+    refused = refusals(cells, None)
+    model, tokenizer = load(traces)
     running = RunningModel(model)
     for trace in traces:
         check_recorded(trace, running.described, tokenizer)
@@ -137,7 +124,7 @@ def plan_live(
         "policies": params_of(policies),
         "budgets": list(grid.budgets),
         "schedules": [described(terms)],
-        **{name: grid.options[name] for name in ("layers", "metrics", "events", "memory")},
+        **{name: given[name] for name in ("layers", "metrics", "events", "memory")},
         "max_new_tokens": new_tokens,
         **draws,
         **(choice.settings if new_tokens else {}),
@@ -148,23 +135,21 @@ def plan_live(
         paging = Paging(given["paged"], given["block_tables"])
         parameters |= {name: given[name] for name in ("paged", "block_tables")}
     joined, alone = _batched(running, cells, given)
-    writing = Writing(new_tokens, choice) if new_tokens else None
-    sampling = {"stop": stop, "choice": choice}
-
-    def loop_of(trace: Trace) -> ClosedLoop:
-        if paging is not None:
-            paging.release()  # the prefixes of another prompt
-        return ClosedLoop(running, trace, tokenizer, writing, paging)
-
-    names = list(chosen)
-    loops = Loops(loop_of, cells, names, layers, joined, sampling, paging, events=given["events"])
+    loops = Loops(running, tokenizer, cells, names, given, joined, stop, choice, paging)
     plan = Plan(
         traces=traces,
         cells=cells,
-        tasks=tasks_of(cells, names, {"records": True}, together=1),
+        tasks=tasks_of(
+            [cell for cell in cells if cell.number not in refused],
+            names,
+            {"records": True},
+            together=1,
+        ),
         metrics=names,
         parameters={**parameters, "batch": given["batch"]},
+        options=given,
         notes=(*filter(None, [shared]), *alone, *(choice.notes if new_tokens else ())),
+        refused=refused,
         description=describe(traces, policies, names, parameters),
         model_bytes=sum(each.nbytes for each in running.model.parameters()),
         compute=loops.compute,
@@ -196,51 +181,54 @@ def _batched(
     return [cell for cell in cells if not {cell.policy.name, cell.trace.name} & alone], notes
 
 
+@dataclass
 class Loops:
     """Runs the cells of tasks on a model, one after the other.
 
-    joined: cells whose responses are written in batches. sampling: how.
+    options: of the experiment. joined: cells whose responses are written in batches.
     """
 
-    def __init__(
-        self,
-        loop_of: Callable[[Trace], ClosedLoop],
-        cells: Sequence[Cell],
-        metrics: Sequence[str],
-        layers: Sequence[int] | None,
-        joined: Sequence[Cell],
-        sampling: Mapping[str, Any],
-        paging: Paging | None,
-        *,
-        events: bool,
-    ) -> None:
-        self._loop_of, self._cells, self._metrics = loop_of, cells, metrics
-        self._layers, self._events = layers, events
-        self._joined, self._sampling, self._paging = joined, sampling, paging
-        self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
-        self._outcomes: dict[int, Lived] = {}
-        self._batches: list[list[Cell]] = []
-        self._responses: dict[int, Own | MemoryLimitError] = {}
+    running: RunningModel
+    tokenizer: Any
+    cells: Sequence[Cell]
+    metrics: Sequence[str]
+    options: Mapping[str, Any]
+    joined: Sequence[Cell]
+    stop: Any
+    choice: Choice
+    paging: Paging | None
+    _loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
+    _outcomes: dict[int, Lived] = field(default_factory=dict)
+    _batches: list[list[Cell]] = field(default_factory=list)
+    _responses: dict[int, Own | MemoryLimitError] = field(default_factory=dict)
+
+    def _loop_of(self, trace: Trace) -> ClosedLoop:
+        if self.paging is not None:
+            self.paging.release()  # the prefixes of another prompt
+        new_tokens = self.options["max_new_tokens"]
+        writing = Writing(new_tokens, self.choice) if new_tokens else None
+        return ClosedLoop(self.running, trace, self.tokenizer, writing, self.paging)
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
-        traces = {cell.trace.name: cell.trace for cell in self._cells}
+        traces = {cell.trace.name: cell.trace for cell in self.cells}
         for trace in reversed(traces.values()):
             self._loop = self._loop_of(trace)  # that of the first trace is used
             with threads_for(self._loop.running.model):
-                self._loop.check([cell.schedule for cell in self._cells])
+                self._loop.check([cell.schedule for cell in self.cells])
 
-    def finish(self, plan: Plan, parts: Parts, batch: int, progress: Progress | None) -> Run:
-        """Run what is not finished yet, so many responses at once."""
+    def finish(self, plan: Plan, parts: Parts, progress: Progress | None) -> Run:
+        """Run what is not finished yet, `batch` responses at once."""
+        batch = self.options["batch"]
         left = {cell.number for task in parts.left(plan.tasks) for cell in task.cells}
-        rest = [cell for cell in self._joined if cell.number in left]
+        rest = [cell for cell in self.joined if cell.number in left]
         self._batches = [rest[at : at + batch] for at in range(0, len(rest), batch)]
         run = plan.finish(parts, progress=progress)
-        return replace(run, notes=(*run.notes, *(self._paging.notes if self._paging else ())))
+        return replace(run, notes=(*run.notes, *(self.paging.notes if self.paging else ())))
 
     def compute(self, task: Task, report: Progress = lambda *_: None) -> Outcome:
         """Run the cell of a task."""
-        cells = [cell for cell in self._cells if cell.number in task.numbers]
+        cells = [cell for cell in self.cells if cell.number in task.numbers]
         if self._loop is None or self._loop.trace is not cells[0].trace:
             self._loop = self._loop_of(cells[0].trace)
         with threads_for(self._loop.running.model):
@@ -258,7 +246,7 @@ class Loops:
         if isinstance(response, MemoryLimitError):
             raise response
         record, self._outcomes[cell.number] = loop.run(
-            cell.policy, cell.budget, cell.schedule, self._layers, response
+            cell.policy, cell.budget, cell.schedule, self.options["layers"], response
         )
         digest = cell.trace.fingerprint if cell.trace.path is not None else ""
         return replace(record, digest=digest)
@@ -273,11 +261,11 @@ class Loops:
                 loop = loops[name] = loops.get(name) or self._loop_of(cell.trace)
                 with suppress(Exception):
                     lanes[cell.number] = loop.begin(
-                        cell.policy, cell.budget, cell.schedule, self._layers
+                        cell.policy, cell.budget, cell.schedule, self.options["layers"]
                     )
             sequences, logits = zip(*lanes.values(), strict=True)
             limits = [each.sketch.n_pos - each.sketch.prompt_len for each in sequences]
-            written = respond(sequences, logits, limits, **self._sampling)
+            written = respond(sequences, logits, limits, stop=self.stop, choice=self.choice)
         except torch.OutOfMemoryError:
             error = MemoryLimitError(
                 f"{len(cells)} responses at once take more memory than the device has free; "
@@ -296,4 +284,4 @@ class Loops:
             LiveSubject(cell.trace, record, self._outcomes.pop(cell.number))
             for cell, record in zip(cells, records, strict=True)
         ]
-        return measure_live(subjects, self._metrics, events=self._events)
+        return measure_live(subjects, self.metrics, events=self.options["events"])

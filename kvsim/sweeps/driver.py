@@ -8,29 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints
+from typing import Any, Unpack
 
 import numpy as np
 
-from kvsim.analysis.measuring import choose
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import by_model, models_of
-from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.options import given_options, takes_options
+from kvsim.core.options import takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import check_cell
 from kvsim.errors import ConfigError, KvsimError
-from kvsim.experiment import Options, ReplayOptions, Spread, SweepOptions
+from kvsim.experiment import ReplayOptions, SweepOptions
 from kvsim.progress import with_bar
-from kvsim.schema import PREFILL
 from kvsim.store.opening import Traces
 from kvsim.sweeps.cells import Cell, Outcome, Progress, failure, in_cell_order
 from kvsim.sweeps.code import code_of, of_kvsim
-from kvsim.sweeps.folder import Parts, check_output
-from kvsim.sweeps.grid import Grid, grid_of, read_grid
+from kvsim.sweeps.folder import Parts
+from kvsim.sweeps.grid import EVERYTHING, Grid, grid_of
 from kvsim.sweeps.outcome import Failure, Run, provenance
 from kvsim.sweeps.pool import IN_MEMORY, in_processes, in_this_process, on_executor, processes
 from kvsim.sweeps.tasks import Compute, Task, flops_of, replayed, tasks_of
@@ -57,9 +54,9 @@ def sweep(
     while another thread holds a lock may hang.
 
     Args:
-        config: a YAML file (docs/sweeps.md), or the keys of one as a mapping or as keywords. Each
-            of traces, policies, budgets and interval is one value or several; a policy with
-            settings is `{name: {parameter: values}}`.
+        config: a YAML file (docs/sweeps.md), or the keys of one as a mapping; keywords replace
+            them. Each of traces, policies, budgets and interval is one value or several; a policy
+            with settings is `{name: {parameter: values}}`.
         executor: computes the tasks: any `concurrent.futures.Executor`, such as
             `dask.distributed`'s `Client(...).get_executor()`, or one of submitit. Its workers read
             the traces by the same paths.
@@ -67,27 +64,15 @@ def sweep(
         **options: the options of `kvsim.experiment.SweepOptions`.
 
     Raises:
-        ConfigError: what is no grid.
+        ConfigError: not a valid grid.
         PolicyError: an unknown policy, parameter or metric.
-        TraceError: a trace that cannot be opened.
+        NeedsError: a metric by name reads what a trace has not recorded.
+        TraceError: a trace that cannot be opened, or two traces with one name.
         OutputError: a folder that cannot be written, or has the run of another grid.
     """
     show = check_progress(progress)
-    of_grid = dict[str, Any](options)
-    own = {name: of_grid.pop(name) for name in get_type_hints(Spread) if name in of_grid}
-    own = given_options(Spread, own, "sweep")
-    if config is not None and of_grid:
-        raise ConfigError(
-            f"the grid is {type(config).__name__} and keywords ({', '.join(of_grid)}); expected a "
-            "file, a mapping, or keywords alone"
-        )
-    if isinstance(config, str | Path):
-        grid = read_grid(config)
-    else:
-        grid = grid_of(of_grid if config is None else config)
-    plan = Plan.of(grid)
-    parts = plan.begin(own["out"])
-    return plan.finish(parts, jobs=own["jobs"], executor=executor, progress=show)
+    plan = Plan.of(grid_of(config, **options))
+    return plan.finish(plan.begin(), executor=executor, progress=show)
 
 
 @with_bar("cells")
@@ -102,50 +87,20 @@ def replay_all(
 ) -> Run:
     """Replay every policy at every budget over every trace, and measure the outcome.
 
+    As `sweep`, with records and all metrics unless `records` and `metrics` say otherwise.
+
     Args:
         traces: one or several: objects, paths, folders, names of samples.
         policies: one or several: objects or names.
         budgets: one or several: entries per KV head, or shares such as `25%`.
         progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.ReplayOptions`.
-
-    As `sweep`, with records. Without `metrics` it measures everything that the traces have the
-    arrays for. `judge` takes True for the model that a trace names, or what
-    `kvsim.recorder.load_model` takes; records that its pass cannot show have a remark instead.
-
-    Raises, before any work starts:
-        BudgetError: a policy has no rule for a budget.
-        MemoryLimitError: the memory holds no layer.
-        NeedsError: a metric by name reads what a trace has not recorded.
-        OutputError: the folder cannot be written.
-        TraceError: two traces have one name.
     """
-    given = given_options(ReplayOptions, options, "replay_all")
     show = check_progress(progress)
-    plan = plan_replays(traces, policies, budgets, **options)
-    parts = plan.begin(given["out"])
-    return plan.finish(parts, jobs=given["jobs"], progress=show)
-
-
-def plan_replays(
-    traces: Traces,
-    policies: PolicyLike | Iterable[PolicyLike],
-    budgets: int | str | Iterable[int | str],
-    **options: Unpack[ReplayOptions],
-) -> Plan:
-    """Return the plan of `replay_all`, which computes it; raises as that does."""
-    given = given_options(ReplayOptions, options, "replay_all")
-    of_grid: dict[str, Any] = {name: given[name] for name in get_type_hints(Options)}
-    of_grid |= {"traces": listed(traces), "policies": listed(policies), "records": True}
-    sizes: list[Any] = listed(budgets)
-    grid = grid_of(of_grid | {"budgets": sizes})
-    metrics = None
-    if given["metrics"] is None:
-        metrics = [*choose(None, judged=bool(given["judge"]))]
-    plan = Plan.of(grid, metrics)
-    for error in plan.refused.values():
-        raise error
-    return plan
+    given = dict[str, Any](options, traces=traces, policies=policies, budgets=budgets)
+    usual = {"records": True, "metrics": EVERYTHING}
+    plan = Plan.of(grid_of(defaults=usual, where="replay_all", **given))
+    return plan.finish(plan.begin(), progress=show)
 
 
 @dataclass(frozen=True)
@@ -153,10 +108,10 @@ class Plan:
     """Cells cut into tasks, and what computes them.
 
     metrics: names. parameters: of the run, ready for JSON. description: all that results depend on,
-    ready for JSON. notes: remarks on all results. refused: why cells cannot be replayed, by number;
-    they are in no task. records: whether they are kept. model_bytes: weights of the model that
-    runs. compute: of one task, in this process or another one. check: raises where no task can be
-    computed, before the first of them.
+    ready for JSON. options: of the experiment; where to. notes: remarks on all results. refused:
+    why cells cannot be computed, by number; they are in no task. model_bytes: weights of the model
+    that runs. compute: of one task, in this process or another one. check: raises where no task can
+    be computed, before the first of them.
     """
 
     traces: Sequence[Trace]
@@ -165,39 +120,33 @@ class Plan:
     metrics: Sequence[str]
     parameters: Mapping[str, Any]
     description: Mapping[str, Any]
+    options: Mapping[str, Any]
     compute: Compute = replayed
     notes: Sequence[str] = ()
     refused: Mapping[int, KvsimError] = field(default_factory=dict)
-    records: bool = True
     model_bytes: int = 0
     check: Callable[[], None] = lambda: None
 
     @staticmethod
-    def of(grid: Grid, metrics: Sequence[str] | None = None) -> Plan:
-        """Open the traces of a grid, check its cells, and cut it.
-
-        metrics: by default those of the grid, checked.
-        """
+    def of(grid: Grid) -> Plan:
+        """Open the traces of a grid, check its cells, and cut it."""
         traces, given = grid.opened(), grid.options
         schedules = grid.schedules()
         cells = grid.cells(traces, [terms for terms, _ in schedules])
-        names = grid.chosen(traces) if metrics is None else metrics
+        names = grid.chosen(traces)
         judge = "" if given["judge"] is True else given["judge"]
-        options = {name: given[name] for name in ("events", "memory", "device")}
-        options |= {"records": grid.records} | ({} if judge is False else {"judge": judge})
-        refused: dict[int, KvsimError] = {}
-        for cell in cells:
-            try:
-                check_cell(cell.trace, cell.policy, cell.budget, given["memory"], cell.schedule)
-            except KvsimError as error:
-                refused[cell.number] = error
+        options = {name: given[name] for name in ("events", "memory", "device", "records")}
+        options |= {} if judge is False else {"judge": judge}
+        refused = refusals(cells, given["memory"])
         parameters = {
             "policies": params_of(grid.policies),
             "schedules": [described(terms) for terms, _ in schedules],
             "budgets": list(grid.budgets),
-            **{name: x for name, x in given.items() if name not in _ELSEWHERE},
+            "layers": given["layers"],
+            "metrics": None if given["metrics"] == EVERYTHING else given["metrics"],
+            **{name: given[name] for name in ("events", "memory", "device", "judge")},
         }
-        of_all = {**parameters, "records": grid.records}
+        of_all = {**parameters, "records": given["records"]}
         return Plan(
             traces=traces,
             cells=cells,
@@ -205,9 +154,9 @@ class Plan:
             metrics=names,
             parameters=parameters,
             description=describe(traces, grid.policies, names, of_all),
+            options=given,
             notes=[*filter(None, (remark for _, remark in schedules))],
             refused=refused,
-            records=grid.records,
             check=partial(check_run, judge, traces, given["device"]),
         )
 
@@ -223,31 +172,28 @@ class Plan:
         """The trace of a task."""
         return next(each for each in self.traces if each.name == task.name)
 
-    def begin(self, out: str | Path | None, *, overwrite: bool = False) -> Parts:
-        """Check that the plan can be computed, and return what of it is done in a folder.
+    def begin(self) -> Parts:
+        """Check that the plan can be computed, and return what of it is done in the folder.
 
-        overwrite: remove the run that is there.
+        Raises what refuses the first cell where no cell can be computed.
         """
-        if out is None or not overwrite:
+        if not self.tasks and self.refused:
+            raise next(iter(self.refused.values()))
+        out = self.options["out"]
+        if out is None or not self.options["overwrite"]:
             parts = Parts(out, self.description)
             self.check()
             return parts
-        check_output(Path(out), overwrite=True)
         self.check()
         shutil.rmtree(out, ignore_errors=True)
         return Parts(out, self.description)
 
     def finish(
-        self,
-        parts: Parts,
-        *,
-        jobs: int | None = 1,
-        executor: Any = None,
-        progress: Progress | None = None,
+        self, parts: Parts, *, executor: Any = None, progress: Progress | None = None
     ) -> Run:
         """Compute what is not finished yet, and put the whole into the folder."""
         todo = parts.left(self.tasks)
-        count = processes(jobs, self.flops, len(todo), self.traces)
+        count = processes(self.options["jobs"], self.flops, len(todo), self.traces)
         if executor is not None and any(trace.path is None for trace in self.traces):
             raise ConfigError(IN_MEMORY)
         total = sum(len(task.cells) for task in self.tasks)
@@ -306,7 +252,7 @@ class Plan:
         counts["missing"] = len({*range(len(self.cells))} & left - failed)
         notes = (*self.notes, *(x for part in outcomes for x in part.remarks))
         return Run(
-            tuple(_joined(records[cell.number]) for cell in done if self.records),
+            tuple(_joined(records[cell.number]) for cell in done if self.options["records"]),
             by_model(table, models),
             # a cell whose layers are in several tasks fails in each of them
             tuple({(x.trace, x.cell, x.error): x for x in failures}.values()),
@@ -317,8 +263,15 @@ class Plan:
         )
 
 
-#: Options that `run.json` has among schedules and parameters of policies.
-_ELSEWHERE = ("interval", "prefill", *PREFILL, "fit", "protect")
+def refusals(cells: Sequence[Cell], memory: int | None) -> dict[int, KvsimError]:
+    """Return why cells cannot be computed, by number: their budget, or what their trace lacks."""
+    refused: dict[int, KvsimError] = {}
+    for cell in cells:
+        try:
+            check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
+        except KvsimError as error:
+            refused[cell.number] = error
+    return refused
 
 
 def describe(

@@ -24,8 +24,8 @@ _TABLE, _ROW, _CELL, _LAYER, _ENTRY = 9_500.0, 20, 400, 200, 0.4
 _DOCUMENTS, _RECORD = 3_000.0, 2_300
 
 
-def forecast(plan: Plan, rest: Sequence[Task], *, written: bool) -> Forecast:
-    """Return what the unfinished tasks of a plan take; written: into a folder."""
+def forecast(plan: Plan, rest: Sequence[Task]) -> Forecast:
+    """Return what the unfinished tasks of a plan take."""
     memory, size = 0, _DOCUMENTS + _TABLE
     for task in rest:
         trace, cells, layers = plan.trace_of(task), len(task.cells), len(task.layers)
@@ -34,13 +34,13 @@ def forecast(plan: Plan, rest: Sequence[Task], *, written: bool) -> Forecast:
         judge = _judge_bytes(trace) if "judge" in task.options else 0
         memory = max(memory, layers * layer_bytes(trace) + max(held, default=0) + judge)
         size += _TABLE + cells * layers * trace.n_heads * len(task.metrics) * _ROW + cells * _CELL
-        if plan.records:
+        if plan.options["records"]:
             size += cells * layers * (_LAYER + trace.n_pos * trace.n_heads * _ENTRY)
     memory += plan.model_bytes
-    size += _RECORD * len(plan.cells) * plan.records
+    size += _RECORD * len(plan.cells) * plan.options["records"]
     on_device = plan.parameters.get("device") not in (None, "cpu")
     return Forecast(
-        written=size if written else 0,
+        written=0 if plan.options["out"] is None else size,
         memory=max(resident_bytes() or 0, PROCESS) + (0 if on_device else memory),
         device_memory=memory if on_device else 0,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import yaml
@@ -12,28 +14,31 @@ import yaml
 from kvsim.analysis.measuring import BESIDE, available, check_arrays, choose
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
-from kvsim.core.arguments import value_of
-from kvsim.core.budgets import EXPECTED
+from kvsim.core.arguments import listed, share_of, value_of
+from kvsim.core.budgets import EXPECTED, budgeted
 from kvsim.core.checks import resolve_device
 from kvsim.core.options import given_options
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import ConfigError, local_path, suggest
-from kvsim.experiment import Keys, Options
+from kvsim.errors import ConfigError, OutputError, local_path, suggest
+from kvsim.experiment import SweepOptions, numbers_in
 from kvsim.files import read_input
 from kvsim.policies import variants
 from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
-from kvsim.sweeps.cells import Cell, cells_of
-from kvsim.sweeps.terms import Terms, check_names, shared_terms
+from kvsim.sweeps.cells import Cell
+from kvsim.sweeps.folder import check_output
+from kvsim.sweeps.terms import PAPER, Terms, check_names, shared_terms
 
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
+#: Metrics as options that stand for all that traces have the arrays for.
+EVERYTHING = ("all",)
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,12 @@ class Grid:
     """Every policy at every budget and interval over every trace.
 
     traces: paths, URLs, and objects. policies: one for each combination of settings, each once.
-    budgets: entries, or shares (`25%`). records: keep them too. options: all of
-    `kvsim.experiment.Options`, checked.
+    budgets: entries, or shares (`25%`). options: all others, checked.
     """
 
     traces: tuple[str | Trace, ...]
     policies: tuple[Policy, ...]
     budgets: tuple[str, ...]
-    records: bool
     options: Mapping[str, Any]
 
     def opened(self) -> list[Trace]:
@@ -59,9 +62,11 @@ class Grid:
 
     def chosen(self, traces: Sequence[Trace]) -> list[str]:
         """The metrics by name, checked against the arrays of the traces."""
-        names = self.options["metrics"]
+        names, judged = self.options["metrics"], self.options["judge"] is not False
+        if names == EVERYTHING:
+            return [*choose(None, judged=judged)]
         names = available(SUMMARY, traces) if names is None else names
-        chosen = choose(names, beside=BESIDE, judged=bool(self.options["judge"]))
+        chosen = choose(names, beside=BESIDE, judged=judged)
         for trace in traces:
             check_arrays(trace, chosen)
         return [*chosen]
@@ -78,55 +83,76 @@ class Grid:
         count = len(traces) * len(self.policies) * len(self.budgets) * len(schedules)
         if count > _CELLS:
             raise ConfigError(f"the grid has {count} cells, expected at most {_CELLS}; split it")
-        # a budget given twice, or an interval that is a policy's own, is the same cell again
-        different = {
-            (cell.trace.name, id(cell.policy), cell.budget, cell.share, cell.schedule): cell
-            for cell in cells_of(traces, self.policies, self.budgets, schedules)
-        }
         layers = {trace.name: replayed(trace, self.options["layers"]) for trace in traces}
-        return [
-            cell._replace(number=number, layers=layers[cell.trace.name])
-            for number, cell in enumerate(different.values())
-        ]
+        growing: dict[tuple[int, float], Policy] = {}  # one object for the cells of all traces
+        # a budget given twice, or an interval that is a policy's own, is the same cell again
+        cells: dict[tuple[object, ...], Cell] = {}
+        for trace, given, budget, terms in product(traces, self.policies, self.budgets, schedules):
+            policy, entries = budgeted(given, trace, budget)
+            if policy.so_far is not None:
+                policy = growing.setdefault((id(given), policy.so_far), policy)
+            where = entries, share_of(budget), policy.schedule.override(*terms)
+            cell = Cell(len(cells), trace, policy, *where, layers[trace.name])
+            cells.setdefault((trace.name, id(policy), *where), cell)
+        return [*cells.values()]
 
 
-def grid_of(document: object, folder: Path = Path(), *, where: str = "the grid") -> Grid:
-    """Return the grid of values by the keys `kvsim.experiment.Keys`; None stands for a default.
+def grid_of(
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    of: type = SweepOptions,
+    where: str = "the grid",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Grid:
+    """Return the grid of a YAML file (docs/sweeps.md) or a mapping, and of keywords.
 
-    folder: from which relative paths of traces are seen. Raises ConfigError, which begins with
-    `where`, for an unknown key or another kind of value.
+    config: paths of traces are those seen from the folder of the file, and may have wildcards; its
+    values are as `--set` takes them. options: replace those of config; None stands for a default.
+    of: declares the keys. defaults: replace those that are declared. Raises ConfigError, which
+    begins with the path or `where`, for an unknown key or another kind of value.
     """
+    document, folder = config or {}, Path()
+    if isinstance(config, str | Path):
+        where = str(config)
+        document = _document(config)
+        folder = folder if "traces" in options else Path(config).parent
     if not isinstance(document, Mapping):
         kind = type(document).__name__
         raise ConfigError(f"{where}: it holds a {kind}; expected keys such as traces and policies")
-    names, read = [*get_type_hints(Keys)], dict[str, Any]()
-    for key, value in document.items():
-        if key not in names:
-            close = suggest(str(key), names)
-            raise ConfigError(f"{where}: unknown key {key!r}{close}; known: {', '.join(names)}")
-        if value is None:
-            continue
+    names, read = [*get_type_hints(of)], dict[str, Any]()
+    given = {x: y for each in (document, options) for x, y in each.items() if y is not None}
+    for key in (key for key in given if key not in names):
+        close = suggest(str(key), names)
+        raise ConfigError(f"{where}: unknown key {key!r}{close}; known: {', '.join(names)}")
+    for key, value in {**defaults, **given}.items():
         reader, expected = _READERS.get(key, (lambda given: given, ""))
         read[key] = taken = reader(value)
         empty = taken == () and key != "metrics"  # figures of kept sets need no values
-        if taken is None or empty or (isinstance(taken, tuple) and None in taken):
+        if (expected and taken is None) or empty or (isinstance(taken, tuple) and None in taken):
             raise ConfigError(f"{where}: {key} is {value!r}; expected {expected}")
-    if missing := [key for key in ("traces", "policies", "budgets") if key not in read]:
-        raise ConfigError(f"{where}: {missing[0]} is missing; expected one or a list")
-    checked = given_options(Keys, read, where)
-    protect = protection_of(checked["protect"])
-    built = [each.fitted() if checked["fit"] else each for each in checked["policies"]]
-    check_names(built)
-    policies: list[Policy] = []
-    for each in built:
-        policies += [each] * (each not in policies)
+    for key, flag in (("traces", ""), ("policies", " (--policy)"), ("budgets", " (--budget)")):
+        if key not in read:
+            raise ConfigError(f"{where}: {key}{flag} is missing; expected one or several")
+    checked = given_options(of, read, where)
+    if checked["out"] is not None:
+        check_output(local_path(checked["out"], OutputError), overwrite=checked["overwrite"])
+    policies = adapted(checked.pop("policies"), fit=checked["fit"], protect=checked["protect"])
     return Grid(
-        traces=tuple(_paths(checked["traces"], folder)),
-        policies=tuple(replace(each, protect=each.protect | protect) for each in policies),
-        budgets=checked["budgets"],
-        records=checked["records"],
-        options={name: checked[name] for name in get_type_hints(Options)} | {"protect": protect},
+        traces=tuple(_paths(checked.pop("traces"), folder)),
+        policies=tuple(policies),
+        budgets=checked.pop("budgets"),
+        options=checked,
     )
+
+
+def adapted(given: Iterable[Policy], *, fit: bool = False, protect: object = None) -> list[Policy]:
+    """Return policies, each once, with lengths that fit the budget and with what all protect."""
+    common = protection_of(protect or {})
+    fitted = (each.fitted() if fit else each for each in given)
+    policies = [replace(each, protect=each.protect | common) for each in fitted]
+    check_names(policies)
+    return [each for place, each in enumerate(policies) if each not in policies[:place]]
 
 
 class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -141,22 +167,17 @@ class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
         return super().compose_node(parent, index)
 
 
-def read_grid(path: str | Path) -> Grid:
-    """Return the grid of a YAML file (docs/sweeps.md), whose values are as `--set` takes them.
-
-    Paths of traces are those seen from the folder of the file, and may have wildcards.
-
-    Raises ConfigError for what is no configuration.
-    """
-    file = local_path(path, ConfigError)
+def _document(path: str | Path) -> Any:
+    """Return what a YAML file holds; raises ConfigError for what is no configuration."""
     try:
-        document = _values(_Loader(read_input(file, _DOCUMENT)).get_single_data())
+        return _values(
+            _Loader(read_input(local_path(path, ConfigError), _DOCUMENT)).get_single_data()
+        )
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path} is no YAML: {reason}") from error
-    return grid_of(document, file.parent, where=str(path))
 
 
 def _values(given: Any) -> Any:
@@ -169,7 +190,7 @@ def _values(given: Any) -> Any:
 
 
 def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [value] if isinstance(value, Mapping) else listed(value)
 
 
 def _paths(given: Iterable[Any], folder: Path) -> Iterator[str | Trace]:
@@ -228,9 +249,10 @@ def _budgets(given: object) -> tuple[str | None, ...]:
     return tuple(None if each is None else str(each) for each in numbers(given))
 
 
-def _layers(given: object) -> tuple[int | None, ...]:
-    numbers = _fitting(lambda each: integer(each) is not None)(given)
-    return numbers if None in numbers else tuple(sorted(numbers))
+def _layers(given: object) -> tuple[int, ...] | None:
+    fits = (isinstance(each, str) or integer(each) is not None for each in _listed(given))
+    numbers = numbers_in(",".join(map(str, _listed(given)))) if all(fits) else None
+    return None if numbers is None else tuple(sorted(numbers))
 
 
 #: What reads the value of a key, with None for what does not fit, and what it expects.
@@ -239,10 +261,10 @@ _READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "policies": (lambda given: tuple(_policies(given)), "names, or NAME: {parameter: value}"),
     "budgets": (_budgets, EXPECTED),
     "interval": (
-        _fitting(lambda each: each == "own" or (integer(each) or 0) >= 1),
-        "rows, at least 1, or own",
+        _fitting(lambda each: each == PAPER or (integer(each) or 0) >= 1),
+        "rows, at least 1, or paper (called own before)",
     ),
-    "layers": (_layers, "whole numbers"),
+    "layers": (_layers, "whole numbers, or ranges such as 4-7"),
     "metrics": (lambda given: tuple(map(str, _listed(given))), "names"),
     "memory": (lambda given: size_in_bytes(str(given)), "a size such as 500MB, 2GB or 1GiB"),
     "device": (lambda given: resolve_device(given, here=False), ""),  # until it runs

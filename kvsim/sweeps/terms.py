@@ -12,6 +12,8 @@ from kvsim.schema import PREFILL, Compress, schedule
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
+#: The interval that stands for each policy's own schedule.
+PAPER = "paper"
 
 #: What replaces the schedules of policies: interval, prefill, compress and prefill_chunk, each None
 #: where a policy's own stays.
@@ -30,19 +32,19 @@ def shared_terms(
 
     Without an interval, two or more policies act after the prompt and every `INTERVAL` rows,
     whichever they are, so that the numbers of one do not depend on the others; one policy keeps
-    that of its paper, and all do with the interval `own`. An interval stands for one schedule, so
+    that of its paper, and all do with the interval `paper`. An interval stands for one schedule, so
     it brings the prefill event along for all policies, unless `prefill` decides.
     """
     prefill, compress, chunk = (options[name] for name in ("prefill", *PREFILL))
-    if interval == "own" or (interval is None and all(x == policies[0] for x in policies)):
+    if interval == PAPER or (interval is None and all(x == policies[0] for x in policies)):
         return (None, prefill, compress, chunk), ""
     rows = INTERVAL if interval is None else int(interval)
     prefill = True if prefill is None else prefill
     ends = compress or "prompt"
     after = schedule(rows, prefill=prefill, compress=ends, prefill_chunk=chunk)
     remark = (
-        f"all policies act on one schedule ({after}): --interval N gives another, --interval own "
-        "each that of its paper"
+        f"all policies act on one schedule ({after}): --interval N gives another, --interval "
+        "paper each that of its paper"
     )
     return (rows, prefill, compress, chunk), remark * (interval is None)
 

@@ -29,7 +29,7 @@ def test_bugs_show_their_traceback(monkeypatch, trace):
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvsim.sweeps.driver.plan_replays", broken)
+    monkeypatch.setattr("kvsim.sweeps.driver.Plan.of", broken)
     with pytest.raises(ZeroDivisionError):
         main(["replay", str(trace), "--policy", "tova", "--budget", "16"])
 
@@ -41,7 +41,7 @@ def test_a_warning_of_a_library_is_one_line(monkeypatch, trace, capsys):
         warnings.warn("x is deprecated\nin 6.0", FutureWarning, stacklevel=1)
         raise KvsimError("stopped")
 
-    monkeypatch.setattr("kvsim.sweeps.driver.plan_replays", warned)
+    monkeypatch.setattr("kvsim.sweeps.driver.Plan.of", warned)
     monkeypatch.setattr(warnings, "filters", [])
     monkeypatch.setattr(warnings, "showwarning", printed)
     with pytest.raises(SystemExit):

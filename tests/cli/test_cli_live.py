@@ -56,9 +56,8 @@ def test_a_run_is_continued(run, trace, tmp_path):
     (response,) = document["responses"]
     assert response["tokens"] <= 24
     before = read_run(tmp_path / "run").table
-    status, _, err = run(*command, "--resume")
+    status, _, err = run(*command)
     assert (status, "has results of 1 cell; continuing" in err) == (0, True)
-    assert "--resume is not needed" in err
     assert read_run(tmp_path / "run").table.equals(before)
 
 

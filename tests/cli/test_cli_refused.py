@@ -15,8 +15,8 @@ CAPTURE = "capture --model tiny --out t.zarr"
 PARETO = "plot pareto TRACE --out x.png --policy tova --budget 8"
 PLOT = "plot --out x.png"
 TEXTS = "prompts --out p.jsonl --model BYTES"
-LAYERS = "layers sample --budget 64 --figures f"
-COST = "cost --policy tova --budget 8"
+LAYERS = "study layers sample --budget 64 --figures f"
+COST = "study cost --policy tova --budget 8"
 COST_64 = f"{COST} --model-config CONFIG --context 64"
 
 #: Commands with what their message contains. TRACE is a recorded prompt of tiny, RUN a run of seven
@@ -24,7 +24,7 @@ COST_64 = f"{COST} --model-config CONFIG --context 64"
 #: `mine.py`, `file`, `folder` exist.
 REFUSED = {
     # ---------------------------------------------------------------------------------- replay
-    f"{REPLAY} --budget 0": "budget is 0; the smallest budget that works is 1",
+    "replay TRACE --policy tova --budget 0": "budget is 0; the smallest budget that works is 1",
     f"{REPLAY} --budget 150%": "expected a share above 0%",
     f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
@@ -47,10 +47,10 @@ REFUSED = {
     f"{REPLAY} --set protect.sinks=1": "expected sink, recent, prompt",
     f"{REPLAY} --sink 1": "--sink was removed: --set protect.sink=N",
     f"{REPLAY} --set protect.sink=9 --set protect.recent=9": "smallest budget that works is 18",
-    f"{REPLAY} --memory lots": "memory is 'lots'; expected a size such as 500MB",
+    f"{REPLAY} --set memory=lots": "memory is 'lots'; expected a size such as 500MB",
     f"{REPLAY} --device gpu": "--device is 'gpu'",
     f"{REPLAY} --interval 0": "interval is [0]",
-    f"{REPLAY} --events": "give --out DIR as well",
+    f"{REPLAY} --model tiny": "--model was removed: --judge=MODEL",
     f"{REPLAY} --out mine.py": "mine.py exists",
     f"{REPLAY} --polcy x": "see kvsim replay --help",
     f"{REPLAY} TRACE": "both called 'small'",
@@ -58,10 +58,9 @@ REFUSED = {
     "replay TRACE --policy mine:odd --set fails_at=16 --budget 16 --out x": (
         "error: odd: the trace has no gate; record it with --o-proj\n"
     ),
-    "replay sample --policy tova": "--budget is missing",
-    "replay sample --budget 48": "--policy is missing",
-    "replay grid.yaml --policy tova": "has its own policy",
-    "replay grid.yaml --no-prefill": "has its own prefill",
+    "replay sample --policy tova": "budgets (--budget) is missing",
+    "replay sample --budget 48": "policies (--policy) is missing",
+    "replay TRACE --budget 8 --set window=8": "give --policy",
     "replay grid.yaml": "cannot be read",
     "sweep": "kvsim sweep was removed: `kvsim replay` takes the file of a grid",
     # ------------------------------------------------------------------------------------ live
@@ -129,7 +128,7 @@ REFUSED = {
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --metric regret": "but iou_by has",
     f"{PARETO} --metric regrett": "'regrett'; did you mean 'regret'",
     f"{PARETO} --metric sparsity": "is about traces and the same for",
-    f"{PLOT} overlap_curves TRACE --interval 8 --no-prefill": "leave --interval, --prefill out",
+    f"{PLOT} overlap_curves TRACE --interval 8 --set prefill=no": "leave --interval, --set out",
     f"{PLOT} overlap_curves TRACE --layer 99": "--layer is 99; small has 0 to",
     "plot overlap_curves TRACE --out x.jpg": "expected a file that ends in .png, .svg or .pdf",
     "plot overlap_curves TRACE --out file.png": "file.png exists; give another --out, nothing was",
@@ -154,10 +153,10 @@ REFUSED = {
     f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",
     f"{PLOT} pareto UNREADABLE": "unreadable",
     # ---------------------------------------------------------------------------------- layers
-    "layers sample --budget 16": "budget 16 selects no token beside the window of 32",
-    "layers sample --budget x": "budget is 'x'",
-    "layers sample": "--budget",
-    "layers sample nowhere.zarr --budget 64": "nowhere.zarr",
+    "study layers sample --budget 16": "budget 16 selects no token beside the window of 32",
+    "study layers sample --budget x": "budget is 'x'",
+    "study layers sample": "--budget",
+    "study layers sample nowhere.zarr --budget 64": "nowhere.zarr",
     f"{LAYERS} sample": "both called 'sample'; expected one name",
     f"{LAYERS} --set window=9999": "no token is left to rank",
     f"{LAYERS} --set tau=-1": "asl: tau is -1; expected a number",

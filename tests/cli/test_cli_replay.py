@@ -31,11 +31,10 @@ def test_replay_prints_one_table(printed, trace):
 def test_replay_writes_a_run_and_json(printed, trace, tmp_path):
     """`--out` holds parameters, records and results; `--json` is one document with the cells."""
     out = tmp_path / "runs" / "x"
-    arguments = ["--policy", "snapkv", "--budget", "16", "--set", "window=4", "--no-prefill"]
+    arguments = ["--policy", "snapkv", "--budget", "16", "--set", "window=4"]
+    arguments += ["--set", "prefill=false", "--set", "events=true"]
 
-    text = printed(
-        "replay", trace, *arguments, "--interval", "8", "--events", "--out", out, "--json"
-    )
+    text = printed("replay", trace, *arguments, "--interval", "8", "--out", out, "--json")
 
     document = json.loads(text)
     (cell,) = document["cells"]
@@ -219,7 +218,7 @@ def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
 def test_a_table_flags_what_sees_more_entries(run, trace):
     """With schedules of their own, a policy that acts less often is marked; with one, none is."""
     asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]
-    own = run("replay", trace, *asked, "--interval", "own")[1].splitlines()
+    own = run("replay", trace, *asked, "--interval", "paper")[1].splitlines()
     shared = run("replay", trace, *asked)[1]
 
     assert [line.split()[0] for line in own if re.search(r"\d!\s", line)] == ["snapkv"]

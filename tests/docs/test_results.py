@@ -440,7 +440,7 @@ def test_kept_answers_of_judged_rows_are_those_of_a_live_run(tmp_path):
         policies,
         plan.budgets,
         tokenizer=tokenizer,
-        interval="own",
+        interval="paper",
         max_new_tokens=ANSWER,
         metrics="answer_kept",
     )

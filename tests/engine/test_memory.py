@@ -96,7 +96,7 @@ def test_a_memory_budget_below_one_layer_is_refused_with_what_is_needed():
     """The error names the memory that one layer needs."""
     small_trace = random_trace(layers=1, heads=1, n=32, dim=4)
 
-    with pytest.raises(MemoryLimitError, match="give at least --memory"):
+    with pytest.raises(MemoryLimitError, match="give at least --set memory="):
         kvsim.replay(small_trace, kvsim.policy("tova"), budget=16, memory=1 << 20)
 
 

@@ -68,7 +68,7 @@ def test_lengths_that_fit_stay_as_they_are():
         paper, policy = kvsim.policy(name), kvsim.policy(f"{name}@scaled")
         assert policy.at(budget).levels == paper.levels
         assert policy.at(budget - 2).levels != paper.levels
-        assert "--fit" not in paper.remark(budget)
+        assert "--set fit=true" not in paper.remark(budget)
     assert kvsim.policy("pyramidkv@kvpress@scaled").at(128).scorer.window == 26
 
 
@@ -102,14 +102,14 @@ def test_the_options_of_a_remark_mend_what_it_remarks(name):
     remark = policy.remark(30)
     given = dict(re.findall(rf"--set {re.escape(full)}\.(\S+)=(\d+)", remark))
 
-    assert bool(given) == ("or all lengths with --fit" in remark)
+    assert bool(given) == ("or all lengths with --set fit=true" in remark)
     mended = kvsim.policy(
         full,
         **dict.fromkeys(entry.required, "prefix:16"),
         **{key.replace("scorer.", "scorer__"): int(value) for key, value in given.items()},
     )
-    assert "--fit" not in mended.remark(30)
-    assert "--fit" not in policy.fitted().remark(30)
+    assert "--set fit=true" not in mended.remark(30)
+    assert "--set fit=true" not in policy.fitted().remark(30)
     if name in ("ams", "snapkv", "asl", "gkv"):
         assert given["window"] == "8"
 

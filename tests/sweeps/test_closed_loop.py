@@ -15,7 +15,7 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.table import FACTS
 from kvsim.core.policy import Policy, Scorer
-from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
+from kvsim.errors import CaptureError, ConfigError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
 from kvsim.runner.closed import ClosedLoop
@@ -252,7 +252,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
         kvsim.live(*given, policies("oracle"), [16])
     with pytest.raises(PolicyError, match="per query head"):
         kvsim.live(*given, policies("snapkv@original"), [16])
-    with pytest.raises(PolicyError, match="max_new_tokens is -1"):
+    with pytest.raises(ConfigError, match="max_new_tokens is -1"):
         kvsim.live(*given, policies("tova"), [16], max_new_tokens=-1)
     with pytest.raises(CaptureError, match=r"expected at most .* fewer new tokens"):
         kvsim.live(*given, policies("tova"), [16], max_new_tokens=10**6)

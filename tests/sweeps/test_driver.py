@@ -148,12 +148,12 @@ def test_a_cell_that_fails_stops_no_other(grid):
 def test_a_trace_that_changes_fails_and_the_others_are_done(grid, tmp_path, monkeypatch, how):
     """Removed or replaced while a sweep runs it fails its own cells alone."""
     copies = [str(shutil.copytree(path, tmp_path / Path(path).name)) for path in grid["traces"]]
-    plan = Plan.of(grid_of(grid | {"traces": copies}))
+    plan = Plan.of(grid_of(grid, traces=copies, out=tmp_path / "x"))
     shutil.rmtree(copies[1])
     if how == "another":
         shutil.copytree(copies[0], copies[1])
 
-    run = plan.finish(plan.begin(tmp_path / "x"))
+    run = plan.finish(plan.begin())
 
     assert {failure.trace for failure in run.failures} == {"b"}
     assert {record.trace for record in run.records} == {"a"}
@@ -172,21 +172,21 @@ def test_traces_at_urls_are_the_traces(grid, tmp_path):
 
     assert same(run, expected)
     assert plan.description == Plan.of(grid_of(grid)).description
-    gone = plan.finish(plan.begin(None))
+    gone = plan.finish(plan.begin())
     assert {each.cell for each in gone.failures if each.policy} == {0, 1, 2, 3}
 
 
 def test_the_same_cell_twice_is_one(grid):
     """Budgets given twice, and an interval that is the policy's own, are computed once."""
     grid |= {"policies": ["tova"], "metrics": ["wipeout"]}
-    run = kvsim.sweep(**grid | {"budgets": [12, "12"], "interval": [1, "own"]})
+    run = kvsim.sweep(**grid | {"budgets": [12, "12"], "interval": [1, "paper"]})
 
     assert len(run.records) == run.parameters["cells"] == 2
-    assert same(run, kvsim.sweep(**grid | {"budgets": [12], "interval": ["own"]}))
+    assert same(run, kvsim.sweep(**grid | {"budgets": [12], "interval": ["paper"]}))
 
 
 def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
-    """Traces in memory elsewhere, folders of something else, a file and keywords at once."""
+    """Traces in memory elsewhere, folders of something else."""
     memory = grid | {"traces": [make_trace()]}
     for options in ({"jobs": 2}, {"executor": Elsewhere()}):
         with pytest.raises(ConfigError, match="other processes cannot read"):
@@ -198,8 +198,6 @@ def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
     for url in ("s3://bucket/run", "memory://run"):
         with pytest.raises(OutputError, match="a URL"):
             kvsim.sweep(**grid, out=url)
-    with pytest.raises(ConfigError, match="a mapping, or keywords"):
-        kvsim.sweep("grid.yaml", budgets=[3])
     with pytest.raises(TraceError):
         kvsim.sweep(**grid | {"traces": [str(tmp_path / "none.zarr")]})
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]

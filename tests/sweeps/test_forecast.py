@@ -24,9 +24,9 @@ def test_a_plan_has_the_bytes_of_the_run(tmp_path, records):
     trace = random_trace(computed=True, layers=2, heads=2, group=2, dim=16, n=120)
     grid = {"traces": kvsim.save_trace(trace, tmp_path / "trace.zarr"), "records": records}
     grid |= {"policies": ["tova", "knorm"], "budgets": [24, 48]}
-    plan = Plan.of(grid_of(grid))
+    plan = Plan.of(grid_of(grid, out=tmp_path / "run"))
 
-    planned = forecast(plan, plan.tasks, written=True)
+    planned = forecast(plan, plan.tasks)
     kvsim.sweep(**grid, out=tmp_path / "run")
 
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -38,13 +38,13 @@ def test_every_policy_can_be_planned():
     trace = random_trace(layers=2, heads=2, group=2, dim=16, n=120)
     names = [*CATALOGUE, "criticalkv+knorm", "adakv+snapkv", "global+tova", "union+knorm"]
     planned = 0
-    for name, interval in itertools.product(names, ("own", 1)):
+    for name, interval in itertools.product(names, ("paper", 1)):
         grid = {"traces": trace, "policies": name, "budgets": 64, "interval": interval}
         try:
             plan = Plan.of(grid_of(grid))
         except PolicyError:
             continue  # no policy by itself
-        facts = forecast(plan, plan.tasks, written=False)
+        facts = forecast(plan, plan.tasks)
         assert facts.memory > 0
         planned += 1
     assert planned > 2 * len(CATALOGUE) - 15
@@ -56,7 +56,9 @@ def test_turns_that_fill_the_context_of_the_model(tmp_path):
     prompt = Prompt("a", ids(40), turns=(Turn([1, 2, 3, 4]),))
     trace = kvsim.capture(model, None, prompt, max_new_tokens=8, out=tmp_path / "a.zarr")
 
-    plan, _ = plan_live(model, trace, ["tova"], 24, max_new_tokens=8)
+    plan, _ = plan_live(
+        lambda _: (model, None), traces=trace, policies="tova", budgets=24, max_new_tokens=8
+    )
 
     assert trace.n_pos == 60
     assert len(plan.cells) == 1

@@ -12,7 +12,7 @@ from kvsim.core.sources import Loaded
 from kvsim.errors import KvsimError, TraceError
 from kvsim.sweeps import tasks
 from kvsim.sweeps.driver import Plan
-from kvsim.sweeps.grid import grid_of, read_grid
+from kvsim.sweeps.grid import grid_of
 from kvsim.sweeps.tasks import _loaded, layer_bytes
 from traces import random_trace
 
@@ -20,22 +20,26 @@ LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
 
 
 def test_a_configuration_crosses_lists_of_parameters(tmp_path):
-    """A list of values stands for as many policies, and wildcards for as many traces."""
+    """Lists of values are as many policies, wildcards as many traces; keywords replace keys."""
     for name in ("b", "a"):
         (tmp_path / f"{name}.zarr").mkdir()
     (tmp_path / "grid.yaml").write_text(
         "traces: ['*.zarr']\n"
         "policies: [tova, {snapkv: {window: [8, 16], pool_kernel: [5, 7]}}, {gkv: {decay: 1e-2}}]\n"
-        "budgets: [64, 25%]\ninterval: [32, own]\nmemory: 1GiB\nprotect: {sink: 4}\nlayers:\n"
+        "budgets: [64, 25%]\ninterval: [32, paper]\nmemory: 1GiB\nprotect: {sink: 4}\nlayers:\n"
         "records: yes\n"
     )
 
-    grid = read_grid(tmp_path / "grid.yaml")
+    grid = grid_of(tmp_path / "grid.yaml")
 
     assert grid.traces == (str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr"))
     assert grid.budgets == ("64", "25%")
-    assert grid.options["interval"] == (32, "own")
-    assert (grid.records, grid.options["layers"], grid.options["memory"]) == (True, None, 1 << 30)
+    assert grid.options["interval"] == (32, "paper")
+    assert (grid.options["records"], grid.options["layers"], grid.options["memory"]) == (
+        True,
+        None,
+        1 << 30,
+    )
     assert [(p.name, *map(p.params.get, ("window", "pool_kernel"))) for p in grid.policies] == [
         ("tova", None, None),
         *(("snapkv", window, pool) for window in (8, 16) for pool in (5, 7)),
@@ -43,6 +47,8 @@ def test_a_configuration_crosses_lists_of_parameters(tmp_path):
     ]
     assert grid.policies[-1].params["decay"] == 0.01
     assert all(policy.protect.sink == 4 for policy in grid.policies)
+    other = grid_of(tmp_path / "grid.yaml", budgets=8, layers="0,2-3")
+    assert (other.budgets, other.options["layers"]) == (("8",), (0, 2, 3))
 
 
 @pytest.mark.parametrize(("gpu", "device"), [(False, "cpu"), (True, "cuda")])
@@ -75,10 +81,10 @@ def test_a_grid_names_the_device_that_auto_stands_for(monkeypatch, gpu, device):
         ({"device": "tpu"}, "tpu"),
     ],
 )
-def test_what_is_no_grid_is_refused_in_one_line(more, message, tmp_path):
+def test_what_is_no_grid_is_refused_in_one_line(more, message):
     """The message names the key and what was given."""
     with pytest.raises(KvsimError, match=message) as error:
-        grid_of(LEAST | more, tmp_path)
+        grid_of(LEAST | more)
     assert "\n" not in str(error.value)
 
 
@@ -100,7 +106,7 @@ def test_a_file_that_is_no_configuration_is_refused(text, message, tmp_path):
     if text is not None:
         (tmp_path / "grid.yaml").write_text(text)
     with pytest.raises(KvsimError, match=message) as error:
-        read_grid(tmp_path / "grid.yaml")
+        grid_of(tmp_path / "grid.yaml")
     assert "\n" not in str(error.value)
 
 
@@ -124,7 +130,7 @@ def test_a_trace_is_opened_once_to_plan_and_once_to_compute(tmp_path, monkeypatc
     plan = Plan.of(grid_of({"traces": path, "policies": ["tova", "knorm"], "budgets": [8, 16]}))
     assert len(plan.tasks) >= 3
 
-    plan.finish(plan.begin(None))
+    plan.finish(plan.begin())
 
     assert len(opened) == 1
     kvsim.save_trace(random_trace(layers=6, n=60, seed=1), path, overwrite=True)

@@ -118,8 +118,8 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
     pair = replay_all([trace], [snapkv, full], [16], **options)
     alone = replay_all([trace], [snapkv, snapkv], [16], **options)
     given = replay_all([trace], [snapkv], [16], interval=8, **options)
-    own = replay_all([trace], [tova, ams], [16], interval="own", **options).records
-    after = replay_all([trace], [tova, ams], [16], interval="own", prefill=True, **options)
+    own = replay_all([trace], [tova, ams], [16], interval="paper", **options).records
+    after = replay_all([trace], [tova, ams], [16], interval="paper", prefill=True, **options)
 
     assert [record.events for record in run.records] == [[], *[[29, 61]] * 3]
     assert (pair.records[0].evicted_at == run.records[3].evicted_at).all()
@@ -132,7 +132,7 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
     assert [x.schedule for x in own] == [Schedule(1), Schedule(512, prefill=False)]
     assert all(x.facts.own_schedule for x in own)
     assert [x.schedule for x in after.records] == [Schedule(1), Schedule(512)]
-    with pytest.raises(ConfigError, match="interval is 0; expected rows, at least 1, or own"):
+    with pytest.raises(ConfigError, match="interval is 0; expected rows, at least 1, or paper"):
         replay_all([trace], [tova, ams], [16], interval=0)
 
 
@@ -183,22 +183,14 @@ def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
         run.save(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"policies": ["tova", "snapkv"]}, BudgetError, "smallest budget that works is 32"),
-        ({"memory": 1000}, MemoryLimitError, "give at least --memory"),
-        ({"budgets": []}, ConfigError, "budgets is \\[\\]"),
-    ],
-)
-def test_what_cannot_be_replayed_is_found_before_any_work(options, error, message):
-    """One error for all, and no cell is replayed when one of them cannot be."""
-    calls, given = [], {"traces": [make_trace()], "policies": ["tova"], "budgets": [8]}
+def test_a_cell_that_cannot_be_replayed_fails_alone():
+    """Its budget has no rule; where no cell can be replayed, an error says why before any work."""
+    run = replay_all(make_trace(), ["tova", "snapkv"], 8)
 
-    with pytest.raises(error, match=message):
-        replay_all(**given | options, progress=lambda *call: calls.append(call))
-
-    assert calls == []
+    assert ([x.policy for x in run.records], len(run.failures)) == (["tova"], 1)
+    assert "smallest budget that works is 32" in run.failures[0].error
+    with pytest.raises(MemoryLimitError, match="give at least --set memory="):
+        replay_all(make_trace(), "tova", 8, memory=1000)
 
 
 def best_by_trying(trace, budget, row, fixed):

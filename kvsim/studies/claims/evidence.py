@@ -307,7 +307,7 @@ class Evidence:
 
     def lacks(self, settings: Sequence[PolicySetting], metric: str) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""
-        rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
+        rows = _ONE_EVENT if self.at_prompt else "--interval N --set prefill=false"
         policies = ",".join(dict.fromkeys(setting.policy for setting in settings))
         return (
             f"needs {metric} of {' and '.join(map(str, settings))} at the same budgets, with one "
@@ -316,7 +316,7 @@ class Evidence:
 
 
 #: A schedule of one event, for a policy that has another one of its own.
-_ONE_EVENT = f"--prefill --interval {BEYOND}"
+_ONE_EVENT = f"--set prefill=true --interval {BEYOND}"
 
 #: The long names of policies that claims know by the short one.
 _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}

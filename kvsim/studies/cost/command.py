@@ -1,4 +1,4 @@
-"""`kvsim cost`: memory, time and FLOPs of policies on a model, from its configuration."""
+"""`kvsim study cost`: memory, time and FLOPs of policies on a model, from its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvsim masks`: the records of a run as attention masks, for training under eviction."""
+"""`kvsim study masks`: the records of a run as attention masks, for training under eviction."""
 
 from __future__ import annotations
 

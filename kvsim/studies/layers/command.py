@@ -1,4 +1,4 @@
-"""`kvsim layers`: how the layers rank the tokens of a prompt, and where ASL selects."""
+"""`kvsim study layers`: how the layers rank the tokens of a prompt, and where ASL selects."""
 
 from __future__ import annotations
 

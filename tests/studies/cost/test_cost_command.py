@@ -1,4 +1,4 @@
-"""`kvsim cost`."""
+"""`kvsim study cost`."""
 
 import json
 
@@ -17,7 +17,7 @@ def config(tmp_path):
 def test_command_prints_a_table(printed, config):
     """The command prints the model, a line per policy, budget and context, and what it assumes."""
     out = printed(
-        *("cost", "--model-config", config, "--policy", "full,asl,snapkv"),
+        *("study", "cost", "--model-config", config, "--policy", "full,asl,snapkv"),
         *("--budget", "2048,25%", "--context", "131072"),
     )
 
@@ -39,7 +39,7 @@ def test_command_prints_a_table(printed, config):
 def test_command_prints_json(printed, config):
     """--json has every number per layer."""
     out = printed(
-        *("cost", "--model-config", config, "--policy", "pyramidkv", "--budget", "512"),
+        *("study", "cost", "--model-config", config, "--policy", "pyramidkv", "--budget", "512"),
         *("--context", "8192", "--json"),
     )
     document = json.loads(out)
@@ -53,7 +53,9 @@ def test_command_prints_json(printed, config):
 
 def test_command_takes_a_trace(printed):
     """A trace gives model, context, prompt, and a measured selection layer."""
-    out = printed("cost", "--trace", "sample", "--policy", "asl", "--budget", "64", "--json")
+    out = printed(
+        "study", "cost", "--trace", "sample", "--policy", "asl", "--budget", "64", "--json"
+    )
     (cost,) = json.loads(out)["costs"]
 
     assert (cost["context"], cost["prompt"]) == (472, 226)
@@ -78,7 +80,7 @@ def test_command_takes_a_trace(printed):
 def test_command_prints_the_selection_layer(printed, arguments, told):
     """Measured, given, assumed or the policy's own, with the fidelity of the numbers."""
     budget = [] if "--budget" in arguments else ["--budget", "64"]
-    out = printed("cost", "--trace", "sample", *budget, *arguments)
+    out = printed("study", "cost", "--trace", "sample", *budget, *arguments)
 
     lines = [x for x in out.splitlines() if x.startswith(("asl ", "gemfilter ", "tova "))]
     assert all(text in line for text, line in zip(told, lines, strict=True))

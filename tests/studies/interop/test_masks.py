@@ -159,20 +159,20 @@ def test_files_hold_the_masks(record, tmp_path):
 
 
 def test_the_command_writes_the_masks_of_a_run(trace, tmp_path, run):
-    """`kvsim masks RUN --out FILE` has a mask per record, of the policies that were requested."""
+    """It has a mask per record, of the policies that were requested."""
     policies = [kvsim.policy("tova"), kvsim.policy("knorm")]
     results = replay_all([trace], policies, [BUDGET], interval=INTERVAL)
     results.save(tmp_path / "r")
     path = tmp_path / "m.safetensors"
-    status, out, _ = run("masks", tmp_path / "r", "--out", path, "--policy", "knorm")
+    status, out, _ = run("study", "masks", tmp_path / "r", "--out", path, "--policy", "knorm")
     assert status == 0
     assert len(out.splitlines()) == 2
     (masks,) = read_masks(path)
     (expected,) = (x for x in results.records if x.policy == "knorm")
     assert (masks.last_row.numpy() == expected.evicted_at).all()
-    status, out, _ = run("masks", tmp_path / "r", "--out", path, "--overwrite", "--json")
+    status, out, _ = run("study", "masks", tmp_path / "r", "--out", path, "--overwrite", "--json")
     assert [x["policy"] for x in json.loads(out)["masks"]] == ["tova", "knorm"]
-    new = ["masks", tmp_path / "r", "--out", tmp_path / "n.safetensors"]
+    new = ["study", "masks", tmp_path / "r", "--out", tmp_path / "n.safetensors"]
     status, _, err = run(*new, "--policy", "tov")
     assert status == 2
     assert "is not in" in err

@@ -251,7 +251,7 @@ def stored(tmp_path_factory):
 
 def test_one_trace_has_a_table_of_its_layers(printed):
     """A line per layer, with the rule in words and the fidelity."""
-    out = printed("layers", "sample", "--budget", "64,50%")
+    out = printed("study", "layers", "sample", "--budget", "64,50%")
 
     lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines if line and line[0] in "012"] == ["0", "1", "2"] * 2
@@ -265,7 +265,7 @@ def test_one_trace_has_a_table_of_its_layers(printed):
 
 def test_several_traces_have_a_line_each(printed, stored):
     """With the selection layer, and how often each is selected."""
-    out = printed("layers", *stored, "--budget", "64,100%")
+    out = printed("study", "layers", *stored, "--budget", "64,100%")
 
     rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
     assert [row[0] for row in rows] == [f"task-{i}" for i in range(3) for _ in range(2)]
@@ -277,7 +277,9 @@ def test_several_traces_have_a_line_each(printed, stored):
 
 def test_json_is_one_document(printed, stored):
     """Tables as lists of rows, with the parameters and the fidelity of each row."""
-    out = printed("layers", *stored[:2], "--budget", "64,80", "--set", "look_back=4", "--json")
+    out = printed(
+        "study", "layers", *stored[:2], "--budget", "64,80", "--set", "look_back=4", "--json"
+    )
 
     document = json.loads(out)
     assert document["parameters"]["look_back"] == 4
@@ -298,23 +300,23 @@ def test_figures_are_written_to_a_new_folder(run, printed, stored, tmp_path, mon
     monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
     one, many = tmp_path / "a" / "one", tmp_path / "many"
 
-    out = printed("layers", stored[0], "--budget", "64,50%", "--figures", one, "--json")
+    out = printed("study", "layers", stored[0], "--budget", "64,50%", "--figures", one, "--json")
     names = sorted(path.name for path in one.iterdir())
     assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
     assert names == sorted(
         ["variance.png", "attention.png"]
         + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
     )
-    out = printed("layers", *stored, "--budget", "64", "--figures", many)
+    out = printed("study", "layers", *stored, "--budget", "64", "--figures", many)
     assert "variance.png, selection.png" in out
     assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
 
-    out = printed("layers", "sample", "--budget", "64", "--figures", tmp_path / "shallow")
+    out = printed("study", "layers", "sample", "--budget", "64", "--figures", tmp_path / "shallow")
     assert "ranks-64.png" in out
     assert "grid" not in out  # one layer is tested: nothing to choose
-    out = printed("layers", stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
+    out = printed("study", "layers", stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
     assert "grid" not in out
 
-    status, out, err = run("layers", "sample", "--budget", "64", "--figures", many)
+    status, out, err = run("study", "layers", "sample", "--budget", "64", "--figures", many)
     assert (status, out) == (2, "")
     assert err == f"error: {many} exists; give another --figures, nothing was changed\n"

@@ -1,9 +1,7 @@
-"""Options of commands: in groups, and as they are declared."""
+"""Options of commands and of functions, as they are declared."""
 
-import ast
 import inspect
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -13,21 +11,6 @@ from kvsim.core.options import declared
 from kvsim.errors import KvsimError
 from kvsim.experiment import Experiment, LiveOptions, ReplayOptions, SweepOptions
 from kvsim.sweeps import replay_all
-
-FILES = [*Path(kvsim.__file__).parent.rglob("cli/*.py")]
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_no_function_of_a_command_has_more_than_twelve_parameters(file):
-    """Options that belong together are a group (`kvsim.cli.groups`), and count as one."""
-    functions = [
-        node
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    long = [node.name for node in functions if len(node.args.args) + len(node.args.kwonlyargs) > 12]
-    assert long == []
-
 
 PUBLIC = [each for name in kvsim.__all__ if inspect.isfunction(each := getattr(kvsim, name))]
 
