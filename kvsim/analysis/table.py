@@ -183,9 +183,9 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
     What a running model did is closed loop, or judged: it ran with the kept sets of the replay.
 
-    Where only some rows of the prompt propagate, layers behind the first selection compute what the
-    recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
-    rows that it propagates are exact; deeper sets are so where nothing is chosen there.
+    Where only some rows of the prompt reach deeper layers, those layers compute what the recorded
+    run did not. The layer right behind the first selection still has exact inputs, so its own sets
+    and the rows that go deeper are exact; deeper sets are so where nothing is chosen there.
     """
     if record.closed or kind == "live":
         return "closed" if record.closed else "judged"
@@ -205,7 +205,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
 
 def selection_fidelity(record: Record) -> str:
-    """The fidelity of a record's propagation: exact up to the second drop."""
+    """The fidelity of what rows reach deeper layers: exact up to the second drop."""
     selection = record.selection
     if selection is None or selection.layer is None or selection.dropped[-1] <= selection.layer + 1:
         return "exact"

@@ -18,7 +18,7 @@ class OutputDeviation:
     """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
 
     The rows are those after the prompt, or all (`output_error`).
-    NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
+    NaN for rows of the prompt that do not reach the layer: they have no attention there.
 
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
     mass: share of the full attention that lies on what the row sees, and on the model's sinks if it

@@ -65,7 +65,7 @@ class Source(Protocol):
 
     @property
     def exact_keys(self) -> Tensor:
-        """The keys before a codec rounded them, [L, H, T, d]."""
+        """The keys before they are rounded, [L, H, T, d]."""
 
     def array(self, name: str) -> Tensor:
         """Return another array, by the query heads of each KV head; NeedsError without it.
@@ -82,7 +82,7 @@ class Source(Protocol):
         """Attention output [L, H, G, stop - start, d] and log-sum-exp of these rows, full cache."""
 
     def writable(self, which: int) -> Tensor:
-        """The keys (0) or values (1), for a codec to overwrite; [L, H, T, d]."""
+        """The keys (0) or values (1), to be overwritten; [L, H, T, d]."""
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Drop what left at an event.

@@ -191,6 +191,20 @@ def rounded(
     return out
 
 
+def shortened(
+    storage: object, gone: Tensor, last: int, dims: tuple[int, int]
+) -> list[tuple[Tensor, float]]:
+    """After which row keys and values are rounded, and to how many bits; empty without a codec.
+
+    dims: of a key and of a value; other terms as in `rounded`.
+    """
+    if not isinstance(storage, Codec):
+        return []
+    bits = storage.bits(dims[0])[0], storage.bits(dims[1])[1]
+    pairs = zip(storage.clocks, bits, strict=True)
+    return [(stored_after(gone, clock, last), of_entry) for clock, of_entry in pairs]
+
+
 def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor:
     """The channels of a layer's keys that are stored, bool [H, d]; terms as in `rounded`."""
     owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)

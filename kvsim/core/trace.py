@@ -269,7 +269,7 @@ class Trace(Facts):
         return same
 
     def only(self, prompt_rows: Tensor) -> Trace:
-        """Return the trace of layers to which only some rows of the prompt are propagated.
+        """Return the trace of layers to which only some rows of the prompt go.
 
         prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. The new trace
         counts these rows; its `positions` are those in the sequence. Nothing is copied before it is

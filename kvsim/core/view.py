@@ -47,7 +47,7 @@ class View:
         self._source, self._entries, self._since = source, entries, since
         # the row after which each key was rounded, int32 [L, H, T]
         self._rounded_after = rounded_after
-        #: whether an entry may have another key at a later event: a codec rounds it, or others that
+        #: whether an entry may have another key at a later event: it is rounded, or others that
         #: leave are folded into it
         self.rounded = rounded
         self._gathered: dict[str, Tensor] = {}

@@ -120,7 +120,7 @@ def _cells(
 ) -> NDArray[np.int64]:
     """0 future, 1 seen, 2 not read, 3 evicted, 4 not seen and needed; [row, pos].
 
-    Pooled to _PIXELS. Rows that were not propagated to the layer are 0 throughout.
+    Pooled to _PIXELS. Rows that do not reach the layer are 0 throughout.
     """
     total = len(last)
     row, pos = np.arange(total)[:, None], np.arange(total)[None, :]

@@ -109,7 +109,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
 
     A policy at a budget is on the front if no other result is better with as few entries. A metric
     without a better direction has no front. Budgets bind policies differently, so the axis is
-    `entries_seen` instead of the requested budget. Readers and codecs read or store entries in
+    `entries_seen` instead of the requested budget. Some policies read or store entries in
     another way: where the table has one, the axes are `bytes_held` and `bytes_read`.
 
     metrics: as in `over_budgets`, by default without retained mass; the table needs those of the

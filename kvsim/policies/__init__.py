@@ -1,6 +1,6 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and its entry in `catalogue.py`, of a reader or codec in `access.py`.
+A new policy is one file here and its entry in `catalogue.py`, or `access.py` if it stands behind.
 `policy` builds one from its name. The names below are imported on first use, so that the file of a
 policy imports what it needs alone.
 """

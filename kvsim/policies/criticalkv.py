@@ -66,7 +66,7 @@ class CriticalKV(Wrapper):
 
 
 def _projected(view: View) -> Tensor:
-    """`projected_size` of entries: of new ones, and of all where a codec rounded values since."""
+    """`projected_size` of entries: of new ones, and of all where values may be rounded since."""
     norms = view["projected"]
     new = int((norms.isnan() & view.live).sum(-1).max())  # the last ones of each head
     old = 0 if view.rounded else norms.shape[-1] - new

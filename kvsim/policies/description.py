@@ -87,7 +87,7 @@ def describe(name: str) -> Description:
 
 
 def defining(built: Policy) -> Piece:
-    """The piece that a policy of the user's own is about: a reader or a codec, or its scorer."""
+    """The piece that a policy of the user's own is about: what stands behind, or its scorer."""
     behind = built.reader or built.storage
     return behind if behind and isinstance(built.scorer, Full) else built.scorers[-1]
 

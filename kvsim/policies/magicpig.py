@@ -34,7 +34,7 @@ class MagicPIG(Reader):
     The defaults are the authors' (K = 10, L = 150). `@release` adds 1e-4 to u, as their code does
     (sparse_attention.cc). Deviations: that code reads layers 0 and 16 of 32 whole, here the first
     `dense_layers` are; it reads all entries of the response, here one is hashed when it leaves the
-    local ones; KV heads have other directions there, which 16 layers share. Under a codec, entries
+    local ones; KV heads have other directions there, which 16 layers share. Rounded entries
     are hashed as recorded. A row reads the codes, bits times tables for each entry, as a scan does;
     the authors' tables take 32 bits for each entry and table, and a row reads its buckets alone.
 

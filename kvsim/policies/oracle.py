@@ -55,7 +55,7 @@ class Oracle(Scorer):
             events = (view.row,)
         if self.by == "output":
             weigh = _moved
-        # events whose later rows are weighed together; a codec changes keys from one to the next
+        # events whose later rows are weighed together; rounding changes keys from one to the next
         each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
         first = events.index(view.row) // each * each
         together = events[first : first + each]

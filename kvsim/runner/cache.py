@@ -108,7 +108,7 @@ class LiveSource:
         like: an empty tensor of the model's dtype, on its device.
         rotated: keys are rotated to their slots, and cannot be read.
         dropped: how many rows are dropped.
-        exact: keep a copy of the keys beside those that a codec rounds.
+        exact: keep a copy of the keys beside those that are rounded.
 
     Attributes:
         readers: the layers that attend to the entries: those of the block, or all that read the
@@ -193,7 +193,7 @@ class LiveSource:
 
     @property
     def exact_keys(self) -> Tensor:
-        """Keys before a codec rounded them, [L, H, n, d]."""
+        """Keys before they are rounded, [L, H, n, d]."""
         return computable((self._exact or self._keys).rows)
 
     def array(self, name: str) -> Tensor:

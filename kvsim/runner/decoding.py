@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.propagation import Propagation
 from kvsim.core.record import Record
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, whole
@@ -123,7 +122,7 @@ class Decoding:
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)
-        self._decoder = None if policy.propagation is None else Decoder(running.model)
+        self._decoder = Decoder.of(policy, running.model)
         if self._decoder is None:
             self._make_blocks()
 
@@ -213,7 +212,7 @@ class Decoding:
     def feed(self, ids: Sequence[int], logits: int = 1) -> Tensor:
         """Run the next tokens; returns the logits of the last `logits` of their rows, [n, V].
 
-        Rows between two events go through the model together; with a codec, rows after the prompt
+        Rows between two events go through the model together; under rounding, rows after the prompt
         one by one. Of a policy that drops rows of the prompt, the first tokens are the whole
         prompt, and there are no logits before its last row.
         """
@@ -260,9 +259,8 @@ class Decoding:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
         *_, setting = settings_of(self.sketch, self.policy, self.budget, self.schedule)
         decoder = cast("Decoder", self._decoder)
-        propagation = cast("Propagation", self.policy.propagation)
         self._descent, calls, logits = prefill_in_depth(
-            decoder, self.sketch, propagation, setting, prompt
+            decoder, self.sketch, self.policy, setting, prompt
         )
         self._make_blocks()
         self._make_room()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsim.core.checks import compute_dtype
+from kvsim.core.policy import Policy
 from kvsim.core.propagation import Propagation
 from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
@@ -29,7 +30,7 @@ _NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping"
 
 
 def prefill_in_depth(
-    decoder: Decoder, sketch: Trace, propagation: Propagation, setting: Setting, ids: Sequence[int]
+    decoder: Decoder, sketch: Trace, policy: Policy, setting: Setting, ids: Sequence[int]
 ) -> tuple[Descent, list[KernelCall], Tensor]:
     """Run the prompt layer by layer, each on the rows that a policy propagates to it.
 
@@ -37,6 +38,7 @@ def prefill_in_depth(
     the prompt, [1, V].
     """
     down = _Down(decoder, sketch, setting, ids)
+    propagation = cast("Propagation", policy.propagation)
     descent = descend(propagation, sketch.n_layers, len(ids), down.look)
     if descent.selection.restarted:
         rows = descent.rows[0]
@@ -108,6 +110,11 @@ class Decoder:
             )
         self._layers = decoder_layers(model)
         self._rotary, self._norm, self._head = (cast("nn.Module", part) for part in parts)
+
+    @classmethod
+    def of(cls, policy: Policy, model: PreTrainedModel) -> Decoder | None:
+        """Return the layers of a model for a policy that drops rows on the way down, else None."""
+        return None if policy.propagation is None else cls(model)
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Return the input of the first layer, [n, D]: embeddings as the model scales them."""

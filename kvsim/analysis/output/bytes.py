@@ -1,7 +1,7 @@
 """Bytes that a serving cache holds, and that a row reads, as its entries are read and stored.
 
-Numbers that no codec has rounded take 16 bits, whatever the trace has. Pages' summaries and the
-scales of codecs count. Query heads of one KV head read an entry once, and a summary once.
+Numbers that nothing has rounded take 16 bits, whatever the trace has. Pages' summaries and the
+scales of rounded numbers count. Query heads of one KV head read an entry once, and a summary once.
 
 Shape letters: H KV heads, w rows, T tokens.
 """
@@ -18,7 +18,7 @@ from kvsim.analysis.output.changed import first_row
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.core.storing import Codec, stored_after
+from kvsim.core.storing import shortened
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 
@@ -65,11 +65,8 @@ def _of_layer(
     """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
     key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
     exact = float(key), float(value)
-    storage, late, short = stored_piece(record.storage), list[Tensor](), exact
-    if isinstance(storage, Codec):
-        first = first_row(record, trace) - 1
-        late = [stored_after(gone, clock, first) for clock in storage.clocks]
-        short = storage.bits(trace.dim)[0], storage.bits(trace.value_dim)[1]
+    storage, last = stored_piece(record.storage), first_row(record, trace) - 1
+    short = shortened(storage, gone, last, (trace.dim, trace.value_dim))
     reads = record.reads
     if reads is not None and reads.dense(index):
         reads = None
@@ -87,7 +84,7 @@ def _of_layer(
         for bits, both in ((stored, (seen, seen)), (taken, (keys, read))):
             for entries, whole in zip(both, exact, strict=True):
                 bits.add_(entries.sum((1, 2)), alpha=whole)
-            for entries, after, whole, of_entry in zip(both, late, exact, short, strict=False):
+            for entries, whole, (after, of_entry) in zip(both, exact, short, strict=False):
                 rounded = entries & (after[:, None, : part.stop] < row)
                 bits.sub_(rounded.sum((1, 2)), alpha=whole - of_entry)
         if reads is not None:

@@ -185,8 +185,8 @@ METRICS: Mapping[str, Metric] = {
         "rows", "nats", "lower", "kvsim", _means(_added_weighted),
         layers="sum", arrays=("o_proj", "layer_sensitivity")),
     "bytes_held": Metric(
-        "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
-        "codec has rounded, scales and summaries of pages included; summaries add up the layers",
+        "bytes of the cache that a row after the prompt attends with: 16 bits for a number that "
+        "is not rounded, scales and summaries of pages included; summaries add up the layers",
         "rows", "bytes", "lower", "kvsim", _bytes("resident"),
         default=False, layers="sum"),
     "bytes_read": Metric(

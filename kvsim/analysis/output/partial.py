@@ -35,7 +35,7 @@ _LEAST_ROWS = 8
 def partial(
     layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
-    """Blocks of the rows before `end` that a reader, a codec or an eviction changes.
+    """Blocks of the rows before `end` that an eviction changes, or what is read or rounded.
 
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """

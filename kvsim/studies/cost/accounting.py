@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Forecast
 from kvsim.core.trace import Trace
@@ -188,7 +187,7 @@ def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> 
 
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:
     """Raise the errors of a replay; a budget that never binds needs no rule."""
-    if None in (integer(context), integer(prompt)) or not 1 <= prompt <= context:
+    if not 1 <= prompt <= context:
         raise PolicyError(
             f"prompt is {prompt} tokens of a context of {context}; expected 1 to {context}"
         )
@@ -196,7 +195,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         raise PolicyError(
             f"{policy.name}: the cost model counts entries that are stored as computed and read by "
             "every row; expected an eviction alone; `kvsim replay --metric bytes_held,bytes_read` "
-            "measures readers, codecs and mergers"
+            "measures what is read and stored otherwise"
         )
     if policy.propagation is not None:
         policy.propagation.check(model.n_layers)
@@ -231,12 +230,10 @@ def _selection(
             f"{name}: trace {trace.name} has {trace.n_layers} layers and {model.name} has "
             f"{model.n_layers}; expected a trace of this model, to measure the selection layer on"
         )
-    measured = None
     if trace is not None and trace.prompt_len > budget:
-        measured = replay(trace, policy, budget).selection
-    if trace is not None and measured is not None:
-        remarks = []
-        if measured.layer is None:
+        found, remarks = replay(trace, policy, budget).selection, []
+        measured = None if found is None else found.layer
+        if measured is None:
             remarks.append(
                 f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
             )
@@ -245,7 +242,7 @@ def _selection(
                 f"{name}: the selection is that of a prompt of {trace.prompt_len} tokens, and "
                 f"counted is one of {prompt}"
             )
-        return measured.layer, f"measured on {trace.name}", remarks
+        return measured, f"measured on {trace.name}", remarks
     assumed = (
         f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {expected.source}; "
         "it depends on the text, measure it on a trace whose prompt is longer than the budget"

@@ -86,14 +86,13 @@ def layers(
                 written.append(figures / f"{name}.{form}")
                 (draft / written[-1].name).write_bytes(picture(figure, form))
     if as_json:
-        ranked_tokens = {each.trace: each.ranking.ranked for each in curves}
         of_traces = [
             {
                 "name": trace.name,
                 "digest": trace.digest,
                 "layers": trace.n_layers,
                 "prompt_len": trace.prompt_len,
-                "ranked": ranked_tokens[trace.name],
+                "ranked": trace.prompt_len - rule.window,
             }
             for trace in opened
         ]

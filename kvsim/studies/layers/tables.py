@@ -8,43 +8,26 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.results import REQUESTED, wide
+from kvsim.analysis.results import REQUESTED
 from kvsim.schema import FIDELITY
 from kvsim.studies.layers.ranking import Curve
 
-_OF_TRACE = {"trace": pl.String, "task": pl.String, "budget": pl.Int64, "share": pl.String}
-#: Columns of `layer_table`.
-LAYER_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    **dict.fromkeys(("k", "layer"), pl.Int64),
-    **dict.fromkeys(("variance", "relative_variance"), pl.Float64),
-    "selected": pl.Boolean,
-    "union": pl.Int64,
-    **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
-    **dict.fromkeys(("jaccard", "jaccard_chance"), pl.Float64),
-    "fidelity": pl.Enum(FIDELITY),
-}
-#: Columns of `selection_table`.
-SELECTION_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    **dict.fromkeys(("k", "prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
-    "tau": pl.Float64,
-    "layer": pl.Int64,
-    "relative_variance": pl.Float64,
-    "verdict": pl.String,
-    "fidelity": pl.Enum(FIDELITY),
-}
 
-
-def _of_trace(curve: Curve) -> dict[str, Any]:
-    """The columns that all rows share."""
+def _row(curve: Curve, **values: Any) -> dict[str, Any]:
+    """The columns that all rows of a curve share, around those that differ."""
     ranking = curve.ranking
-    budget = {"budget": curve.budget, "share": curve.share, "k": curve.k}
-    return {"trace": ranking.trace, "task": ranking.task, "fidelity": "exact"} | budget
+    size = {"budget": curve.budget, "share": curve.share, "k": curve.k}
+    return {"trace": ranking.trace, "task": ranking.task, **size, **values, "fidelity": "exact"}
+
+
+def _typed(table: pl.DataFrame, **types: Any) -> pl.DataFrame:
+    """The table without NaN, and with types where values do not say them."""
+    kinds: Any = {"share": pl.String, "fidelity": pl.Enum(FIDELITY), **types}
+    return table.with_columns(pl.selectors.float().fill_nan(None)).cast(kinds)
 
 
 def layer_table(curves: Sequence[Curve]) -> pl.DataFrame:
-    """One row per trace, budget and layer; `LAYER_COLUMNS`.
+    """One row per trace, budget and layer.
 
     variance in squared ranks; relative_variance to that of the first layer that is tested; union:
     tokens that both are a mean over; entropy in nats, next to that of equal scores; jaccard with
@@ -53,23 +36,24 @@ def layer_table(curves: Sequence[Curve]) -> pl.DataFrame:
     parts = []
     for curve in curves:
         layers = np.arange(curve.n_layers)
-        of_layers = {
-            "layer": layers,
-            "variance": curve.variance,
-            "relative_variance": curve.relative,
-            "selected": layers == curve.selected(),
-            "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
-            "entropy": curve.ranking.entropy(),
-            "entropy_uniform": float(np.log(curve.ranking.ranked)),
-            "jaccard": curve.jaccard,
-            "jaccard_chance": np.where(layers > 0, curve.jaccard_chance, np.nan),
-        }
-        parts.append(_of_trace(curve) | of_layers)
-    return wide(parts, LAYER_COLUMNS)
+        of_layers = _row(
+            curve,
+            layer=layers,
+            variance=curve.variance,
+            relative_variance=curve.relative,
+            selected=layers == curve.selected(),
+            union=np.where(np.isnan(curve.variance), np.nan, curve.union),
+            entropy=curve.ranking.entropy(),
+            entropy_uniform=float(np.log(curve.ranking.ranked)),
+            jaccard=curve.jaccard,
+            jaccard_chance=np.where(layers > 0, curve.jaccard_chance, np.nan),
+        )
+        parts.append(_typed(pl.DataFrame(of_layers), union=pl.Int64))
+    return pl.concat(parts)
 
 
 def selection_table(curves: Sequence[Curve]) -> pl.DataFrame:
-    """One row per trace and budget; `SELECTION_COLUMNS`.
+    """One row per trace and budget.
 
     layer: the selection layer, null where nothing is dropped (verdict says why).
     relative_variance is that of this layer.
@@ -77,17 +61,19 @@ def selection_table(curves: Sequence[Curve]) -> pl.DataFrame:
     rows = []
     for curve in curves:
         layer = curve.selected()
-        terms = ("n_layers", "first_layer", "look_back")
-        row = _of_trace(curve) | {name: getattr(curve, name) for name in terms}
-        row |= {
-            "prompt_len": curve.ranking.prompt_len,
-            "tau": curve.rule.tau,
-            "layer": layer,
-            "relative_variance": None if layer is None else float(curve.relative[layer]),
-            "verdict": curve.verdict(),
-        }
+        terms = {name: getattr(curve, name) for name in ("n_layers", "first_layer", "look_back")}
+        row = _row(
+            curve,
+            prompt_len=curve.ranking.prompt_len,
+            **terms,
+            tau=curve.rule.tau,
+            layer=layer,
+            relative_variance=None if layer is None else float(curve.relative[layer]),
+            verdict=curve.verdict(),
+        )
         rows.append(row)
-    return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
+    table = pl.DataFrame(rows, infer_schema_length=None)
+    return _typed(table, layer=pl.Int64, relative_variance=pl.Float64)
 
 
 def distribution(selections: pl.DataFrame) -> pl.DataFrame:

@@ -176,7 +176,7 @@ class Trial:
     @cached_property
     def naive(self) -> loops.Outcome | None:
         """The naive replay of the rule; None without a rule, or with room for everything."""
-        # its loops know no context, and no codec
+        # its loops know no context, and nothing rounded
         if self.compress not in ("prompt", "questions") or self.policy.storage is not None:
             return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):

@@ -302,7 +302,7 @@ def replay(
     queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the
     context, and (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in
     addition to what the rule protects. store: called after each row, and the event after it, for
-    each layer; it may change the event's keys, values and logits, as a codec does. chunk: rows of
+    each layer; it may change the event's keys, values and logits, as rounding does. chunk: rows of
     the prompt between events. asked: the last rows of later questions, after which events fire.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
