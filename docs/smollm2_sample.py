@@ -31,7 +31,7 @@ def judged() -> pl.DataFrame:
     )
     run = replay_all([whole], POLICIES, BUDGETS, interval=INTERVAL, judge="smollm2")
     sample = kvsim.open_trace(kvsim.sample_trace("smollm2"))
-    labels = {name: pl.lit(str(label)) for name, label in sample.labels.items()}
+    labels = {name: pl.lit(str(label)) for name, label in sample.header.labels.items()}
     return run.table.filter(fidelity="judged").with_columns(**labels)
 
 

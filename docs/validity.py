@@ -265,7 +265,7 @@ def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame
     return per_prompt(rows).select(
         model=pl.lit(model),
         prompt=pl.lit(trace.name),
-        task=pl.lit(trace.labels.get("task")),
+        task=pl.lit(trace.header.labels.get("task")),
         tokens=pl.lit(trace.n_pos, pl.Int32),
         response=pl.lit(trace.n_pos - trace.prompt_len, pl.Int32),
         policy="policy",

@@ -20,7 +20,7 @@ def compacted(trace: Trace, rows: int = 512) -> Trace:
         trace.positions, torch.arange(trace.n_pos)
     ):
         raise TraceError(f"{trace.name} has only some rows already; expected a trace with all rows")
-    left_out = left_out_before(trace.context_len or trace.prompt_len, rows)
+    left_out = left_out_before(trace.header.context_len or trace.prompt_len, rows)
     if left_out is None:
         return trace
     header = replace(trace.header, left_out=left_out)

@@ -72,7 +72,7 @@ class Live:
             self.k,
             self.v,
             prompt_len=sketch.prompt_len,
-            context_len=sketch.context_len,
+            context_len=sketch.header.context_len,
             rope=sketch.ropes,
             formulas=sketch.formulas,
             owners=sketch.header.owners,

@@ -109,6 +109,6 @@ def exact_attention(trace, layer):
     """Attention output [qhead, n, d] in float64 from a trace's q, k, v, by the definition."""
     q, k, v = (trace.read(name, slice(layer, layer + 1))[0].double() for name in "qkv")
     k, v = (x.repeat_interleave(trace.group, 0) for x in (k, v))
-    logits = trace.scale * q @ k.mT
+    logits = trace.formulas[0].scale * q @ k.mT
     future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
     return logits.masked_fill(future, -torch.inf).softmax(-1) @ v

@@ -57,7 +57,7 @@ def arrays(trace):
 def same(found, expected):
     """Whether two traces have the same arrays, facts and text."""
     pairs = zip(arrays(found), arrays(expected), strict=True)
-    facts = ("prompt_len", "scale", "rope", "layer_ids", "name", "meta", "token_text", "digest")
+    facts = ("prompt_len", "formulas", "ropes", "layer_ids", "name", "meta", "token_text", "digest")
     return all(torch.equal(*pair) for pair in pairs) and all(
         getattr(found, one) == getattr(expected, one) for one in facts
     )

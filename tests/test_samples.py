@@ -56,7 +56,7 @@ def test_an_unknown_sample_is_refused():
 
 def test_a_head_reads_the_needle_again(trace):
     """In layers 7 and 17 some head's last rows attend mostly to the needle, as the README says."""
-    ((start, end),) = trace.spans["needle"]
+    ((start, end),) = trace.header.spans["needle"]
     rows = slice(trace.n_pos - 6, trace.n_pos - 1)
 
     for layer, expected in enumerate((0.8, 0.5, 0.0)):

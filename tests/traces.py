@@ -77,7 +77,9 @@ def changed(trace: Trace, **changes: Any) -> Trace:
     Queries, keys, values, lengths, formulas, RoPE and name stay. What else the trace has, such as
     attention output, tokens or meta, is left out unless `changes` has it.
     """
-    kept: dict[str, Any] = {name: getattr(trace, name) for name in _KEPT} | {"rope": trace.ropes}
+    kept: dict[str, Any] = {name: getattr(trace.header, name) for name in _KEPT} | {
+        "rope": trace.ropes
+    }
     kept |= {name: trace.read(name) for name in "qkv"}
     if "scale" not in changes:
         kept["formulas"] = trace.formulas

@@ -88,7 +88,7 @@ def token_html(
     Positions from `start` up to and without `stop` are shown. needed: the last row that attends to
     each, which distinguishes evicted tokens that a later row would attend to (`token_states`).
     """
-    trace = trace.evicting
+    trace = trace.part()
     states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
     styles = dict(enumerate(zip(TOKEN_STATES, _CSS, strict=True)))
     return styled_html(states.text[start:stop], [styles[code] for code in states.codes[start:stop]])

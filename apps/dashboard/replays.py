@@ -151,7 +151,7 @@ def legend(states: Mapping[str, TokenStates | None], settings: Settings) -> None
     """Say what two texts show, and what their colours mean; nothing before the first event."""
     scored = {name: state for name, state in states.items() if state is not None}
     if scored:
-        needles = settings.trace.spans.get("needle", ())
+        needles = settings.trace.header.spans.get("needle", ())
         elements.reading(readings.texts(scored, needles[0] if needles else None))
         unread = any(state.counts()["held, not read"] for state in scored.values())
         st.html(LEGEND + (_UNREAD if unread else ""))

@@ -234,7 +234,7 @@ def _replayed(trace: Trace) -> Run:
     about = controls.about("budgets")
     budgets = controls.several("Budgets", "budgets", offered, sizes, help=about)
     regret = controls.switch("Regret", "regret", METRICS["regret"].summary)
-    judged = trace.whole and trace.tokens is not None
+    judged = trace.header.whole and trace.tokens is not None
     judge = judged and controls.switch("Judge", "judge", controls.about("judge"))
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")

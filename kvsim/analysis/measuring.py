@@ -207,7 +207,7 @@ def subjects_of(
 
     references: by name (`Metric.beside`), what each record is compared with.
     """
-    trace = trace.evicting
+    trace = trace.part()
     beside = [references.get(name) or [None] * len(records) for name in BESIDE]
     replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
     for record in replayed:

@@ -290,7 +290,7 @@ def task_of(trace: Trace) -> str:
     The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
     task `walk`, `p12` of `p`.
     """
-    label = str(trace.labels.get("task", ""))
+    label = str(trace.header.labels.get("task", ""))
     return label or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
 
 

@@ -52,7 +52,7 @@ class Analysis(Subjected):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", resolve_device(self.device))
-        object.__setattr__(self, "trace", self.trace.evicting)
+        object.__setattr__(self, "trace", self.trace.part())
 
     @property
     def layers(self) -> Sequence[int]:

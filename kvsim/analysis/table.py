@@ -110,7 +110,7 @@ def blocks_of(
         every = [*entry.cells(subject)]
     for cells in every:
         shared["unit"] = cells.unit or entry.unit
-        labels = trace.labels if cells.turn is None else trace.header.labels_of(cells.turn)
+        labels = trace.header.labels if cells.turn is None else trace.header.labels_of(cells.turn)
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}
         shared |= {x: str(label) for x, label in labels.items() if x not in _NUMBERS}
         values, rows = cells.values, cells.events

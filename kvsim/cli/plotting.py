@@ -190,7 +190,7 @@ def _replayed(
         raise OptionError(f"{name} shows one policy, but --set has several values; give one")
     check_models(traces)
     for trace in traces:
-        for option, count in (("layer", trace.n_layers), ("head", trace.evicting.n_heads)):
+        for option, count in (("layer", trace.n_layers), ("head", trace.part().n_heads)):
             place = flags[option]
             if place is not None and place >= count:
                 raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")

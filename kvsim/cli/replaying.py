@@ -109,7 +109,7 @@ def show_run(
         for trace in opened[:_TRACES]:
             show.echo_text(
                 f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-                f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
+                f"{plural(trace.n_layers, 'layer')}, {plural(trace.part().n_heads, 'KV head')}"
             )
         more = len(opened) - _TRACES
         show.echo_text(f"... and {plural(more, 'trace')}\n" if more > 0 else "")

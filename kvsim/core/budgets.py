@@ -50,7 +50,7 @@ def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, i
             f"budget is {text!r}; expected bytes such as 64MiB, or 64MiB@DTYPE with one of "
             f"{', '.join(_BYTES)}"
         )
-    trace = trace.evicting
+    trace = trace.part()
     layers = max(1, len({*trace.owners} - {*trace.windowed}))
     heads = trace.n_qheads if policy.per_query_head else trace.n_heads
     entry = layers * heads * trace.entry_size * number

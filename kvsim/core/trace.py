@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -30,31 +32,38 @@ from kvsim.core.checks import (
     missing_array,
 )
 from kvsim.core.digest import array_fingerprint
-from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import HeldRows, left_out_among, whole_shapes
+from kvsim.core.left_out import HeldRows, whole_shapes
 from kvsim.core.parameters import integer
 from kvsim.core.shared_results import Memo
 from kvsim.core.sources import (
     ArraySource,
     InMemory,
-    Loaded,
     OneSize,
-    PerQueryHead,
-    SelectedRows,
     Size,
     is_sized,
 )
 from kvsim.errors import NeedsError, PositionError, TraceError
+from kvsim.schema import numbered
 
 T = TypeVar("T")
 
 _ALL = slice(None)
 
 
-class Trace(Facts):
+class _OfSize:
+    """A number of the size that all layers of a trace share; else NeedsError."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, trace: Trace, _: type[Trace]) -> int:
+        return _size_of(trace, range(trace.n_layers))[self.place]
+
+
+class Trace:
     """One token sequence through one model: q, k, v after RoPE, and its header.
 
     Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.
@@ -77,10 +86,13 @@ class Trace(Facts):
             attention is a part of the key.
         sizes: query heads, KV heads, dim and value_dim of each layer. Where layers differ in them,
             n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
-            together; `alike` returns the trace of layers of one size.
-        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
-        questions, left_out, owners: `Header`'s too; each layer its own owner by default.
+            together; `part` returns the trace of layers of one size.
+        readable: layers that can be read; others are of another size.
+        prompt_len, formulas, ropes, layer_ids, name, meta: `Header`'s.
+        owners: `Header`'s too; each layer its own owner by default.
     """
+
+    n_qheads, n_heads, dim, value_dim = map(_OfSize, range(4))
 
     def __init__(
         self,
@@ -93,7 +105,20 @@ class Trace(Facts):
         path: Path | str | None = None,
         base: Trace | None = None,
     ) -> None:
-        super().__init__(header, source.shapes)
+        layers, qheads, n_pos, dim = source.shapes["q"]
+        largest = qheads, source.shapes["k"][1], dim, source.shapes["v"][3]
+        self.n_layers: Final = layers
+        self.n_pos: Final = n_pos
+        self.sizes: Final[tuple[Size, ...]] = header.sizes or (largest,) * layers
+        self.readable = tuple(range(layers))
+        self.prompt_len: Final = header.prompt_len
+        self.formulas: Final = header.formulas
+        self.ropes: Final = header.ropes
+        self.layer_ids: Final = header.layer_ids
+        self.owners: Final = header.owners or tuple(range(layers))
+        self.name: Final = header.name
+        self.meta: Final = header.meta
+        self.header: Final = header
         self.source: Final = source
         self.dtype: Final[torch.dtype] = dtype or torch.float32
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
@@ -105,7 +130,7 @@ class Trace(Facts):
         self.full_attention: FullAttention = FullAttention(
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
-        self._alike: dict[Size, Trace] = {}
+        self._parts: dict[Size, Trace] = {}
 
     @classmethod
     def from_arrays(
@@ -225,66 +250,74 @@ class Trace(Facts):
         check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
         return trace
 
-    def alike(self, layers: Iterable[int]) -> Trace:
+    def part(self, layers: Iterable[int] | None = None) -> Trace:
         """Return the trace for layers of one size: places stay, and other layers cannot be read.
 
-        Itself where all layers have one size. Raises NeedsError as `size_of`.
+        layers: those in which replays evict, not `windowed`, by default. Itself where all layers
+        have one size. Raises NeedsError where these layers have several.
         """
         if not self.header.sizes:
             return self
-        size = self.size_of(layers)
-        if size not in self._alike:
+        if layers is None:
+            layers = (i for i in range(self.n_layers) if i not in self.windowed)
+        size = _size_of(self, layers)
+        if size not in self._parts:
             source, header = OneSize(self.source, self.sizes, size), replace(self.header, sizes=())
-            alike = self.derived(source, header, fingerprint=self.fingerprint)
-            self._alike[size] = alike
-            alike.windowed = self.windowed
-            alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
-        return self._alike[size]
+            part = derived(self, source, header, fingerprint=self.fingerprint)
+            self._parts[size] = part
+            part.windowed = self.windowed
+            part.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
+        return self._parts[size]
 
     @property
-    def evicting(self) -> Trace:
-        """The trace for the layers in which replays evict, those not `windowed`; see `alike`."""
-        return self.alike(i for i in range(self.n_layers) if i not in self.windowed)
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.n_qheads // self.n_heads
 
-    def per_query_head(self) -> Trace:
-        """The trace with a KV head for each query head; nothing is copied before it is read."""
-        if self.group == 1:
-            return self
-        return self.derived(PerQueryHead(self.source, self.group), base=self)
+    @property
+    def entry_size(self) -> int:
+        """Numbers that a cache holds of an entry in one head."""
+        return self.dim + (0 if self.header.latent else self.value_dim)
 
-    def derived(self, source: ArraySource, header: Header | None = None, **more: Any) -> Trace:
-        """The trace with another source, and header if given; more: arguments of `Trace`."""
-        facts: dict[str, Any] = {"token_text": self.token_text, "path": self.path}
-        return Trace(source, header or self.header, dtype=self.dtype, **facts | more)
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """Layers in which replays do not evict, by their place.
 
-    def loaded(self, layers: slice = _ALL) -> Trace:
-        """Return the trace with some layers held in memory, each array as soon as it is read.
-
-        For callers that read them many times: what is stored is read and converted once, and full
-        attention, once computed, is kept.
+        Their window or chunks mask something out for some row; or their size is another than that
+        of the last layer of which none does.
         """
-        source = Loaded(self.source, layers, self.dtype, self.header.held)
-        same = self.derived(source, fingerprint=self.fingerprint)
-        same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
-        return same
+        n_pos = self.n_pos
+        whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
+        size = self.sizes[whole[-1]] if whole else None
+        return tuple(i for i, x in enumerate(self.sizes) if i not in whole or x != size)
 
-    def only(self, prompt_rows: Tensor) -> Trace:
-        """Return the trace of layers to which only some rows of the prompt go.
+    @property
+    def segments(self) -> tuple[tuple[str, int, int], ...]:
+        """(kind, start, stop) of `context`, then `question` and `answer` of each turn.
 
-        prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. The new trace
-        counts these rows; its `positions` are those in the sequence. Nothing is copied before it is
-        read; attention is that of these rows among themselves, with the recorded q, k, v.
+        Empty ones, such as the answer of a prompt alone, are left out.
         """
-        after = torch.arange(self.prompt_len, self.n_pos)
-        rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
-        gone, left_out = (
-            self.prompt_len - len(prompt_rows),
-            left_out_among(rows, self.header.left_out),
-        )
-        asked = tuple((start - gone, stop - gone) for start, stop in self.questions)
-        header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
-        header = replace(header, questions=asked, left_out=left_out)
-        return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
+        questions = self.header.questions
+        ends = [0, self.header.context_len or 0, self.prompt_len, *chain(*questions), self.n_pos]
+        kinds = ["context", *["question", "answer"] * (1 + len(questions))]
+        spans = zip(kinds, *zip(*pairwise(ends), strict=True), strict=True)
+        return tuple((kind, start, stop) for kind, start, stop in spans if start < stop)
+
+    @property
+    def extent(self) -> tuple[int, int, int | None, tuple[tuple[int, int], ...]]:
+        """What `Schedule.rows` takes: prompt_len, n_pos, context_len, questions."""
+        return self.prompt_len, self.n_pos, self.header.context_len, self.header.questions
+
+    @property
+    def answers(self) -> tuple[tuple[int | None, slice], ...]:
+        """Number of each turn, from 1, and the rows of its answer, counted from the end.
+
+        None and all rows, whatever they are, where there is one turn.
+        """
+        if not self.header.questions:
+            return ((None, slice(None)),)
+        n, spans = self.n_pos, self.header.answers(self.n_pos)
+        return tuple(enumerate((slice(a - n, b - n or None) for a, b in spans), start=1))
 
     @property
     def positions(self) -> Tensor:
@@ -339,7 +372,7 @@ class Trace(Facts):
         check_steps(layers, pos)
         source = self.source
         if self.header.sizes and is_sized(name):
-            source = self.alike(range(*layers.indices(self.n_layers))).source
+            source = self.part(range(*layers.indices(self.n_layers))).source
         part = source.read(name, layers, pos)
         return part if stored else part.to(torch.int64 if name == "tokens" else self.dtype)
 
@@ -354,8 +387,8 @@ class Trace(Facts):
         As recorded, else computed; traces in memory keep what they have computed.
         """
         check_steps(layers, rows)
-        alike = self.alike(range(*layers.indices(self.n_layers)))
-        return alike.full_attention.layers(layers, rows)
+        part = self.part(range(*layers.indices(self.n_layers)))
+        return part.full_attention.layers(layers, rows)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
         """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.
@@ -371,7 +404,27 @@ class Trace(Facts):
             raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
         at = as_positions(rows, self.n_pos)
         to = as_positions(_ALL if pos is None else pos, self.n_pos)
-        alike = self.alike([range(self.n_layers)[layer]])
+        part = self.part([range(self.n_layers)[layer]])
         if not len(at) or not len(to):
-            return torch.zeros((alike.n_qheads, len(at), len(to)), dtype=self.dtype)
-        return alike.full_attention.weights(range(self.n_layers)[layer], at, to)
+            return torch.zeros((part.n_qheads, len(at), len(to)), dtype=self.dtype)
+        return part.full_attention.weights(range(self.n_layers)[layer], at, to)
+
+
+def _size_of(trace: Trace, layers: Iterable[int]) -> Size:
+    """Return query heads, KV heads, dim, value_dim of layers; NeedsError where they differ."""
+    places: dict[Size, list[int]] = {}
+    for layer in layers if trace.header.sizes else (0,):
+        places.setdefault(trace.sizes[layer], []).append(layer)
+    if len(places) > 1:
+        kinds = ", ".join(f"{numbered(x)} {size}" for size, x in places.items())
+        raise NeedsError(
+            f"{trace.name}: layers differ in (query heads, KV heads, dimensions, of values): "
+            f"{kinds}; expected layers of one size, read one by one or by Trace.part"
+        )
+    return next(iter(places), trace.sizes[0])
+
+
+def derived(trace: Trace, source: ArraySource, header: Header | None = None, **more: Any) -> Trace:
+    """Return a trace with another source, and header if given; more: arguments of `Trace`."""
+    facts: dict[str, Any] = {"token_text": trace.token_text, "path": trace.path}
+    return Trace(source, header or trace.header, dtype=trace.dtype, **facts | more)

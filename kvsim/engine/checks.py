@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from kvsim.core.parameters import integer, is_finite
+from kvsim.core.parts import by_query_head
 from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -44,9 +45,9 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     policy = policy.at(whole(budget))
-    trace = trace.evicting
+    trace = trace.part()
     schedule = schedule or policy.schedule
-    if schedule.compress.startswith(("context", "both")) and trace.context_len is None:
+    if schedule.compress.startswith(("context", "both")) and trace.header.context_len is None:
         raise NeedsError(
             f"{trace.name} does not say where its context ends, expected that for compress "
             f"{schedule.compress!r}; record it with `context` in its line of --prompts "
@@ -56,7 +57,7 @@ def check_cell(
     missing = sorted(name for name in policy.reads.arrays if not trace.has(name))
     if missing:
         trace.read(missing[0])  # its error says how the array is recorded
-    ends = schedule.ends(trace.prompt_len, trace.context_len)
+    ends = schedule.ends(trace.prompt_len, trace.header.context_len)
     if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         rows = schedule.rows(*trace.extent)
         first = policy.budget_at((rows[0] if rows else trace.n_pos - 1) + 1, budget)
@@ -67,7 +68,7 @@ def check_cell(
                 n_pos=trace.n_pos,
                 n_layers=sharing(trace),
                 schedule=schedule,
-                context_len=trace.context_len,
+                context_len=trace.header.context_len,
                 end=end,
             )
         least = policy.reads.least
@@ -87,7 +88,7 @@ def check_cell(
             policy.storage.check(size)
     if policy.propagation is not None:
         policy.propagation.check(trace.n_layers)
-    layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
+    layers_per_block(by_query_head(trace) if policy.per_query_head else trace, policy, memory)
 
 
 def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
@@ -110,10 +111,13 @@ def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         policy.layer_budgets != Even() and "gives each layer a budget of its own",
         policy.across_layers and "compares layers",
     )
-    lengths, at_once = (trace.prompt_len, trace.context_len), replace(schedule, prefill_chunk=None)
+    lengths, at_once = (
+        (trace.prompt_len, trace.header.context_len),
+        replace(schedule, prefill_chunk=None),
+    )
     chunks = len(schedule.ends(*lengths)) > len(at_once.ends(*lengths))
     context = schedule.compress.startswith(("context", "both"))
-    question = context and (trace.context_len or 0) < trace.prompt_len
+    question = context and (trace.header.context_len or 0) < trace.prompt_len
     shared = tuple(trace.owners) != tuple(range(trace.n_layers))
     other = " and ".join(sorted({*trace.header.other_layers.values()}))
     conflicts = {
@@ -121,7 +125,7 @@ def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         "a context before its question is known": (question, (drops,)),
         "layers that read the entries of others": (shared, by_layer),
         f"layers that pass a state from row to row ({other})": (other, (drops,)),
-        f"layers {[*trace.layer_ids]}, not all of a model": (not trace.whole, (drops,)),
+        f"layers {[*trace.layer_ids]}, not all of a model": (not trace.header.whole, (drops,)),
         f"layers that do not see the whole text ({windows(trace)})": (trace.windowed, (drops,)),
         "latents, which are keys and values at once": (trace.header.latent, (changes,)),
     }
@@ -158,7 +162,7 @@ def remarks(
     if of_policy := policy.remark(small):
         yield of_policy
     # else rows of the question or of later chunks see what is left
-    alone = schedule.ends(trace.prompt_len, trace.context_len) == [trace.prompt_len]
+    alone = schedule.ends(trace.prompt_len, trace.header.context_len) == [trace.prompt_len]
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
         yield (
             "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "

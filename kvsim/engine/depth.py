@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parts import of_rows
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
@@ -83,7 +84,7 @@ def recorded(trace: Trace, setting: Setting, device: str) -> Look:
     """Return views of recorded queries, keys and values, restricted to the rows of a layer."""
 
     def look(layer: int, rows: Tensor | None) -> View:
-        part = trace if rows is None else trace.only(rows)
+        part = trace if rows is None else of_rows(trace, rows)
         source = TraceSource(part, [layer], torch.device(device))
         return prompt_view(source, setting, layer, part.prompt_len)
 

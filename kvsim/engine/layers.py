@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from kvsim.core.parameters import integer
+from kvsim.core.parts import of_rows
 from kvsim.core.policy import Policy
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
@@ -170,6 +171,6 @@ def runs(
         run.append(layer)
         if following is None or breaks(layer, following, len(run)):
             of_run = rows[layer]
-            part = trace if of_run is None else trace.only(of_run)
+            part = trace if of_run is None else of_rows(trace, of_run)
             yield LayerRun(tuple(run), part, layer < whole)
             run = []

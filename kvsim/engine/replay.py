@@ -14,6 +14,7 @@ from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
+from kvsim.core.parts import by_query_head
 from kvsim.core.policy import Policy, PolicyLike, Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Plans, Record, facts_of
@@ -115,8 +116,8 @@ def run(
 
     checked: `check_cell` has passed already. by_row: an interval of 1 may go in blocks of rows.
     """
-    policy, trace = policy.at(budget), trace.evicting
-    source = trace.per_query_head() if policy.per_query_head else trace
+    policy, trace = policy.at(budget), trace.part()
+    source = by_query_head(trace) if policy.per_query_head else trace
     if not checked:
         check_cell(trace, policy, budget, memory, schedule)
     chosen = replayed(trace, layers)
@@ -144,7 +145,7 @@ def run(
             if progress is not None:
                 progress(done, len(chosen))
         if policy.reader is not None:
-            first = schedule.ends(trace.prompt_len, trace.context_len)[0]
+            first = schedule.ends(trace.prompt_len, trace.header.context_len)[0]
             reads = read(
                 *(ended(trace, first), policy.reader, evicted_at, budget, chosen),
                 device=device,
@@ -228,9 +229,11 @@ def settings_of(
     part: the trace of the rows that the layers compute.
     """
     protection, part = policy.protection(budget), part or trace
-    longest = partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len)
+    longest = partial(
+        schedule.longest, trace.prompt_len, budget, context_len=trace.header.context_len
+    )
     events = tuple(schedule.rows(*part.extent))
-    ends = schedule.ends(trace.prompt_len, trace.context_len)
+    ends = schedule.ends(trace.prompt_len, trace.header.context_len)
     counts = ends if part.n_pos == trace.n_pos else [part.prompt_len]
     return [
         Setting(

@@ -173,7 +173,7 @@ class TraceSource:
             return torch.tensor(self._trace.header.probe_chunks)
         array, trace = self._read(name), self._trace
         if name == "o_proj" and trace.has("gate"):  # its mean over what the first event has seen
-            seen = slice(0, trace.context_len or trace.prompt_len)
+            seen = slice(0, trace.header.context_len or trace.prompt_len)
             array = array * self._read("gate", seen).mean(2).unsqueeze(-1)
         return self._grouped(array) if AXES[name][1] == "qhead" else array
 

@@ -86,7 +86,7 @@ def bursts(
     records: a strip each; policies, budgets or both. The event is the earliest of the records' last
     events in the layer, so that all policies have evicted by then.
     """
-    trace, records = as_trace(trace).evicting, drawn_records(records)
+    trace, records = as_trace(trace).part(), drawn_records(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     row, strips = strips_after(trace, records, layer=layer, head=head)
     first, last = _stretch(strips)

@@ -60,12 +60,12 @@ def retention_map(
     The number is the mean retained mass of rows after the prompt. A
     bar marks the needle of the prompt, if it has one.
     """
-    trace, records = as_trace(trace).evicting, drawn_records(records)
+    trace, records = as_trace(trace).part(), drawn_records(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
     needed = (attention >= NEEDED).cpu().numpy()
-    needles = trace.spans.get("needle", ())
+    needles = trace.header.spans.get("needle", ())
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
     size = max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9
@@ -161,7 +161,7 @@ def lift_bars(
     The 12 largest lifts, and the 12 smallest. least: strings on fewer positions are left out.
     Raises NeedsError if the trace has no text of tokens.
     """
-    trace = as_trace(trace).evicting
+    trace = as_trace(trace).part()
     check_record(trace, record)
     layer = trace_layer(trace, layer)
     table = retention_lift(trace, record, layer, sink=SINK, recent=RECENT)

@@ -74,7 +74,7 @@ def token_text(
 
     row: of the event; the layer's last by default. Errors are those of `token_states`.
     """
-    trace = as_trace(trace).evicting
+    trace = as_trace(trace).part()
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     states = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(states.text[start:], LINES)
@@ -109,7 +109,7 @@ def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
     Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
     such values, or of more results.
     """
-    trace = as_trace(trace).evicting
+    trace = as_trace(trace).part()
     results, start = kl_by_token(table, trace), trace.prompt_len
     if len(results) > MOST:
         raise PolicyError(

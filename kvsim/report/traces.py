@@ -40,7 +40,7 @@ def _traces(study: Study) -> str:
             trace.name,
             str(object_at(trace.meta, "model").get("name", "")),
             *(str(n) for n in (trace.n_pos, trace.prompt_len, trace.n_layers)),
-            str(trace.evicting.n_qheads),
+            str(trace.part().n_qheads),
             tag("code", trace.digest),
         ]
         for trace in study.traces

@@ -46,7 +46,7 @@ def run_prompt(
     else:
         n = min([begin, *(row + 1 for row in lane.events)])
         if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
-            n = min(n, *lane.schedule.ends(len(ids), lane.sketch.context_len))
+            n = min(n, *lane.schedule.ends(len(ids), lane.sketch.header.context_len))
         prefix = prefix_of(ids[:n])
         lane.begin(prefix)
         logits = lane.feed(ids[n:], logits=wanted) if ids[n:] else prefix.logits[None]

@@ -143,7 +143,7 @@ class ClosedLoop:
             replace(policy, schedule=schedule),
             budget,
             prompt_len=self.trace.prompt_len,
-            context_len=self.trace.context_len,
+            context_len=self.trace.header.context_len,
             layers=layers,
             name=self.trace.name,
             paging=self._paging,
@@ -166,7 +166,7 @@ class ClosedLoop:
         trace = self.trace
         if trace.header.probe is None:
             trace.read("probe_q")  # its error says how they are recorded
-        context = self._ids[: trace.context_len or trace.prompt_len]
+        context = self._ids[: trace.header.context_len or trace.prompt_len]
         return repeat_context(self.running.model, context, trace.header.probe)
 
     def check(self, schedules: Iterable[Schedule] = ()) -> FullPass:
@@ -191,7 +191,7 @@ class ClosedLoop:
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
 
-        decoding = decoding_of(n_pos=trace.n_pos, observe=observe, questions=trace.questions)
+        decoding = decoding_of(n_pos=trace.n_pos, observe=observe, questions=trace.header.questions)
         with decoding:
             with self._residual.following() if first < end else nullcontext():
                 logits = self._prompt(decoding, first)
@@ -214,7 +214,7 @@ class ClosedLoop:
     ) -> OutputDeviation:
         """The error of the attention output of some layers, of the rows from `rows.first` on."""
         trace, matrices = self.trace, projected(self.running)
-        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos - rows.first)
+        shape = (len(layers), trace.part().n_qheads, trace.n_pos - rows.first)
         error = np.zeros(shape, np.float32)
         added = None if matrices is None else np.zeros((shape[0], shape[2]), np.float32)
         for at, layer in enumerate(layers if trace.n_pos > rows.first else ()):
@@ -259,7 +259,7 @@ class ClosedLoop:
         stop = stop_tokens(self.running.model, self._tokenizer)
         return [
             self._ids[start - (self._ids[start - 1] in stop) : end]
-            for start, end in self.trace.questions
+            for start, end in self.trace.header.questions
         ]
 
     def _answers(self, logits: Tensor, feed: Callable[..., Tensor]) -> list[Written]:

@@ -87,7 +87,8 @@ class Decoding:
             name=name,
             questions=questions,
         )
-        self.sketch, self._row_size = sequence.evicting, sequence.row_size
+        self.sketch, parts = sequence.part(), [sequence.part([x]) for x in {*sequence.owners}]
+        self._row_size = sum(part.n_heads * part.entry_size for part in parts)
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
@@ -349,7 +350,7 @@ class Decoding:
         reads = self.policy.reads
         last = max(reads.last, reads.rows)
         if self._repeats:
-            context = self.tokens[: self.sketch.context_len or self.sketch.prompt_len]
+            context = self.tokens[: self.sketch.header.context_len or self.sketch.prompt_len]
             self._busy = self._repeats = False  # these rows are not part of the sequence
             rows = self._probe or repeat_context(self.running.model, context)
             self._busy = True

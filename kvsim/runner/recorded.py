@@ -30,7 +30,7 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
     Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
     CaptureError for another model or tokenizer than the recorded ones.
     """
-    if trace.tokens is None or not trace.whole:
+    if trace.tokens is None or not trace.header.whole:
         missing = "no tokens" if trace.tokens is None else "only some layers of its model"
         raise NeedsError(
             f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
@@ -87,7 +87,7 @@ class RecordedCheck:
 
     def __init__(self, trace: Trace, dtype: torch.dtype) -> None:
         stored = DTYPES[dtype_of(trace.source)]
-        source = trace.source_dtypes.get("q", stored)
+        source = trace.header.source_dtypes.get("q", stored)
         self._trace, self._tolerance = trace, tolerance(DTYPES[dtype], stored, source)
 
     def receive(self, call: KernelCall) -> None:
@@ -132,9 +132,9 @@ class RecordedCheck:
             total[rows] = logits.logsumexp(-1)
             mean[rows] = logits.log_softmax(-1).clamp(min=-1000).mean(-1)
         size = most.maximum(-least)
-        if trace.response_logprobs:
+        if trace.header.response_logprobs:
             means = torch.tensor(trace.header.mean_logprobs, device=own.device)
-            expected = torch.tensor(trace.response_logprobs, device=own.device)
+            expected = torch.tensor(trace.header.response_logprobs, device=own.device)
             gap = (own - total - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)
             if len(means):  # also of a model that is certain of each token
@@ -143,7 +143,7 @@ class RecordedCheck:
         elif object_at(trace.meta, "generation").get("temperature") == 0:
             # a near-tie may go either way, and questions were not written by the model
             error = relative(most - own, size)
-            for first, stop in trace.questions:
+            for first, stop in trace.header.questions:
                 error[first - start : stop - start] = 0
             self._compare("likeliest token", error, _DEEP, start)
 
@@ -165,7 +165,7 @@ class RecordedCheck:
 
 def unchecked(trace: Trace) -> str:
     """Return a remark on a trace that cannot say whether a model has its logits; else empty."""
-    if trace.response_logprobs or trace.prompt_len == trace.n_pos:
+    if trace.header.response_logprobs or trace.prompt_len == trace.n_pos:
         return ""
     return (
         f"{trace.name}: recorded without the log-likelihoods of its response, so that a model with "

@@ -320,8 +320,8 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         overwrite: replace a trace at `path`.
 
     Raises:
-        TraceError: the trace has some rows of a sequence alone (`Trace.only`); the format has no
-            place for their positions.
+        TraceError: the trace has some rows of a sequence alone (`core.parts.of_rows`); the format
+            has no place for their positions.
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
     """
     if not torch.equal(trace.positions, torch.arange(trace.n_pos)):

@@ -112,7 +112,7 @@ def plan_live(
     running = RunningModel(model)
     for trace in traces:
         check_recorded(trace, running.described, tokenizer)
-        later = sum(new_tokens + stop - start for start, stop in trace.questions)
+        later = sum(new_tokens + stop - start for start, stop in trace.header.questions)
         running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens + later))
     stop = stop_tokens(running.model, tokenizer)
     draws = {name: given[name] for name in ("temperature", "seed", "top_k", "top_p")}
@@ -175,7 +175,9 @@ def _batched(
     longest = max(cell.trace.prompt_len for cell in cells) + given["max_new_tokens"]
     whole = separate(running.model, longest)
     reasons = {cell.policy.name: whole or unbatched(cell.policy) for cell in cells}
-    reasons |= {cell.trace.name: "it has several turns" for cell in cells if cell.trace.questions}
+    reasons |= {
+        cell.trace.name: "it has several turns" for cell in cells if cell.trace.header.questions
+    }
     notes = [f"{name} writes one by one: {reason}" for name, reason in reasons.items() if reason]
     alone = {name for name, reason in reasons.items() if reason}
     return [cell for cell in cells if not {cell.policy.name, cell.trace.name} & alone], notes

@@ -17,6 +17,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
+from kvsim.core.parts import loaded
 from kvsim.core.policy import Even, Policy
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.threads import threads_for
@@ -151,13 +152,13 @@ def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
 
 def flops_of(trace: Trace, layers: int) -> float:
     """Floating-point operations of the attention outputs of a cell in some layers, about."""
-    trace = trace.evicting
+    trace = trace.part()
     return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
 
 
 def layer_bytes(trace: Trace) -> int:
     """Bytes of queries, keys, values and outputs of a layer in memory."""
-    item, trace = torch.empty((), dtype=trace.dtype).element_size(), trace.evicting
+    item, trace = torch.empty((), dtype=trace.dtype).element_size(), trace.part()
     return (trace.n_qheads + trace.n_heads) * trace.n_pos * (trace.dim + trace.value_dim) * item
 
 
@@ -185,7 +186,7 @@ def _loaded(task: Task) -> Trace:
     span = slice(min(task.layers), max(task.layers) + 1)
     if (span.stop - span.start) * layer_bytes(trace) > limit:
         return trace  # read as it is needed
-    return trace.loaded(span)
+    return loaded(trace, span)
 
 
 def _reopened(path: str, fingerprint: str) -> Trace:

@@ -208,7 +208,7 @@ def test_a_trace_alone_has_all_of_its_metrics():
 def test_what_a_trace_is_too_short_for_has_no_rows(n, prompt_len, missing):
     """A prompt behind the sinks, rows after it, two windows, more tokens than ASL's window."""
     whole = settling_trace(3, n=80)
-    arrays = {name: getattr(whole, name)[:, :, :n] for name in "qkv"}
+    arrays = {name: whole.read(name)[:, :, :n] for name in "qkv"}
     trace = changed(whole, **arrays, prompt_len=prompt_len)
 
     assert set(DEFINED) - set(measured(trace)["metric"]) == missing

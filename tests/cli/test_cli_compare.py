@@ -14,6 +14,7 @@ import polars as pl
 import kvsim
 from kvsim.analysis.folder import TOLERANCE, as_table, bind
 from kvsim.cli.tabulating import latex
+from kvsim.core.trace import derived
 
 
 def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
@@ -124,7 +125,7 @@ def test_models_of_one_name_are_told_apart_by_their_weights(run, tmp_path):
             **({"weights": f"sha256:{digit * 64}"} if digit else {}),
         }
         meta = {**sample.meta, "model": model}
-        trace = sample.derived(sample.source, replace(sample.header, name=name, meta=meta))
+        trace = derived(sample, sample.source, replace(sample.header, name=name, meta=meta))
         paths.append(kvsim.save_trace(trace, tmp_path / f"{name}.zarr"))
     runs = []
     for part in (paths[:1], paths[1:]):

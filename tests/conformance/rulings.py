@@ -44,14 +44,16 @@ def shared(name: str) -> Trace:
     if prompt:
         trace = shared(source)
         states = map(trace.read, "qkv")
-        return _built(name, *states, int(prompt), trace.rope, trace.scale)
+        return _built(name, *states, int(prompt), trace.ropes[0], trace.formulas[0].scale)
     if name == "sample":
         return kvsim.open_trace("sample")
     if name == "by-query-head":
         trace = shared("sample")
         group = trace.read("q").shape[1] // trace.n_heads
         k, v = (x.repeat_interleave(group, 1) for x in map(trace.read, "kv"))
-        return _built(name, trace.read("q"), k, v, trace.prompt_len, trace.rope, trace.scale)
+        return _built(
+            name, trace.read("q"), k, v, trace.prompt_len, trace.ropes[0], trace.formulas[0].scale
+        )
     generator = torch.Generator().manual_seed(16)
     q, k, v = torch.randn(3, 16, 2, 320, 16, generator=generator)
     # layers attend more or less sharply, so that methods which compare layers have a reason

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.core.attention import Rope, causal_attention
+from kvsim.core.parts import by_query_head
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PositionError, TraceError
 from reference import metrics
@@ -40,7 +41,7 @@ def test_compute_dtype(dtype, expected):
 
     arrays_of = trace.read("q"), *trace.full()
     assert {trace.dtype, *(x.dtype for x in arrays_of)} == {expected}
-    assert trace.source_dtypes["q"] == str(dtype).removeprefix("torch.")
+    assert trace.header.source_dtypes["q"] == str(dtype).removeprefix("torch.")
 
 
 def test_attention_is_computed_where_it_is_missing():
@@ -77,7 +78,9 @@ def test_recorded_attention_is_used():
 def test_attention_rows_equal_the_definition(rows, pos, layer):
     """Any rows and columns of full attention equal a float64 loop, and future columns are 0."""
     trace = make(n=12, dtype=torch.float64, prompt_len=4)
-    expected = metrics.attention(trace.read("q")[layer], trace.read("k")[layer], trace.scale)
+    expected = metrics.attention(
+        trace.read("q")[layer], trace.read("k")[layer], trace.formulas[0].scale
+    )
 
     found = trace.attention(layer, rows, pos)
 
@@ -102,7 +105,7 @@ def test_per_query_head():
     """The view per query head has as many KV heads as query heads and the same attention."""
     trace = make()
 
-    view = trace.per_query_head()
+    view = by_query_head(trace)
 
     assert (view.n_heads, view.group) == (4, 1)
     assert torch.equal(view.read("k"), trace.read("k").repeat_interleave(2, dim=1))
@@ -110,7 +113,7 @@ def test_per_query_head():
     assert torch.equal(view.full()[0], trace.full()[0])
     assert torch.allclose(view.attention(1, [5, 30]), trace.attention(1, [5, 30]), atol=1e-6)
     assert view.digest == f"{trace.digest}/per_query_head"
-    assert view.per_query_head() is view
+    assert by_query_head(view) is view
 
 
 def test_the_output_projection_is_kept():
@@ -121,7 +124,7 @@ def test_the_output_projection_is_kept():
 
     assert trace.read("o_proj").data_ptr() == own.data_ptr()
     assert torch.equal(trace.read("o_proj", slice(1, 2), slice(3, 5)), own[1:])
-    assert torch.equal(trace.per_query_head().read("o_proj"), own)
+    assert torch.equal(by_query_head(trace).read("o_proj"), own)
     assert trace.digest == make().digest
     assert make(o_proj=own.bfloat16()).read("o_proj").dtype == torch.float32
     assert make(o_proj=own, dtype=torch.float64).read("o_proj").dtype == torch.float64
@@ -183,7 +186,7 @@ def test_digest_follows_its_definition():
             "prompt_len": 10,
             "rope": {
                 "attention_scaling": f64(1.0),
-                "inv_freq": [f64(f) for f in trace.rope.inv_freq],
+                "inv_freq": [f64(f) for f in trace.ropes[0].inv_freq],
                 "layout": "half",
                 "rotary_dim": 8,
             },

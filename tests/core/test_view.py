@@ -84,7 +84,7 @@ def test_attention_of_a_window_is_the_softmax_over_live_entries_up_to_each_row(t
                     z = (
                         trace.read("k")[0, head, seen]
                         @ trace.read("q")[0, head * 3 + g, row]
-                        * trace.scale
+                        * trace.formulas[0].scale
                     )
                     first = 5 - len(held)
                     expected[first : first + len(seen)] = z.softmax(0)

@@ -60,7 +60,7 @@ def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
     app = opened(tmp_path)
     trace = kvsim.open_trace(sample_trace("smollm2"))
     weights = trace.attention(0, slice(0, trace.n_pos))[6:9].amax(0)
-    (first, stop), = trace.spans["needle"]  # fmt: skip
+    (first, stop), = trace.header.spans["needle"]  # fmt: skip
 
     assert not app.exception
     texts = [one.proto.body for one in app.get("html") if one.proto.body.startswith("<pre")]

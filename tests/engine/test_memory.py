@@ -105,6 +105,7 @@ EVENTS = """
 import ctypes, json, pathlib, sys
 import torch
 import kvsim
+from kvsim.core.parts import by_query_head
 from kvsim.engine import layers
 
 ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 18)  # arrays go back to the system when they are freed
@@ -129,7 +130,7 @@ def taken(policy):
 for name in sys.argv[2:]:
     set_to = {"protect_prompt": False} if name == "raas" else {}
     policy, trace = kvsim.policy(name, **set_to), kvsim.open_trace(sys.argv[1])
-    source = trace.per_query_head() if policy.per_query_head else trace
+    source = by_query_head(trace) if policy.per_query_head else trace
     taken(policy)  # what is imported and built once
     counted = layers._layer_bytes(source, policy) + 4 * layers.LOGIT_BYTES
     print(json.dumps([name, taken(policy), counted]))
@@ -184,18 +185,18 @@ def test_layers_that_share_a_budget_are_scored_apart(each, monkeypatch):
     cake = kvsim.policy("cake", window=8, decoding=True)
     together = kvsim.replay(trace, cake, 40, **options)
 
-    read, stored = [], kvsim.Trace.stored
+    sizes, read = [], kvsim.Trace.read
 
-    def noted(*args):
-        part = stored(*args)
-        read.append(len(part) * bool(part.numel()))
+    def noted(*args, stored=False):
+        part = read(*args, stored=stored)
+        sizes.append(len(part) * bool(part.numel()) * stored)
         return part
 
     monkeypatch.setattr(sys.modules["kvsim.engine.replay"], "layers_per_block", lambda *_: each)
-    monkeypatch.setattr(kvsim.Trace, "stored", noted)
+    monkeypatch.setattr(kvsim.Trace, "read", noted)
     apart = kvsim.replay(trace, cake, 40, **options)
 
-    assert max(read) == each
+    assert max(sizes) == each
     assert np.array_equal(apart.evicted_at, together.evicted_at)
     assert len({tuple(plans.budgets) for plans in apart.internals}) > 1
     for mine, expected in zip(apart.internals, together.internals, strict=True):

@@ -167,7 +167,7 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
     rows = np.flatnonzero(record.evicted_at[0, 0, :70] >= np.arange(70))
     at = torch.from_numpy(np.concatenate([rows, np.arange(70, 90)]))
     q, k = (
-        trace.rope.rotate(trace.rope.unrotate(x[0][:, at], at), torch.arange(40))
+        trace.ropes[0].rotate(trace.ropes[0].unrotate(x[0][:, at], at), torch.arange(40))
         for x in map(trace.read, "qk")
     )
     out = kvsim.core.attention.causal_attention(q, k, trace.read("v")[0][:, at], trace.formulas[0])[

@@ -106,7 +106,7 @@ def test_policies_see_the_readers_as_one_group(policy):
         trace.read("v")[:1],
         o_proj=o_proj,
         prompt_len=PROMPT,
-        rope=trace.rope,
+        rope=trace.ropes[0],
     )
     expected = kvsim.replay(one, policy, 12, interval=5)
     assert np.array_equal(record.evicted_at[0], expected.evicted_at[0])

@@ -8,6 +8,7 @@ import torch
 
 import kvsim
 from kvsim.core.entries import Entries
+from kvsim.core.parts import by_query_head
 from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
@@ -107,7 +108,7 @@ def test_prefix_oracle_and_trace_are_the_same_queries(scorer, held, monkeypatch)
 def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     """Filters go by query head and by the layer's place in the trace."""
     trace, other = make_trace(), make_trace(1)
-    each = scores(QFilter(other), view_of(trace.per_query_head()))
+    each = scores(QFilter(other), view_of(by_query_head(trace)))
     keys = trace.read("k").repeat_interleave(GROUP, dim=1)[:, :, : N - 4]
     filters = QFilter(other).learned(view_of(trace))[0].flatten(1, 2)
     torch.testing.assert_close(each, (keys @ filters.unsqueeze(-1)).squeeze(-1))

@@ -28,7 +28,7 @@ def test_a_captured_prompt_is_as_its_row_says(smollm2, task):
         stop=["\n"],
     )
 
-    ((start, end),) = trace.spans["needle"]
+    ((start, end),) = trace.header.spans["needle"]
     assert trace.prompt_len == row["tokens"]
     assert 122 <= row["tokens"] <= 128
     assert tokenizer.decode(trace.tokens[start:end]).strip() == row["needle"][0]

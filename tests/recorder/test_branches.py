@@ -72,7 +72,7 @@ def test_branch_is_the_trace_recorded_whole(prompt, branches, tmp_path):
 
     assert branch.digest == alone.digest
     assert branch.header.questions == alone.header.questions
-    assert branch.response_logprobs == alone.response_logprobs
+    assert branch.header.response_logprobs == alone.header.response_logprobs
     assert any(
         "4 prompts share, was run in a forward of its own" in note for note in branch.meta["notes"]
     )

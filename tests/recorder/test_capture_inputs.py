@@ -84,11 +84,11 @@ def test_selected_layers_are_those_of_a_whole_capture(asked, found, tmp_path):
 
     for trace in (memory, stored):
         assert trace.layer_ids == found
-        assert not trace.whole
+        assert not trace.header.whole
         for name in ARRAYS:
             assert torch.equal(trace.read(name), whole.read(name)[list(found)]), name
         assert len(trace.meta["capture_check"]["max_relative_error"]) == len(found)
-    assert whole.whole
+    assert whole.header.whole
     assert stored.digest == memory.digest
     assert verify(stored.path).ok
     assert verify(stored.path).layers == found

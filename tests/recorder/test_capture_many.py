@@ -83,9 +83,9 @@ def test_labels_of_a_prompt_go_into_its_trace(tmp_path):
 
     expected = [{"task": "walk", "domain": "ore", "level": 2}, {"level": "hard"}, {}]
     assert [trace.meta["labels"] for trace in many] == expected
-    assert [trace.labels for trace in many] == expected
+    assert [trace.header.labels for trace in many] == expected
     assert [describe(trace.path)["labels"] for trace in many] == expected
-    assert one.labels == {"domain": "fruit"}
+    assert one.header.labels == {"domain": "fruit"}
 
 
 @pytest.mark.parametrize(

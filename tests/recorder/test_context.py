@@ -23,7 +23,7 @@ def recorded(prompt, context, **options):
     """A trace, and the texts of its context and of its question."""
     words = options.pop("tokenizer", tokenizer())
     trace = capture(small(300), words, prompt, context=context, max_new_tokens=0, **options)
-    ids, end = trace.tokens.tolist(), trace.context_len
+    ids, end = trace.tokens.tolist(), trace.header.context_len
     return trace, words.decode(ids[:end]), words.decode(ids[end:])
 
 
@@ -85,13 +85,13 @@ def test_token_ids(tmp_path):
     options = {"max_new_tokens": 3, "out": out}
     trace = capture(small(300), None, [1, 2, 3], context=2, **options)
 
-    assert trace.context_len == 2
+    assert trace.header.context_len == 2
     assert describe(out)["context_len"] == 2
     assert verify(out, deep=True).ok
     memory = capture(small(300), None, [1, 2, 3], context=2, max_new_tokens=3)
     assert memory.digest == trace.digest
     copy = kvsim.open_trace(kvsim.save_trace(trace, tmp_path / "copy.zarr"))
-    assert (copy.context_len, copy.digest) == (2, trace.digest)
+    assert (copy.header.context_len, copy.digest) == (2, trace.digest)
     assert capture(small(300), None, [1, 2, 3], context=-1, resume=True, **options).path == out
     with pytest.raises(CaptureError, match="its context is 2, expected 3"):
         capture(small(300), None, [1, 2, 3], context=3, resume=True, **options)
@@ -107,4 +107,4 @@ def test_lines_of_a_file(tmp_path):
         small(300), tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
     )
 
-    assert [trace.context_len for trace in traces] == [7, 2]
+    assert [trace.header.context_len for trace in traces] == [7, 2]

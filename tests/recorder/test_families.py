@@ -184,7 +184,7 @@ def test_bfloat16_is_stored_exactly(name, tmp_path):
     for array in "qkv":
         found = trace.read(array)
         assert torch.equal(found, found.bfloat16().float())
-        assert trace.source_dtypes[array] == "bfloat16"
+        assert trace.header.source_dtypes[array] == "bfloat16"
     assert max(trace.meta["capture_check"]["max_relative_error"]) < 5e-2
     assert store.verify(tmp_path / "a.zarr", deep=True).ok
 
@@ -233,7 +233,7 @@ def test_frequencies_that_depend_on_the_length_are_those_in_effect(prompt, new, 
 
     short = [1e4 ** (-i / 6) / (1.0 + i) for i in range(6)]
     expected = torch.tensor(short) / factor
-    assert torch.allclose(torch.tensor(trace.rope.inv_freq), expected, rtol=1e-5)
+    assert torch.allclose(torch.tensor(trace.ropes[0].inv_freq), expected, rtol=1e-5)
 
 
 DYNAMIC = FAMILIES["llama, dynamic scaling"]
@@ -254,7 +254,7 @@ def test_dynamic_frequencies_are_those_of_the_whole_text(tmp_path):
     short = kvsim.capture(model, None, ids(200), max_new_tokens=20)
 
     for trace in (long, short):
-        found = torch.tensor(trace.rope.inv_freq, dtype=torch.float64)
+        found = torch.tensor(trace.ropes[0].inv_freq, dtype=torch.float64)
         assert torch.allclose(found, ntk(trace.n_pos), rtol=1e-5)
     assert store.verify(tmp_path / "a.zarr", deep=True).ok
 

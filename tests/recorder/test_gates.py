@@ -73,7 +73,7 @@ def test_the_layer_error_is_that_of_the_gated_output():
             kept, total = record.kept(row)[layer], torch.zeros(48, dtype=torch.float64)
             for head in range(6):
                 keys, values = k[layer, head // 3, : row + 1], v[layer, head // 3, : row + 1]
-                logits = trace.scale * keys @ q[layer, head, row]
+                logits = trace.formulas[0].scale * keys @ q[layer, head, row]
                 gone = ~torch.as_tensor(kept[head // 3, : row + 1])
                 moved = logits.masked_fill(gone, -torch.inf).softmax(0) - logits.softmax(0)
                 total += (gate[layer, head, row] * (moved @ values)) @ o_proj[layer, head]

@@ -170,7 +170,7 @@ def test_rounded_models_and_short_prompts_are_recorded():
         latent("deepseek_v3", dtype=torch.bfloat16), None, IDS[:1], max_new_tokens=30, o_proj=True
     )
 
-    assert trace.source_dtypes["k"] in ("bfloat16", "float32")
+    assert trace.header.source_dtypes["k"] in ("bfloat16", "float32")
     assert {rope.rotary_dim for rope in trace.ropes} == {8}
     assert trace.n_pos == 31
 

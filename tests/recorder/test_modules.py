@@ -47,12 +47,12 @@ def test_layers_without_attention_are_no_layers_of_a_trace(name):
     others = {i: kind for i, kind in enumerate(kinds) if kind in ("linear_attention", "conv")}
     assert trace.header.other_layers == others
     assert list(trace.layer_ids) == [i for i in range(4) if i not in others]
-    assert trace.whole
+    assert trace.header.whole
     assert trace.has("residual_norm")
     assert max(trace.meta["capture_check"]["max_relative_error"]) < 1e-5
     part = kvsim.capture(model, None, ids(9), max_new_tokens=0, layers=[-1])
     assert part.layer_ids == (3,)
-    assert not part.whole
+    assert not part.header.whole
 
 
 @newer

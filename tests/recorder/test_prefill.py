@@ -109,11 +109,11 @@ def test_chunks_record_what_one_forward_records(name):
 def test_a_given_response_runs_in_chunks():
     """Likelihoods are those of one forward, wherever chunks end."""
     model, response = FAMILIES["llama"].build("sdpa"), IDS[300:340]
-    expected = kvsim.capture(model, None, IDS[:90], response=response).response_logprobs
+    expected = kvsim.capture(model, None, IDS[:90], response=response).header.response_logprobs
 
     for chunk in (45, 89, 91):
         found = kvsim.capture(model, None, IDS[:90], response=response, chunk=chunk)
-        assert found.response_logprobs == pytest.approx(expected, abs=1e-4)
+        assert found.header.response_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_probe_runs_in_chunks():

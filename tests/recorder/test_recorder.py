@@ -104,12 +104,12 @@ def test_rope_is_the_one_in_effect(rope):
 
     before = inputs[0].unflatten(-1, (2, 16)).transpose(0, 1)
     assert torch.allclose(
-        trace.rope.rotate(before, torch.arange(60)), trace.read("k")[1], atol=1e-4
+        trace.ropes[0].rotate(before, torch.arange(60)), trace.read("k")[1], atol=1e-4
     )
     assert torch.allclose(
-        trace.rope.unrotate(trace.read("k")[1], torch.arange(60)), before, atol=1e-4
+        trace.ropes[0].unrotate(trace.read("k")[1], torch.arange(60)), before, atol=1e-4
     )
-    assert (trace.rope.attention_scaling != 1) == (rope["rope_type"] == "yarn")
+    assert (trace.ropes[0].attention_scaling != 1) == (rope["rope_type"] == "yarn")
 
 
 def test_training_mode_is_restored():
@@ -172,7 +172,7 @@ def test_the_output_projection_is_kept_exactly(dtype, tmp_path):
     assert torch.equal(memory.read("o_proj"), expected.to(memory.dtype))
     assert torch.equal(stored.read("o_proj"), expected.to(memory.dtype))
     assert torch.equal(narrow.read("o_proj"), expected.half().float())
-    assert stored.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
+    assert stored.header.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
     assert verify(stored.path, deep=True).ok
 
 
@@ -268,7 +268,7 @@ def test_half_precision_storage(tmp_path):
 
     exact = capture(model, None, ids(300), max_new_tokens=0)
     assert torch.equal(trace.read("k"), exact.read("k").half().float())
-    assert trace.source_dtypes["k"] == "float32"
+    assert trace.header.source_dtypes["k"] == "float32"
     assert torch.allclose(trace.attention(1, [299]).sum(-1), torch.ones(6, 1), atol=1e-5)
     assert verify(trace.path, deep=True).ok
 

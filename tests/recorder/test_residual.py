@@ -77,7 +77,7 @@ def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
     expected = own_stream(model, ids(300))
     assert torch.equal(stored.read("residual"), expected.to(stored.dtype))
     assert torch.equal(narrow.read("residual"), expected.half().float())
-    assert stored.source_dtypes["residual"] == str(dtype).removeprefix("torch.")
+    assert stored.header.source_dtypes["residual"] == str(dtype).removeprefix("torch.")
     assert zarr.open_group(narrow.path, mode="r")["residual"].dtype == np.float16
     assert verify(stored.path, deep=True).ok
     assert verify(narrow.path, deep=True).ok

@@ -40,7 +40,7 @@ def test_response_is_one_teacher_forced_forward(tmp_path):
     expected = [
         float(logits[at - 1].log_softmax(-1)[token]) for at, token in enumerate(response, 300)
     ]
-    assert trace.response_logprobs == pytest.approx(expected, abs=1e-6)
+    assert trace.header.response_logprobs == pytest.approx(expected, abs=1e-6)
     assert verify(trace.path, deep=True).ok
     generation = trace.meta["generation"]
     assert generation == {"new_tokens": 220, "stopped": "given"}
@@ -57,7 +57,7 @@ def test_a_generated_response_given_back_has_the_same_trace():
     assert given.tokens.tolist() == free.tokens.tolist()
     assert given.meta["text"]["response"] == free.meta["text"]["response"]
     assert torch.allclose(given.full()[0], free.full()[0], atol=1e-4)
-    assert sum(given.response_logprobs) / 40 > -0.5
+    assert sum(given.header.response_logprobs) / 40 > -0.5
 
 
 def test_lines_of_a_file(tmp_path):

@@ -168,9 +168,9 @@ def test_positions_of_three_axes_have_the_order_of_the_configuration():
     trace = kvsim.capture(several_axes(), None, [5] * 30, max_new_tokens=0)
 
     expected = [THETA ** (-i / 8) for i in range(8)]
-    assert trace.rope.layout == "interleaved"
-    assert trace.rope.inv_freq == pytest.approx(expected, rel=1e-5)
-    keys = trace.rope.unrotate(trace.read("k")[0], torch.arange(30))
+    assert trace.ropes[0].layout == "interleaved"
+    assert trace.ropes[0].inv_freq == pytest.approx(expected, rel=1e-5)
+    keys = trace.ropes[0].unrotate(trace.read("k")[0], torch.arange(30))
     assert torch.allclose(keys, keys[:, :1].expand_as(keys), atol=1e-4 * float(keys.abs().max()))
 
 
@@ -186,7 +186,7 @@ def test_a_factor_of_queries_is_stated():
         max_new_tokens=0,
     )
 
-    plain = trace.rope.unrotate(trace.read("q")[0], torch.arange(110))[:, [0, 109]]
+    plain = trace.ropes[0].unrotate(trace.read("q")[0], torch.arange(110))[:, [0, 109]]
     size = 1 + 0.1 * math.log(1 + 109 // 32)
     torch.testing.assert_close(plain[:, 1], plain[:, 0] * size, rtol=1e-3, atol=1e-3)
     (note,) = trace.meta["notes"]
@@ -216,4 +216,4 @@ def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp
     with pytest.raises(NeedsError, match="before RoPE, which this model rotates in an unknown way"):
         kvsim.replay(trace, "expected_attention", 16)
     with pytest.raises(NeedsError, match="in an unknown way"):
-        trace.rope.unrotate(trace.read("k")[0], torch.arange(trace.n_pos))
+        trace.ropes[0].unrotate(trace.read("k")[0], torch.arange(trace.n_pos))

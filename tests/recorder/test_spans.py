@@ -50,10 +50,13 @@ def test_spans_are_those_of_the_rendered_chat(tmp_path):
     memory = capture(model, tokenizer, row["prompt"], needle=("w4 w5", "w2"), **options)
 
     assert memory.tokens.tolist() == [7, 0, 1, 2, 3, 4, 5, 8, 9]
-    assert memory.spans == stored.spans == {"needle": ((5, 7), (3, 4))}
-    assert describe(stored.path)["spans"] == stored.spans
-    assert stored.labels == {"length": 5, "depth": 0.5}
-    assert kvsim.open_trace(kvsim.save_trace(stored, tmp_path / "copy.zarr")).spans == stored.spans
+    assert memory.header.spans == stored.header.spans == {"needle": ((5, 7), (3, 4))}
+    assert describe(stored.path)["spans"] == stored.header.spans
+    assert stored.header.labels == {"length": 5, "depth": 0.5}
+    assert (
+        kvsim.open_trace(kvsim.save_trace(stored, tmp_path / "copy.zarr")).header.spans
+        == stored.header.spans
+    )
 
 
 def test_tokenizer_without_offsets():

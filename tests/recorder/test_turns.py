@@ -43,7 +43,7 @@ def test_segments_are_contiguous_and_hold_the_questions():
     assert kinds == ("context", *["question", "answer"] * 3)
     assert starts == (0, *stops[:-1])
     assert stops[-1] == trace.n_pos
-    assert (trace.context_len, trace.prompt_len) == (30, 33)
+    assert (trace.header.context_len, trace.prompt_len) == (30, 33)
     words = [trace.tokens[a:b].tolist() for kind, a, b in trace.segments if kind == "question"]
     assert words == [[1, 2, 3], [4, 5], [6, 2, 1]]
     assert [stop - start for kind, start, stop in trace.segments if kind == "answer"] == [8] * 3
@@ -71,7 +71,7 @@ def test_one_turn_is_the_same_trace():
 
     assert alone.digest == none.digest
     assert "turns" not in alone.meta
-    assert alone.questions == ()
+    assert alone.header.questions == ()
     assert [kind for kind, _, _ in alone.segments] == ["context", "question", "answer"]
 
 
@@ -85,7 +85,7 @@ def test_given_answers_make_the_same_trace():
 
     assert given.segments == trace.segments
     assert given.tokens.tolist() == trace.tokens.tolist()
-    assert len(given.response_logprobs) == trace.n_pos - trace.prompt_len
+    assert len(given.header.response_logprobs) == trace.n_pos - trace.prompt_len
     assert "agreement" not in given.meta
 
 

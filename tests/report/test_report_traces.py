@@ -12,6 +12,7 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
+from kvsim.core.trace import derived
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, write_report
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
@@ -146,10 +147,10 @@ def test_names_and_texts_of_traces_are_escaped(alone):
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
     """Another content under the same name, another name, two of one name; nothing is written."""
     sample = kvsim.open_trace(kvsim.sample_trace())
-    other = changed(sample, scale=sample.scale)
+    other = changed(sample, scale=sample.formulas[0].scale)
     stranger = changed(sample, name="stranger")
     meta = {**sample.meta, "spans": {"needle": [[3, 9]]}}
-    again = sample.derived(sample.source, replace(sample.header, meta=meta))  # a corrected needle
+    again = derived(sample, sample.source, replace(sample.header, meta=meta))  # a corrected needle
     out = tmp_path / "r.html"
 
     assert again.digest == sample.digest != other.digest

@@ -104,7 +104,7 @@ def test_the_closed_loop_has_the_logits_of_masks(name):
 
 def kvsim_logprobs(trace: kvsim.Trace) -> np.ndarray:
     """The log-likelihood of the response as recorded."""
-    return np.array(trace.response_logprobs)
+    return np.array(trace.header.response_logprobs)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "falcon_h1"])

@@ -102,7 +102,7 @@ def test_logits_are_computed_some_rows_at_a_time(monkeypatch, numbers):
         judged = [getattr(x.forced, name) for x in outcomes for name in ("nll", "kl")]
         table = kvsim.live(model, trace, "tova", BUDGET).table
         live = table.filter(metric="response_kl")["value"]
-        return [np.array(trace.response_logprobs), *judged, live.to_numpy()]
+        return [np.array(trace.header.response_logprobs), *judged, live.to_numpy()]
 
     whole = values()
     monkeypatch.setattr("kvsim.recorder.head.LOGITS", numbers)

@@ -86,7 +86,7 @@ def rounded(live, layer, record, which, end=None):
     if codec is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
     gone = torch.from_numpy(record.evicted_at)
-    ends = record.schedule.ends(PROMPT, live.decoding.sketch.context_len)
+    ends = record.schedule.ends(PROMPT, live.decoding.sketch.header.context_len)
     first = (end or min(ends)) - 1
     after = stored_after(gone, codec.clocks[which], first)[record.layers.index(layer)]
     new = exact.clone()

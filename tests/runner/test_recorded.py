@@ -119,7 +119,7 @@ def test_logits_of_another_scale_are_refused(change, way, sample, tmp_path):
     else:
         given = {"response": ids[end : end + 8]} if way == "given" else {"max_new_tokens": 8}
         trace = capture(model, None, ids[:end], **given)
-    assert min(trace.response_logprobs) > -0.01
+    assert min(trace.header.response_logprobs) > -0.01
     check(trace, model)
     trace = older(trace) if change is scaled else trace
     change(model)
@@ -168,7 +168,7 @@ def test_a_trace_of_other_sizes_is_refused(cut, words, sample):
         name: sample.read(name)[layers][:, cut.get(name, slice(None))] for name in ("q", "k", "v")
     }
     trace = kvsim.Trace.from_arrays(
-        **arrays, prompt_len=sample.prompt_len, rope=sample.rope, tokens=sample.tokens.tolist()
+        **arrays, prompt_len=sample.prompt_len, rope=sample.ropes[0], tokens=sample.tokens.tolist()
     )
 
     with pytest.raises(CaptureError, match=rf"^[^\n]*{words}[^\n]*$"):

@@ -55,7 +55,7 @@ def test_a_layer_that_alone_evicts_is_its_replay(name, compress):
     options = {"interval": 5, "prefill": True, "compress": compress, "layers": [0]}
     expected = kvsim.replay(trace(), policy, 40, **options)
     assert np.array_equal(record.evicted_at, expected.evicted_at)
-    ends = [stop - 1 for _, stop in trace().questions]
+    ends = [stop - 1 for _, stop in trace().header.questions]
     assert {*ends, trace().prompt_len - 1} <= {*expected.events}
 
 

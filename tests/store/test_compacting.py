@@ -14,6 +14,7 @@ import kvsim
 from kvsim.analysis.measuring import available
 from kvsim.analysis.registry import METRICS
 from kvsim.core.attention import Formula, Rope
+from kvsim.core.parts import loaded
 from kvsim.errors import NeedsError, TraceError
 from kvsim.policies import ACCESS, CATALOGUE, names
 from kvsim.policies.naming import access_names
@@ -222,8 +223,8 @@ def test_a_compact_trace_is_stored(tmp_path):
             assert torch.equal(stored.read(name, pos=part), expected[:, :, part])
         with pytest.raises(NeedsError, match=f"{name} of rows 256 to 299 was left out"):
             stored.read(name, pos=slice(200, 300))
-    loaded = stored.loaded()
-    assert torch.equal(loaded.read("q", pos=slice(770, 880)), trace.read("q", pos=slice(770, 880)))
+    rows = slice(770, 880)
+    assert torch.equal(loaded(stored).read("q", pos=rows), trace.read("q", pos=rows))
     with pytest.raises(TraceError, match="only some rows already"):
         compacted(stored)
     again = tmp_path / "b.zarr"

@@ -7,6 +7,7 @@ from probes import repeated
 
 import kvsim
 from damage import edit_header, flip, reseal
+from kvsim.core.parts import by_query_head
 from kvsim.core.probe import Chunk
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture
@@ -68,7 +69,7 @@ def test_the_trace_is_the_same_without_its_probe(stored, tmp_path):
     facts = describe(moved.path)
     assert facts["arrays"]["probe_k"]["shape"] == [2, 2, 58, 8]
     assert facts["probe"] == {"kind": "repeat", "rows": 58, "chunks": [[0, 30, 30], [30, 50, 28]]}
-    per_head = stored.per_query_head()
+    per_head = by_query_head(stored)
     assert per_head.read("probe_k").shape == stored.read("probe_q").shape
 
 

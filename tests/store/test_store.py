@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.core.attention import causal_attention
+from kvsim.core.parts import by_query_head
 from kvsim.errors import TraceError
 from kvsim.schema import FORMAT_VERSION, axes_of
 from kvsim.store import TraceWriter, describe, layout, open_trace, verify
@@ -52,11 +53,11 @@ def test_round_trip_is_exact(tmp_path_factory, dtype, n, full, sharded, seed):
     for found, expected in zip(of_opened, of_trace, strict=True):
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype
-    for name in ("prompt_len", "scale", "rope", "layer_ids", "name", "meta", "token_text"):
+    for name in ("prompt_len", "formulas", "ropes", "layer_ids", "name", "meta", "token_text"):
         assert getattr(opened, name) == getattr(trace, name)
     assert opened.digest == trace.digest
     assert opened.fingerprint == trace.fingerprint
-    assert opened.source_dtypes["k"] == str(dtype).removeprefix("torch.")
+    assert opened.header.source_dtypes["k"] == str(dtype).removeprefix("torch.")
     assert opened.path == path
     assert verify(path, deep=full).ok
     again = open_trace(kvsim.save_trace(opened, path.with_name("b.zarr")))
@@ -78,7 +79,7 @@ def test_parts_are_read(sharded, tmp_path, monkeypatch):
     assert torch.equal(opened.read("lse", pos=slice(250, 260)), trace.full()[1][..., 250:260])
     assert torch.equal(opened.read("tokens", pos=slice(7, 9)), torch.tensor([7, 8]))
     assert torch.equal(opened.read("o_proj", slice(1, 2), slice(0, 3)), trace.read("o_proj")[1:])
-    assert torch.equal(opened.per_query_head().read("k"), trace.per_query_head().read("k"))
+    assert torch.equal(by_query_head(opened).read("k"), by_query_head(trace).read("k"))
 
 
 def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):

@@ -28,7 +28,7 @@ def test_a_trace_that_no_reader_takes_is_not_published(tmp_path):
     labels = {"task": "a", "level": 2**63, "length": "9", "depth": True}
     assert open_trace(
         kvsim.save_trace(make(meta={"labels": labels}), tmp_path / "a.zarr")
-    ).labels == {"task": "a"}
+    ).header.labels == {"task": "a"}
 
     with pytest.raises(TraceError, match=r"/made.zarr: what describes it has more than"):
         kvsim.save_trace(make(meta={"seed": ["a" * (1 << 26)]}), tmp_path / "made.zarr")

@@ -257,7 +257,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
     with pytest.raises(CaptureError, match=r"expected at most .* fewer new tokens"):
         kvsim.live(*given, policies("tova"), [16], max_new_tokens=10**6)
     bare = kvsim.Trace.from_arrays(
-        *map(trace.read, "qkv"), prompt_len=trace.prompt_len, rope=trace.rope
+        *map(trace.read, "qkv"), prompt_len=trace.prompt_len, rope=trace.ropes[0]
     )
     with pytest.raises(NeedsError, match="no tokens"):
         kvsim.live(model, [bare], policies("tova"), [16])

@@ -15,6 +15,7 @@ from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.core.arguments import resolve_budget
+from kvsim.core.parts import by_query_head
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import (
     BudgetError,
@@ -239,7 +240,7 @@ def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
 
     run = replay_all([trace], [one], [4], metrics=["retained_mass", "regret"])
 
-    alone = trace.per_query_head()
+    alone = by_query_head(trace)
     mass, regret = (by_group(run.table, name, alone) for name in ("retained_mass", "regret"))
     best, _ = best_by_trying(alone, 4, 8, (7, 8))  # the window is protected
     assert regret.shape == (2, 4)

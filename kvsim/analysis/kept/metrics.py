@@ -105,7 +105,7 @@ def _needle(name: Literal["recall", "wipeout"]) -> Values:
     def cells(subject: Subject) -> Iterator[Cells]:
         from kvsim.analysis.kept.coverage import needle_visibility
 
-        if spans := subject.trace.spans.get("needle"):
+        if spans := subject.trace.header.spans.get("needle"):
             record = subject.record
             for index, gone in enumerate(record.gone_after):
                 needle = needle_visibility(gone, record.prompt_len, spans, record.reads, index)

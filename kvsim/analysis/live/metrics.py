@@ -24,7 +24,7 @@ def _reached(
     The last row of the prompt predicts the first token: only events within the prompt reach it.
     """
     forced, trace = subject.outcome.forced, subject.trace
-    ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
+    ends = subject.record.schedule.ends(trace.prompt_len, trace.header.context_len)
     first = int(ends[0] == trace.prompt_len)
     values = np.empty(0) if forced is None else value(forced)
     for turn, rows in trace.answers:

@@ -13,7 +13,7 @@ from kvsim.policies.naming import stored_piece
 
 def first_row(record: Record, trace: Trace) -> int:
     """The first row that sees rounded entries: the one after the first prefill event."""
-    return record.schedule.ends(trace.prompt_len, trace.context_len)[0]
+    return record.schedule.ends(trace.prompt_len, trace.header.context_len)[0]
 
 
 def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
@@ -33,7 +33,7 @@ def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slic
     Of its last `count` rows, from the first of which they are counted; a part that begins before is
     left out. With an event after the context, rows of the question are apart.
     """
-    end, context = trace.prompt_len, trace.context_len
+    end, context = trace.prompt_len, trace.header.context_len
     first, start = schedule.ends(end, context)[0], end - count
     parts = {"rows=prompt": (first, end)}
     if context and schedule.compress.startswith(("context", "both")):

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from kvsim.core.lazy import torch
+from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import Even
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record
@@ -62,7 +63,7 @@ class OptimumTerms:
         policy = policy.at(record.budget)
         schedule = record.schedule
         events = schedule.rows(*trace.extent)
-        end = schedule.ends(trace.prompt_len, trace.context_len)[-1]
+        end = schedule.ends(trace.prompt_len, trace.header.context_len)[-1]
         places, least = _places(policy, record, events)
         protection = policy.protection(least)
         return cls(record, tuple(events), places, (protection.first(end), protection.recent))
@@ -81,7 +82,7 @@ class OptimumTerms:
     def optimum(self, trace: Trace, *, device: str = "cpu", memory: int | None = None) -> Record:
         """Return the optimum on these terms; see the function `optimum`."""
         events, record = self.events, self.record
-        whole = trace.per_query_head() if record.per_query_head else trace
+        whole = by_query_head(trace) if record.per_query_head else trace
         parts: list[Optimum] = []
         with torch.inference_mode():
             for run in runs(whole, record.layers, _OPTIMUM, memory=memory):

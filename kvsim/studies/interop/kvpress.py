@@ -245,7 +245,7 @@ class PressScorer(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for some layers of a model: a press may tell layers by their number."""
-        if not trace.whole or trace.header.other_layers:
+        if not trace.header.whole or trace.header.other_layers:
             raise PolicyError(
                 f"{self.press}: {trace.name} has layers {list(trace.layer_ids)} alone; expected "
                 "all of the model, because a press may tell layers by their number"

@@ -311,7 +311,7 @@ def rank_pattern(
 
 def _look(trace: Trace, device: str) -> Look:
     """Layers at the end of the prefill as a replay shows them to ASL."""
-    if not trace.whole:
+    if not trace.header.whole:
         raise PolicyError(
             f"{trace.name}: the trace has layers {list(trace.layer_ids)}; expected 0, 1, 2, ... to "
             "the model's last, because ranks are compared from layer to layer"
@@ -342,7 +342,7 @@ class Ranks:
         window of ASL.
         """
         trace = self.trace
-        if not trace.whole or trace.windowed or trace.prompt_len <= self.rule.window:
+        if not trace.header.whole or trace.windowed or trace.prompt_len <= self.rule.window:
             return None
         return ranking(trace, self.rule, device=self.device)
 

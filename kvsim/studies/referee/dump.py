@@ -138,15 +138,15 @@ class Dump:
         if self.schedule is not None:
             arrays |= {"interval": self.schedule.interval or 0, "prefill": self.schedule.prefill}
         if (trace := self.trace) is not None:
-            if any(not each.plain for each in trace.formulas):
+            if not trace.header.uniform:
                 raise DumpError(
-                    f"{self.name}: its attention has a softcap, a window or sinks, for which .npz "
-                    "has no place; expected plain attention; write the dump without its trace"
+                    f"{self.name}: layers differ in scale or RoPE, or have a softcap, a window or "
+                    "sinks, for which .npz has no place; write the dump without its trace"
                 )
             arrays |= {name: trace.read(name).float().cpu().numpy() for name in "qkv"}
-            arrays |= {"prompt_len": trace.prompt_len, "scale": trace.scale}
+            arrays |= {"prompt_len": trace.prompt_len, "scale": trace.formulas[0].scale}
             names = ("inv_freq", *_ROPE)
-            arrays |= {name: np.array(getattr(trace.rope, name)) for name in names}
+            arrays |= {name: np.array(getattr(trace.ropes[0], name)) for name in names}
             if trace.layer_ids != tuple(range(trace.n_layers)):
                 arrays["layer_ids"] = np.array(trace.layer_ids)
         with published(target, overwrite=overwrite) as draft:

@@ -43,7 +43,7 @@ def mass_curve(
     segments of the layer, or none at one of the events. events: their rows, a column each; by
     default the first and the last acting event.
     """
-    trace = as_trace(trace).evicting
+    trace = as_trace(trace).part()
     check_record(trace, record)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     by_row = {event.row: event for event in segmented(record, layer, head)}

@@ -71,7 +71,7 @@ def test_the_gap_of_every_key_equals_the_definition(case, data):
 
     assert found.gap.shape == (layers, heads * group, end - skip)
     eye = torch.eye(dim, dtype=torch.float64)
-    turns = [trace.rope.rotate(eye, torch.tensor(p)).mT.numpy() for p in range(end + future)]
+    turns = [trace.ropes[0].rotate(eye, torch.tensor(p)).mT.numpy() for p in range(end + future)]
     mean_turn = sum(turns[end:]) / future
     for layer, qhead in itertools.product(range(layers), range(heads * group)):
         q = case.q[layer, qhead]

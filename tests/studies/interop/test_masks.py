@@ -68,7 +68,9 @@ def attention(trace, layer, visible):
     """Softmax attention under a mask, a plain computation in float64; [qhead, n, d]."""
     q, k, v = (trace.read(name)[layer].double() for name in "qkv")
     k, v = (x.repeat_interleave(2, 0) for x in (k, v))
-    z = (q @ k.mT * trace.scale).masked_fill(~visible.repeat_interleave(2, 0), -torch.inf)
+    z = (q @ k.mT * trace.formulas[0].scale).masked_fill(
+        ~visible.repeat_interleave(2, 0), -torch.inf
+    )
     return z.softmax(-1) @ v
 
 
@@ -87,7 +89,9 @@ def test_attention_under_a_mask_is_the_output_of_a_replay(trace, record, monkeyp
         assert np.abs(moved.numpy() - error[layer])[:, PROMPT:].max() < 1e-5
         q, k, v = (trace.read(name)[layer][None] for name in "qkv")
         blocks = block_mask(masks, layer)
-        other = flex.flex_attention(q, k, v, block_mask=blocks, scale=trace.scale, enable_gqa=True)
+        other = flex.flex_attention(
+            q, k, v, block_mask=blocks, scale=trace.formulas[0].scale, enable_gqa=True
+        )
         assert float((other[0] - out).abs().max()) < 1e-5
 
 
@@ -117,7 +121,7 @@ def test_a_masked_model_has_the_logits_of_the_runner(trace, record, kernel):
 def test_masks_are_of_the_layers_of_the_model(trace, record):
     """The record of a trace of layer 1 masks layer 1 of the model, and no other."""
     arrays = {name: trace.read(name)[1:] for name in "qkv"}
-    some = changed(trace, **arrays, rope=trace.rope, formulas=trace.formulas[1:], layer_ids=[1])
+    some = changed(trace, **arrays, rope=trace.ropes[0], formulas=trace.formulas[1:], layer_ids=[1])
     policy = kvsim.policy("adakv+snapkv", window=4)
     masks = Masks.of(kvsim.replay(some, policy, BUDGET, interval=INTERVAL, prefill=True))
     assert masks.layers == (1,)

@@ -36,7 +36,7 @@ def rows_of(trace, window, row, layer, kind):
     rows = torch.arange(row + 1 - window, row + 1) - int(kind == "window-early")
     q = trace.read("q")[layer][:, rows]
     if kind == "window-rotated" and row > PROMPT - 1:
-        q = trace.rope.rotate(trace.rope.unrotate(q, rows), torch.full_like(rows, row))
+        q = trace.ropes[0].rotate(trace.ropes[0].unrotate(q, rows), torch.full_like(rows, row))
     return q.double().numpy(), rows.numpy()
 
 
@@ -248,7 +248,7 @@ def test_files_hold_what_was_dumped(trace, tmp_path):
     assert all((back.kept[row] == kept).all() for row, kept in dump.kept.items())
     assert (back.budget, back.schedule) == (BUDGET, dump.schedule)
     assert (back.trace.read("k") == trace.read("k")).all()
-    assert back.trace.rope == trace.rope
+    assert back.trace.ropes[0] == trace.ropes[0]
 
 
 def test_layers_have_their_numbers_in_the_model(trace, tmp_path):
@@ -296,7 +296,11 @@ def test_a_damaged_dump_is_one_line(trace, tmp_path, run, name):
     lines = lines_of(trace)
     spoil(lines)
     arrays = {n: trace.read(n).numpy() for n in "qkv"}
-    arrays |= {"prompt_len": PROMPT, "inv_freq": np.array(trace.rope.inv_freq), "budget": BUDGET}
+    arrays |= {
+        "prompt_len": PROMPT,
+        "inv_freq": np.array(trace.ropes[0].inv_freq),
+        "budget": BUDGET,
+    }
     np.savez(tmp_path / "d.npz", **arrays | lines)
     status, out, err = run("conform", tmp_path / "d.npz", "--policy", "snapkv")
     assert (status, out) == (2, "")
