@@ -28,8 +28,6 @@ class Paging:
     size: entries of a block. tables: one block table for all heads of a layer, or for each head.
     Prefixes of sequences that begin alike are stored once (`Decoding.begin`). padded_bytes: slots
     without an entry, the most of the layers of one sequence that evict together.
-
-    Raises PolicyError for blocks of less than one entry.
     """
 
     size: int = 16
@@ -37,10 +35,6 @@ class Paging:
     pool: Pool | None = None
     prefixes: dict[tuple[tuple[int, ...], int], Sequences] = field(default_factory=dict)
     padded_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise PolicyError(f"blocks of {self.size} entries; expected at least 1")
 
     def sequences(self, layers: int, heads: int, dim: int, like: Tensor) -> Sequences:
         """Return empty sequences of layers, in a pool of this layout."""
@@ -81,17 +75,13 @@ class PagedSource(LiveSource):
         self, sketch: Trace, layers: Sequence[int], like: Tensor, paging: Paging, **more: Any
     ) -> None:
         super().__init__(sketch, layers, like, **more)
+        self._dim, problem = sketch.dim, ""
         if sketch.value_dim != sketch.dim:
-            raise PolicyError(
-                f"a cache in blocks holds keys of {sketch.dim} and values of {sketch.value_dim} "
-                "dimensions; expected one size; leave the paging out"
-            )
-        self._dim = sketch.dim
+            problem = f"keys of {sketch.dim} and values of {sketch.value_dim} dimensions"
         if len(self.readers) > len(layers):
-            raise PolicyError(
-                f"layers {list(self.readers[1:])} read the entries of layer {layers[0]}, expected "
-                "a cache in blocks whose layers each read their own; leave the paging out"
-            )
+            problem = f"entries that layers {list(self.readers[1:])} read of layer {layers[0]}"
+        if problem:
+            raise PolicyError(f"a cache in blocks has no place for {problem}; leave the paging out")
         self.paging = paging
         heads = self._heads
         self._tables = heads if paging.tables == "head" else 1  # of a layer

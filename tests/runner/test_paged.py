@@ -301,9 +301,3 @@ def test_ragged_heads_are_padded_in_a_common_table_alone():
         sizes[tables] = sum(len(x) * each.pool.block_bytes for each in held for x in each.tables)
         assert (paging.padded_bytes > 0) is (tables == "layer")
     assert sizes["head"] == decoding.cache_bytes < sizes["layer"]
-
-
-def test_a_block_holds_an_entry_at_least():
-    """Blocks without entries are one error."""
-    with pytest.raises(PolicyError, match="at least 1"):
-        Paging(0)

@@ -135,25 +135,21 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         cache, decoding = cache_of(given), self._decoding
         shape = list(ids.shape) if isinstance(ids, Tensor) else []
         _refuse(shape[:1] != [1], f"input_ids are {shape}; expected [1, n]: one sequence at a time")
-        kind = f"the cache is {type(cache).__name__}; expected a DynamicCache"
-        _refuse(not isinstance(cache, DynamicCache), kind)
+        _refuse(not isinstance(cache, DynamicCache), "the cache is no DynamicCache")
         if decoding is None or cache.layers is not decoding.cache.layers:
             held = cache.get_seq_length()
-            unseen = f"the cache holds {held} rows that the press has not seen; expected none"
-            _refuse(held > 0, f"{unseen}; run the prompt inside `with press(model)` too")
+            _refuse(held, f"{held} rows are cached; run the prompt inside `with press(model)` too")
             decoding = self._decoding = self._begun(running, shape[1])
             cache.layers = decoding.cache.layers
         start, most = len(decoding.tokens), decoding.sketch.n_pos
-        end, advice = start + shape[1], "give the press a larger new_tokens"
-        _refuse(end > most, f"the sequence grows to {end} tokens; expected {most}; {advice}")
+        end = start + shape[1]
+        _refuse(end > most, f"{end} tokens, expected {most}; give the press a larger new_tokens")
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
         _refuse(padded, "attention_mask hides tokens; expected a sequence without padding")
         first = start if positions is None else int(positions.flatten()[0])
-        once = "a press evicts for good: give one question, and run the context again for the next"
-        _refuse(
-            first != start, f"the next token is given position {first}; expected {start}; {once}"
-        )
+        once = "a press evicts for good: run the context again for the next question"
+        _refuse(first != start, f"the next token has position {first}; expected {start}; {once}")
         with decoding, decoding.receiving(ids[0].tolist()):
             yield
 
@@ -182,7 +178,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         return self._decoding.record()
 
 
-def _refuse(problem: bool, text: str) -> None:
+def _refuse(problem: object, text: str) -> None:
     if problem:
         raise CaptureError(text)
 
