@@ -46,7 +46,7 @@ _PREFIX = ".kvsim-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 #: Written to test whether a folder is writable: one block, as the smallest file takes.
-_PROBE = bytes(4096)
+_TRIAL = bytes(4096)
 
 
 def read_input(path: str | Path, limit: int = DOCUMENT) -> bytes:
@@ -88,8 +88,8 @@ def check_writable(folder: Path) -> None:
     nearest = folder
     try:
         nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-        with TemporaryFile(dir=nearest, prefix=_PREFIX) as probe:
-            probe.write(_PROBE)
+        with TemporaryFile(dir=nearest, prefix=_PREFIX) as file:
+            file.write(_TRIAL)
     except OSError as error:
         problem = f"cannot be written to ({error.strerror or error}), expected a writable folder"
         if isinstance(error, NotADirectoryError):

@@ -60,6 +60,11 @@ class Inputs:
     future: bool = False
     trace: bool = False
 
+    @property
+    def context_again(self) -> bool:
+        """Whether it reads rows that repeat the context, which a model runs besides."""
+        return "probe_q" in self.arrays
+
     def __or__(self, other: Inputs) -> Inputs:
         both = ((name, vars(self)[name], vars(other)[name]) for name in vars(self))
         return Inputs(**{name: x | y if name == "arrays" else max(x, y) for name, x, y in both})

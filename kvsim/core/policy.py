@@ -117,7 +117,7 @@ class Policy:
                 drops and self.across_layers
             ),
             "it drops rows of the prompt, and its scores are of rows that repeat all of it": (
-                drops and "probe_q" in self.scorer.reads.arrays
+                drops and self.scorer.reads.context_again
             ),
             "its propagation, reader or scaled lengths have no rule for a budget that grows": (
                 self.so_far is not None and (drops or self.reader is not None or self.scaled)

@@ -113,7 +113,8 @@ class Setting:
 
     Attributes:
         budget: the policy's, in entries per head.
-        prompt_len: tokens of the prompt.
+        prompt_len: tokens that the event takes for the prompt.
+        ends: of each prefill event, ascending; the last ones are those of all later events.
         interval: rows between events after the prompt, None without any.
         n_layers: layers of the trace.
         clairvoyant: the scorer may read rows after the event.
@@ -139,3 +140,4 @@ class Setting:
     protected_ends: tuple[int, int] = (0, 0)
     response: int = 0
     policy: str = "a policy"
+    ends: tuple[int, ...] = ()

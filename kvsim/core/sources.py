@@ -124,20 +124,23 @@ def writes_to(tensor: Tensor) -> int:
 class PerQueryHead:
     """Another source with the keys and values of each KV head repeated `group` times."""
 
-    _REPEATED = frozenset(("k", "v", "probe_k"))
-
     def __init__(self, base: ArraySource, group: int) -> None:
         self.base, self.group = base, group
         self.positions = base.positions
         self.shapes = dict(base.shapes)
-        for name in self._REPEATED & self.shapes.keys():
-            layers, heads, *rest = self.shapes[name]
+        for name in filter(of_kv_heads, base.shapes):
+            layers, heads, *rest = base.shapes[name]
             self.shapes[name] = (layers, heads * group, *rest)
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array, keys and values with a head for each query head."""
         part = self.base.read(name, layers, pos)
-        return part.repeat_interleave(self.group, dim=1) if name in self._REPEATED else part
+        return part.repeat_interleave(self.group, dim=1) if of_kv_heads(name) else part
+
+
+def of_kv_heads(name: str) -> bool:
+    """Whether an array has numbers of each KV head."""
+    return AXES[name][1:2] == ("head",)
 
 
 def is_sized(name: str) -> bool:

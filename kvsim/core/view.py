@@ -44,7 +44,10 @@ class View:
         rounded_after: Tensor | None = None,
         rounded: bool = False,
     ) -> None:
-        self._source, self._entries, self._since = source, entries, since
+        self._source, self._entries = source, entries
+        self._padded = entries.padded  # whether a slot may hold no live entry
+        #: row of the last event that acted on each layer, -1 before the first; int [L]
+        self.since = since
         # the row after which each key was rounded, int32 [L, H, T]
         self._rounded_after = rounded_after
         #: whether an entry may have another key at a later event: it is rounded, or others that
@@ -78,7 +81,7 @@ class View:
             yield self
             return
         for at, source in self._source.parts():
-            entries, since, layers = self._entries.of_layers(at), self._since[at], self.layers[at]
+            entries, since, layers = self._entries.of_layers(at), self.since[at], self.layers[at]
             part = View(source, entries, self.setting, row=self.row, since=since, layers=layers)
             part.budget = self._budget[at]
             yield part
@@ -87,11 +90,6 @@ class View:
     def is_prompt(self) -> bool:
         """True at the event that ends the prefill."""
         return self.row == self.setting.prompt_len - 1
-
-    @property
-    def since(self) -> Tensor:
-        """Row of the last event that acted on each layer, -1 before the first; int [L]."""
-        return self._since
 
     @property
     def positions(self) -> Tensor:
@@ -132,11 +130,6 @@ class View:
     def count(self) -> Tensor:
         """Live entries of each head; int [L, H]."""
         return self._entries.count
-
-    @property
-    def _padded(self) -> bool:
-        """Whether a slot may hold no live entry."""
-        return self._entries.padded
 
     @property
     def slot(self) -> Tensor:
@@ -307,7 +300,7 @@ class View:
         nothing leaves, so each row saw exactly the live entries up to its own position, with keys
         as they were stored when it attended.
         """
-        first = int(self._since.min()) + 1
+        first = int(self.since.min()) + 1
         if first == self.row:
             return self.attn(1, group="sum")[..., 0, :]
         if first == 0 and self._entries.whole:  # the same under every policy and budget
@@ -320,9 +313,9 @@ class View:
         example = self.keys
         layers, heads, n = example.shape[:3]
         if first == 0:
-            total, acted = self._received_of_all(), self._since >= 0
+            total, acted = self._received_of_all(), self.since >= 0
             if bool(acted.any()):  # in other layers
-                since = self._received(int(self._since[acted].min()) + 1)
+                since = self._received(int(self.since[acted].min()) + 1)
                 total = since.where(acted.view(-1, 1, 1), total)
             return total
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
@@ -333,8 +326,8 @@ class View:
             stop = min(start + step, self.row + 1)
             seen = n - (self.row + 1 - stop)  # their own entries are the last slots of each head
             attention = self._weights_of(range(start, stop), seen, attended=attended).sum(2)
-            if int(self._since.max()) >= start:  # some layers acted later than others
-                counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
+            if int(self.since.max()) >= start:  # some layers acted later than others
+                counted = torch.arange(start, stop, device=total.device) > self.since.unsqueeze(-1)
                 attention = attention * counted[:, None, :, None]
             total[..., :seen] += attention.sum(2)
         return total

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from kvsim.core.entries import Entries
@@ -68,7 +67,7 @@ class Block:
     Args:
         source: keys, values and queries of the layers.
         policy: decides at each event.
-        settings: constants of prefill events, ascending; the last is that of all later events.
+        setting: constants of the events, of which prefill events have their own.
         layers: index of each layer in the trace.
 
     Attributes:
@@ -82,11 +81,10 @@ class Block:
         self,
         source: Source,
         policy: Policy,
-        settings: Sequence[Setting],
+        setting: Setting,
         layers: Sequence[int],
     ) -> None:
-        self.source, self.policy, self.setting = source, policy, settings[-1]
-        self._settings = settings
+        self.source, self.policy, self.setting = source, policy, setting
         self._scorer_protection = cache(policy.scorer.protection)
         keys = source.keys
         self.layers = torch.tensor(layers, device=keys.device)
@@ -96,7 +94,7 @@ class Block:
         self.entries = Entries(n, heads, policy.columns, like=keys, compacted=source.compacted)
         self.since = torch.full_like(self.layers, -1)
         self._next = 0  # first position not yet appended
-        first = settings[0].prompt_len - 1
+        first = setting.ends[0] - 1
         self.store = Store(policy.storage, source, self.evicted_at, first, self._placed)
 
     def event(self, row: int) -> bool:
@@ -122,16 +120,10 @@ class Block:
         entries.append(self._next, row + 1)
         self._next = row + 1
         self.store.before(row)
-        begun = bisect_right(self._settings, row + 1, key=attrgetter("prompt_len"))
-        setting = self._settings[max(0, begun - 1)]
-        if policy.so_far is not None:
-            budget = policy.budget_at(row + 1, setting.budget)
-            held = policy.protection(budget).size(setting.prompt_len)
-            setting = replace(setting, budget=budget, protected=held)
         view = View(
             self.source,
             entries,
-            setting,
+            self._setting_at(row),
             row=row,
             since=self.since,
             layers=self.layers,
@@ -184,6 +176,16 @@ class Block:
         new = torch.arange(self._next, row, device=marked.device)
         pos = torch.cat([self.entries.pos, new.expand(*marked.shape[:2], -1)], -1)
         return marked.gather(-1, pos.clamp(min=0)) & (pos >= 0)
+
+    def _setting_at(self, row: int) -> Setting:
+        """The setting of the event after a row."""
+        setting, policy = self.setting, self.policy
+        end = setting.ends[max(0, bisect_right(setting.ends, row + 1) - 1)]
+        if end == setting.prompt_len and policy.so_far is None:
+            return setting
+        budget = policy.budget_at(row + 1, setting.budget)
+        held = policy.protection(budget).size(end)
+        return replace(setting, prompt_len=end, budget=budget, protected=held)
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""

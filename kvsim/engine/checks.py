@@ -93,13 +93,15 @@ def check_cell(
 
 def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
     """Raise PolicyError where a part of the policy has no rule for the trace or the schedule."""
-    needs, storage = policy.reads.arrays, policy.storage
+    reads, storage = policy.reads, policy.storage
     drops = policy.propagation is not None and "hands rows of the prompt from layer to layer"
     of_whole_prompt = (
         drops,
         policy.reader is not None and "reads a part of what is held",
-        "probe_q" in needs and "scores by rows that repeat the whole context",
-        "o_proj" in needs and trace.has("gate") and "weighs values by the prompt's mean gate",
+        reads.context_again and "scores by rows that repeat the whole context",
+        "o_proj" in reads.arrays
+        and trace.has("gate")
+        and "weighs values by the prompt's mean gate",
         storage is not None
         and storage.reads.last > 0
         and "prunes channels by the last rows of the prompt",

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from kvsim.core.lazy import torch
 from kvsim.core.parameters import integer
 from kvsim.core.parts import of_rows
 from kvsim.core.policy import Policy
-from kvsim.core.shared_results import DEFAULT_MEMORY
+from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
 from kvsim.engine.rows import ROWS
-from kvsim.engine.source import check_unwindowed, windows
+from kvsim.engine.source import TraceSource, check_unwindowed, read_together, windows
 from kvsim.errors import MemoryLimitError, PolicyError
 
 # Bytes of an entry where layers are scored apart: its position, its score, its place, and masks.
@@ -90,11 +91,9 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
     if scorer.reads.future and not trace.has("attn_out"):  # full attention is computed at once
         numbers += trace.n_qheads * (trace.dim + 2 * trace.value_dim)
     numbers *= trace.n_pos
-    if "o_proj" in scorer.reads.arrays and trace.has("o_proj"):  # in two layouts
-        numbers += 2 * math.prod(trace.source.shapes["o_proj"][1:])
-    if "probe_q" in scorer.reads.arrays and trace.has("probe_q"):
-        heads = trace.n_qheads + trace.n_heads
-        numbers += heads * trace.source.shapes["probe_q"][2] * trace.dim
+    for name in filter(trace.has, scorer.reads.arrays):
+        layouts = 2 if name == "o_proj" else 1
+        numbers += layouts * math.prod(trace.source.shapes[name][1:])
     return numbers * trace.dtype.itemsize
 
 
@@ -127,12 +126,22 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 class LayerRun(NamedTuple):
     """Layers that are replayed together.
 
-    trace: the rows that they compute. whole: nothing is ever evicted.
+    trace: the rows that they compute. whole: nothing is ever evicted. each: how many are held at
+    once.
     """
 
     layers: tuple[int, ...]
     trace: Trace
     whole: bool
+    each: int
+
+    def source(self, device: str, memory: int | None) -> TraceSource:
+        """Return what a View reads from; of the memory, results for other replays get 1/16."""
+        trace, places = self.trace, self.layers
+        if len(trace.header.readers(places[0])) > 1:
+            trace, places = read_together(trace, places[0]), (0,)
+        most = MEMO_BYTES if memory is None else memory // 16
+        return TraceSource(trace, places, torch.device(device), most=most, each=self.each)
 
 
 def runs(
@@ -151,9 +160,9 @@ def runs(
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
-        most = len(layers)
-    else:
-        most = layers_per_block(trace, policy, memory)
+    together = policy.across_layers and not policy.apart
+    each = len(layers) if together else layers_per_block(trace, policy, memory)
+    most = len(layers) if policy.across_layers else each
 
     def breaks(before: int, layer: int, count: int) -> bool:
         """Whether a run of `count` layers ends before a layer."""
@@ -172,5 +181,5 @@ def runs(
         if following is None or breaks(layer, following, len(run)):
             of_run = rows[layer]
             part = trace if of_run is None else of_rows(trace, of_run)
-            yield LayerRun(tuple(run), part, layer < whole)
+            yield LayerRun(tuple(run), part, layer < whole, each)
             run = []

@@ -18,16 +18,16 @@ from kvsim.core.parts import by_query_head
 from kvsim.core.policy import Policy, PolicyLike, Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Plans, Record, facts_of
-from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remarks, whole
 from kvsim.engine.depth import Descent, descent_of
-from kvsim.engine.layers import LayerRun, layers_per_block, replayed, runs
+from kvsim.engine.layers import replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import goes_by_rows, replay_rows
-from kvsim.engine.source import TraceSource, ended, read_together
+from kvsim.engine.source import ended
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER, Compress
 from kvsim.store.opening import TraceLike, as_trace
@@ -126,12 +126,12 @@ def run(
     plans: list[Plans] = []
     done, reads = 0, None
     with torch.inference_mode():
-        *_, setting = settings_of(trace, policy, budget, schedule)
+        setting = setting_of(trace, policy, budget, schedule)
         descent = descent_of(trace, policy, setting, device)
         parts = [*dict.fromkeys(owners)]
         for part in runs(source, parts, policy, descent=descent, memory=memory):
-            settings = settings_of(trace, policy, budget, schedule, part.trace)
-            block = Block(_source(part, policy, device, memory), policy, settings, part.layers)
+            setting = setting_of(trace, policy, budget, schedule, part.trace)
+            block = Block(part.source(device, memory), policy, setting, part.layers)
             positions = part.trace.positions.numpy()
             rows = () if part.whole else block.setting.events
             if by_row and not internals and schedule.interval == 1 and goes_by_rows(block):
@@ -159,16 +159,6 @@ def run(
         positions="slot" if restarted else policy.positions,
         internals=tuple(plans),
     )
-
-
-def _source(run: LayerRun, policy: Policy, device: str, memory: int | None) -> TraceSource:
-    """Return what the block of a run reads from."""
-    trace, places = run.trace, run.layers
-    if len(trace.header.readers(places[0])) > 1:
-        trace, places = read_together(trace, places[0]), (0,)
-    most = MEMO_BYTES if memory is None else memory // 16
-    each = layers_per_block(trace, policy, memory) if policy.apart else None
-    return TraceSource(trace, places, torch.device(device), most=most, each=each)
 
 
 def _fire(
@@ -217,41 +207,29 @@ def record_of_run(
     )
 
 
-def settings_of(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    schedule: Schedule,
-    part: Trace | None = None,
-) -> list[Setting]:
-    """Return the settings of prefill events, ascending; the last is that of all later events.
-
-    part: the trace of the rows that the layers compute.
-    """
+def setting_of(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule, part: Trace | None = None
+) -> Setting:
+    """Return the setting of events; part: the trace of the rows that the layers compute."""
     protection, part = policy.protection(budget), part or trace
-    longest = partial(
-        schedule.longest, trace.prompt_len, budget, context_len=trace.header.context_len
+    context_len = trace.header.context_len
+    ends = tuple(schedule.ends(trace.prompt_len, context_len))
+    last = ends[-1] if part.n_pos == trace.n_pos else part.prompt_len
+    return Setting(
+        budget=budget,
+        prompt_len=last,
+        ends=(*ends[:-1], last),
+        interval=schedule.interval,
+        n_layers=trace.n_layers,
+        clairvoyant=policy.scorer.reads.future,
+        protected=protection.size(ends[-1]),
+        longest=partial(schedule.longest, trace.prompt_len, budget, context_len=context_len),
+        windowed=trace.windowed,
+        events=tuple(schedule.rows(*part.extent)),
+        protected_ends=(protection.first(last), protection.recent),
+        response=part.prompt_len,
+        policy=policy.name,
     )
-    events = tuple(schedule.rows(*part.extent))
-    ends = schedule.ends(trace.prompt_len, trace.header.context_len)
-    counts = ends if part.n_pos == trace.n_pos else [part.prompt_len]
-    return [
-        Setting(
-            budget=budget,
-            prompt_len=count,
-            interval=schedule.interval,
-            n_layers=trace.n_layers,
-            clairvoyant=policy.scorer.reads.future,
-            protected=protection.size(end),
-            longest=longest,
-            windowed=trace.windowed,
-            events=events,
-            protected_ends=(protection.first(counts[-1]), protection.recent),
-            response=part.prompt_len,
-            policy=policy.name,
-        )
-        for end, count in zip(ends, counts, strict=True)
-    ]
 
 
 def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:

@@ -99,7 +99,7 @@ class RowView(View):
             since=block.since,
             layers=block.layers,
         )
-        self._block, self._start, self._stop = block, start, stop
+        self._block, self._start, self._stop, self._padded = block, start, stop, True
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
@@ -119,23 +119,14 @@ class RowView(View):
         return self._live.sum(-1)
 
     @property
-    def _padded(self) -> bool:
-        """Whether a slot may hold no live entry."""
-        return True
-
-    @property
     def slot(self) -> Tensor:
         """Place of each entry among the live ones of its head, negative for others; [L, H, n]."""
         return (self._live.cumsum(-1) - 1).masked_fill_(~self._live, -1)
 
-    @property
-    def since(self) -> Tensor:
-        """The row before, after which every layer acted; int [L]."""
-        return torch.full_like(self._since, self.row - 1)
-
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
         self.row, self._attention = row, None
+        self.since = torch.full_like(self.since, row - 1)  # every layer acted after the row before
         self._windows.clear()
         self._gathered.clear()
         self._live.select(-1, slot).fill_(value=True)

@@ -16,7 +16,7 @@ _DOES: dict[str, Callable[[Policy], object]] = {
     "reads a part of the cache": lambda policy: policy.reader is not None,
     "rounds entries": lambda policy: policy.rounds,
     "merges entries": lambda policy: policy.storage is not None and not policy.rounds,
-    "reads the context again": lambda policy: "probe_q" in policy.reads.arrays,
+    "reads the context again": lambda policy: policy.reads.context_again,
 }
 FUTURE, TRACE, QUERY_HEADS, SLOTS, DROPS, PART, ROUNDS, MERGES, REPEATS = _DOES
 

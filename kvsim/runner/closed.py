@@ -147,7 +147,7 @@ class ClosedLoop:
             layers=layers,
             name=self.trace.name,
             paging=self._paging,
-            probe=self._repeated if "probe_q" in policy.reads.arrays else None,
+            repeated=self._repeated if policy.reads.context_again else None,
         )
 
     def _prompt(self, decoding: Decoding, first: int | None = None) -> Tensor:

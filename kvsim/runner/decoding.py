@@ -19,7 +19,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, whole
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
-from kvsim.engine.replay import placed, record_of_run, settings_of
+from kvsim.engine.replay import placed, record_of_run, setting_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.forward import evaluating
@@ -44,7 +44,7 @@ class Decoding:
     default. observe: called with each kernel call (`KernelCall`), whose keys
     and values are those that the cache holds, in its slots, with pads. paging: hold the entries in
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
-    receives are then those of new rows alone. probe: what `repeat_context` returns, for policies
+    receives are then those of new rows alone. repeated: what `repeat_context` returns, for policies
     that score by it; by default of the repetition alone. questions: where later ones are, at the
     latest (`ask`).
 
@@ -74,7 +74,7 @@ class Decoding:
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
-        probe: Mapping[str, Tensor] | None = None,
+        repeated: Mapping[str, Tensor] | None = None,
         questions: Spans = (),
     ) -> None:
         check_live(policy, paged=paging is not None)
@@ -101,7 +101,7 @@ class Decoding:
         self.peak_bytes = 0
         self.decode_peak_bytes = 0  #: from the end of the prompt on, after the event there
         self._observe, self._paging = observe, paging
-        self._repeats, self._probe = "probe_q" in policy.reads.arrays, probe
+        self._repeats, self._repeated = policy.reads.context_again, repeated
         # the first row that may read a part, or see rounded entries
         self._first = self.schedule.ends(prompt_len, context_len)[0]
         reader, terms = policy.reader, (self.budget, self.layers)
@@ -140,8 +140,8 @@ class Decoding:
                 source = LiveSource(part, run.layers, like, **how, exact=policy.rounds)
             else:
                 source = PagedSource(part, run.layers, like, self._paging, **how)
-            settings = settings_of(sketch, policy, self.budget, self.schedule, part)
-            block = Block(source, policy, settings, run.layers)
+            setting = setting_of(sketch, policy, self.budget, self.schedule, part)
+            block = Block(source, policy, setting, run.layers)
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
             for index, layer in enumerate(source.readers):
@@ -258,7 +258,7 @@ class Decoding:
 
     def _descend(self, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
-        *_, setting = settings_of(self.sketch, self.policy, self.budget, self.schedule)
+        setting = setting_of(self.sketch, self.policy, self.budget, self.schedule)
         decoder = cast("Decoder", self._decoder)
         self._descent, calls, logits = prefill_in_depth(
             decoder, self.sketch, self.policy, setting, prompt
@@ -352,7 +352,7 @@ class Decoding:
         if self._repeats:
             context = self.tokens[: self.sketch.header.context_len or self.sketch.prompt_len]
             self._busy = self._repeats = False  # these rows are not part of the sequence
-            rows = self._probe or repeat_context(self.running.model, context)
+            rows = self._repeated or repeat_context(self.running.model, context)
             self._busy = True
             for _, source in self._blocks:
                 source.note_arrays(rows)

@@ -5,7 +5,7 @@ import torch
 
 import kvsim
 from kvsim.engine.block import Block
-from kvsim.engine.replay import settings_of
+from kvsim.engine.replay import setting_of
 from kvsim.engine.source import TraceSource
 from kvsim.schema import NEVER
 from traces import random_trace
@@ -16,8 +16,8 @@ def block():
     """The block of `tova` over two layers, whose prompt is longer than the budget."""
     trace = random_trace(n=24, size=1.0, prompt_len=12)
     policy = kvsim.policy("tova")
-    settings = settings_of(trace, policy, 8, policy.schedule)
-    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, settings, range(2))
+    setting = setting_of(trace, policy, 8, policy.schedule)
+    return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, setting, range(2))
 
 
 def test_a_choice_changes_nothing_before_it_is_applied(block):

@@ -155,7 +155,8 @@ def test_replays_take_no_more_than_is_counted(tmp_path, warm_python):
 
 def test_a_layer_of_32768_tokens_fits_the_default_memory():
     """Policies that go layer by layer, and CAKE, replay Llama-3.1-8B's heads within 2 GiB."""
-    shapes = {"o_proj": (1, 32, 128, 4096), "probe_q": (1, 32, 34_000, 128), "attn_out": (1,)}
+    shapes = {"o_proj": (1, 32, 128, 4096), "attn_out": (1,)}
+    shapes |= {"probe_q": (1, 32, 34_000, 128), "probe_k": (1, 8, 34_000, 128)}
     size = {"n_qheads": 32, "n_pos": 32_768 + 1024, "dim": 128, "value_dim": 128}
     size |= {"owners": range(32), "windowed": ()}
     size |= {
@@ -192,7 +193,7 @@ def test_layers_that_share_a_budget_are_scored_apart(each, monkeypatch):
         sizes.append(len(part) * bool(part.numel()) * stored)
         return part
 
-    monkeypatch.setattr(sys.modules["kvsim.engine.replay"], "layers_per_block", lambda *_: each)
+    monkeypatch.setattr(sys.modules["kvsim.engine.layers"], "layers_per_block", lambda *_: each)
     monkeypatch.setattr(kvsim.Trace, "read", noted)
     apart = kvsim.replay(trace, cake, 40, **options)
 

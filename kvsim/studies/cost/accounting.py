@@ -348,7 +348,7 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield "holds near the budget and not exactly that; counted is the budget"
     if policy.layer_budgets.across_layers or policy.allocator.across_layers:
         yield "layers share a budget; counted is an equal share"
-    if "probe_q" in policy.reads.arrays:
+    if policy.reads.context_again:
         pairs = sum(n * prompt + n * (n + 1) / 2 for n in chunk_lengths(prompt))
         again = model.n_layers * (2 * prompt * model.layer_matrices + model.attention_flops(pairs))
         yield (

@@ -15,7 +15,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
 from kvsim.engine.checks import check_cell
 from kvsim.engine.layers import runs
-from kvsim.engine.replay import settings_of
+from kvsim.engine.replay import setting_of
 from kvsim.engine.source import TraceSource
 from kvsim.errors import DumpError
 
@@ -65,11 +65,11 @@ class DumpCase:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
         trace, policy = self.trace, self.policy.at(self.budget)
         check_cell(trace, policy, self.budget, None, self.schedule)
-        settings = settings_of(trace, policy, self.budget, self.schedule)
+        setting = setting_of(trace, policy, self.budget, self.schedule)
         for run in runs(trace, self.layers, policy):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
-            block = Block(source, policy, settings, run.layers)
+            block = Block(source, policy, setting, run.layers)
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
                     choice = block.choose(row, fires=row in self.events)

@@ -38,7 +38,7 @@ from kvsim.recorder.modules import attention_modules
 from kvsim.studies.referee.dump import Dump
 
 #: Tokens of the capture that shows how the model rotates keys.
-_PROBE = 32
+_SKETCHED = 32
 
 
 class Tape:
@@ -144,11 +144,11 @@ class Tape:
         arrays = (
             torch.stack([torch.cat(part[x], 1) for x in layers]) for part in self._parts.values()
         )
-        probe = capture(self._model, None, list(range(1, _PROBE + 1)), max_new_tokens=0)
+        sketch = capture(self._model, None, list(range(1, _SKETCHED + 1)), max_new_tokens=0)
         trace = Trace.from_arrays(
             *arrays,
             prompt_len=self._parts["q"][0][0].shape[1],
-            rope=probe.ropes,
+            rope=sketch.ropes,
             formulas=[self._formulas[layer] for layer in layers],
             name=model_name(self._model),
         )
