@@ -234,8 +234,8 @@ class ClosedLoop:
             spans.append((start, end))
         decoding = decoding_of(n_pos=end + self._writings[-1].new_tokens, questions=spans)
 
-        def feed(tokens: Sequence[int], *, asks: bool) -> Tensor:
-            if asks:
+        def feed(tokens: Sequence[int]) -> Tensor:
+            if len(tokens) > 1:
                 decoding.ask(len(decoding.tokens) + len(tokens))
             return decoding.feed(tokens)[-1]
 
@@ -243,15 +243,14 @@ class ClosedLoop:
             return decoding, self._answers(self._prompt(decoding), feed)
 
     def _generated(self, written: Written, turn: int) -> Generated:
-        tokens = tuple(written.tokens)
-        return Generated(
-            tokens=tokens,
-            right=self._right(tokens, turn),
-            answered=self._answered(tokens, turn),
-            full_right=self._full_right(turn),
-            seconds=written.seconds,
-            score=self._score(tokens, turn) if "scorer" in self._checks[turn] else None,
-        )
+        tokens, score, answered = tuple(written.tokens), None, None
+        if right := self._right(tokens, turn):
+            counts = range(1, len(tokens) + 1)
+            answered = next(n for n in counts if self._right(tokens[:n], turn))
+        if "scorer" in self._checks[turn]:
+            score = self._score(tokens, turn)
+        full_right = self._full_right(turn)
+        return Generated(tokens, right, answered, full_right, written.seconds, score)
 
     @cached_property
     def _questions(self) -> list[list[int]]:
@@ -262,11 +261,10 @@ class ClosedLoop:
             for start, end in self.trace.header.questions
         ]
 
-    def _answers(self, logits: Tensor, feed: Callable[..., Tensor]) -> list[Written]:
-        """Return each answer.
+    def _answers(self, logits: Tensor, feed: Callable[[Sequence[int]], Tensor]) -> list[Written]:
+        """Return each answer; logits: [V] of the first token.
 
-        logits: [V] of the first token. feed: runs tokens, which end a question or not (`asks`), and
-        returns the logits of the next one. The last token of an answer runs with what follows it.
+        feed: runs a token of an answer, or its last with the next question; returns logits [V].
         """
         out: list[Written] = []
         before = self._ids[: self.trace.prompt_len]
@@ -274,13 +272,13 @@ class ClosedLoop:
         for turn, writing in enumerate(self._writings):
             if turn:
                 question = following(self._questions[turn - 1], out[-1].tokens[-1], stop)
-                logits = feed([out[-1].tokens[-1], *question], asks=True)
+                logits = feed([out[-1].tokens[-1], *question])
                 before = [*before, *out[-1].tokens, *question]
             start = time.perf_counter()
             choose = writing.choice.begin(len(before), writing.new_tokens)
             tokens = [choose(logits, before)]
             while len(tokens) < writing.new_tokens and tokens[-1] not in stop:
-                logits = feed(tokens[-1:], asks=False)
+                logits = feed(tokens[-1:])
                 tokens.append(choose(logits, [*before, *tokens]))
             out.append(Written(tokens, None, time.perf_counter() - start))
         return out
@@ -307,7 +305,7 @@ class ClosedLoop:
         step = WHOLE if self.running.continues else 1
         logits, cache = self.running.full(self._ids[: trace.prompt_len])
 
-        def feed(tokens: Sequence[int], **_: bool) -> Tensor:
+        def feed(tokens: Sequence[int]) -> Tensor:
             return self.running.run(tokens, cache, 1, step, cache.get_seq_length())[-1]
 
         with torch.inference_mode(), evaluating(self.running.model):
@@ -352,12 +350,6 @@ class ClosedLoop:
             value = check.get("score", check["right"])
             return None if value is None else float(value)
         return text_score(text, check)
-
-    def _answered(self, tokens: Sequence[int], turn: int) -> int | None:
-        """Tokens until the response has the right answer."""
-        if not self._right(tokens, turn):
-            return None
-        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n], turn))
 
 
 def _moved_streams(rows: FullRows, full: FullRows) -> Any:

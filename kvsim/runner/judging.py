@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kvsim.analysis.output.changed import first_moved
 from kvsim.core.merging import Merger
@@ -169,58 +168,45 @@ class Judge:
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns outputs of the last predictions, those before being as with the full cache, and
-        |h' - h| / |h| of the input of each layer [B, L, w], of the rows of the pass with it.
+        Returns the decoder's outputs of the last predictions [B, w, D], those before being as with
+        the full cache, and |h' - h| / |h| of the input of each layer [B, L, w], of the same rows.
         """
-        trace, full, n = self.trace, self._full, self.trace.n_pos
-        first = max(start, full.first)
-        moved = np.zeros((len(records), trace.n_layers, n - full.first))
-        outputs = full.predictions.outputs[:0].expand(len(records), -1, -1)
-        if start < n:
-            entries = JudgedRows(trace, full, records, start, self.running)
+        trace, full, running = self.trace, self._full, self.running
+        n, count, first = trace.n_pos, len(records), max(start, full.first)
+        moved = np.zeros((count, trace.n_layers, n - full.first))
+        if start == n:
+            return full.predictions.outputs[:0].expand(count, -1, -1), moved
 
-            def receive(call: KernelCall) -> None:
-                place = trace.layer_ids.index(call.layer)
-                rows = self._residual.rows(call).unflatten(0, (len(records), -1))
-                rows = rows[:, first - start :].double()
-                change = relative_change(rows, full.rows.input(place, first))
-                moved[:, place, first - full.first :] = change.cpu().numpy()
+        def receive(call: KernelCall) -> None:
+            place = trace.layer_ids.index(call.layer)
+            rows = self._residual.rows(call).unflatten(0, (count, -1))[:, first - start :]
+            change = relative_change(rows.double(), full.rows.input(place, first))
+            moved[:, place, first - full.first :] = change.cpu().numpy()
 
-            running = self.running
-            before = running.full(self._ids[:start], 0)[1] if running.has_states else None
-            with (
-                torch.inference_mode(),
-                evaluating(running.model),
-                intercepting(running.model, receive, attending=entries.attend),
-                self._residual.following(),
-            ):
-                outputs = self._forward(start, len(records), before)
-        return outputs, moved
-
-    def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
-        """Run the rows from `start` on of so many records; returns the decoder's outputs [B, w, D].
-
-        Those that predict the tokens from the first that is compared on. before: a cache of the
-        rows before `start`, where layers have states.
-        """
-        running, n = self.running, self.trace.n_pos
-        position = torch.arange(start, n, device=running.device)
-        first = max(0, self._full.predicts - start)
+        entries = JudgedRows(trace, full, records, start, running)
         ids = torch.tensor(self._ids[start:], device=running.device)
+        position = torch.arange(start, n, device=running.device)
         # a mask of four axes is taken as it is, so that none is made; `attend` makes its own
         any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=running.device)
         options: dict[str, Any] = {"use_cache": False, "attention_mask": any_mask}
-        if before is not None:
+        if running.has_states:
+            before = running.full(self._ids[:start], 0)[1]
             options = {"use_cache": True, **cache_option(running.model, before)}
-        with running.head.apart() as outputs:
+        with (
+            torch.inference_mode(),
+            evaluating(running.model),
+            intercepting(running.model, receive, attending=entries.attend),
+            self._residual.following(),
+            running.head.apart() as outputs,
+        ):
             running.model(
                 ids.repeat(count)[None],
                 position_ids=position.repeat(count)[None],
                 **options,
                 **last_logits(running.model, count * len(position)),
             )
-        hidden: Tensor = outputs[0].unflatten(0, (count, -1))
-        return hidden[:, first:-1]
+        of_records: Tensor = outputs[0].unflatten(0, (count, -1))
+        return of_records[:, max(0, full.predicts - start) : -1], moved
 
 
 def unjudged(record: Record) -> str:
@@ -237,10 +223,6 @@ def unjudged(record: Record) -> str:
         ),
         "it is a live run": record.closed,
     }
-    reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is None:
-        return ""
-    return (
-        f"{record.policy}: {reason}, so that no pass over the recorded tokens judges it; run it on "
-        "the model (kvsim live)"
-    )
+    advice = "so that no pass over the recorded tokens judges it; run it on the model (kvsim live)"
+    found = (f"{record.policy}: {reason}, {advice}" for reason, is_so in reasons.items() if is_so)
+    return next(found, "")
