@@ -27,11 +27,6 @@ _ROWS = r"response(?:\+(\d{1,9}))?"
 
 _PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
 
-_FORMS = (
-    ("rows", _ROWS, "'response', or 'response+N' for N rows before the response too"),
-    ("probe", _PROBE, "'repeat', or 'repeat:N' for chunks of N tokens"),
-)
-
 
 @dataclass(frozen=True)
 class Options:
@@ -180,21 +175,24 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self, "capture", CaptureError)
-        if self.overwrite and self.resume:
-            raise CaptureError(
-                "overwrite and resume are both given, expected one of them; overwrite replaces a "
-                "trace that exists, resume keeps it"
-            )
-        stop: Any = self.stop
-        stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
-        if not all(isinstance(text, str) and text for text in stops):
-            raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
-        for name, pattern, expected in _FORMS:
-            text = getattr(self, name)
-            if text is not None and not re.fullmatch(pattern, text):
-                raise CaptureError(f"{name} is {text!r}, expected {expected}")
-        if self.rows is not None and self.residual:
-            raise CaptureError("rows and residual are both given, expected one of them")
+        stops: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        text = isinstance(stops, Sequence) and all(isinstance(x, str) and x for x in stops)
+        problems = {
+            "overwrite and resume are both given, expected one of them; overwrite replaces a trace "
+            "that exists, resume keeps it": self.overwrite and self.resume,
+            f"stop is {self.stop!r}, expected text that is not empty": not text,
+            f"rows is {self.rows!r}, expected 'response', or 'response+N' for N rows before the "
+            "response too": not re.fullmatch(_ROWS, "response" if self.rows is None else self.rows),
+            f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens": (
+                not re.fullmatch(_PROBE, "repeat" if self.probe is None else self.probe)
+            ),
+            "rows and residual are both given, expected one of them": (
+                self.rows is not None and self.residual
+            ),
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise CaptureError(problem)
 
     @property
     def rows_before(self) -> int | None:
@@ -241,17 +239,13 @@ def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tu
     that the model does not have.
     """
     available = sorted(numbers)
-    if requested is None:
-        return tuple(available)
-    selected: set[int] = set()
-    for layer in requested:
-        number = available[layer] if layer in range(-len(available), 0) else layer
-        if number not in available:
-            raise CaptureError(
-                f"the model has no layer {layer!r}, expected numbers from {available[0]} to "
-                f"{available[-1]}, or -1 for the last"
-            )
-        selected.add(int(number))
-    if not selected:
-        raise CaptureError("layers is empty, expected at least one; leave it out for all")
-    return tuple(sorted(selected))
+    listed = available if requested is None else requested
+    selected = {available[x] if x in range(-len(available), 0) else x for x in listed}
+    unknown = [layer for layer in selected if layer not in available]
+    if unknown or not selected:
+        what = f"the model has no layer {unknown[0]!r}" if unknown else "layers is empty"
+        raise CaptureError(
+            f"{what}, expected numbers from {available[0]} to {available[-1]}, or -1 for the last; "
+            "leave it out for all"
+        )
+    return tuple(sorted(map(int, selected)))

@@ -71,8 +71,6 @@ def read_prompts(
             No such data set.
         ExtraError: a data set of a hub without the package `datasets`.
     """
-    if limit is not None and limit < 1:
-        raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
     seen: set[str] = set()
     prompts: list[Prompt] = []
     for where, line in islice(_lines(str(path)), limit and min(limit, sys.maxsize)):

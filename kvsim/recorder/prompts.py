@@ -118,27 +118,30 @@ class Prompt:
         object.__setattr__(self, "content", content)
         object.__setattr__(self, "needle", needle_parts(self.needle))
         _check(self, content=content if chat else None)
-        if context is not None and isinstance(content, str) != isinstance(context, str):
-            raise CaptureError(
-                f"context is {reprlib.repr(context)}, expected the text before a prompt of text, "
-                "or how many messages or tokens of another prompt"
-            )
-        if isinstance(content, str) and not f"{context or ''}{content}".strip():
-            raise CaptureError("the prompt is empty, expected some text")
+        turns: Any = self.turns
         written = isinstance(self.writer, str | Mapping) and bool(self.writer)
-        if self.writer is not None and (not written or self.response is None):
-            raise CaptureError(
-                f"writer is {reprlib.repr(self.writer)}, expected text or an object such as "
-                '{"engine": ..., "model": ...}, of a response that is given'
-            )
-        alike = all(isinstance(turn, Turn) for turn in self.turns)
-        if not alike or any(
-            (each.response is None) != (self.response is None) for each in self.turns
-        ):
-            raise CaptureError(
-                f"turns are {reprlib.repr(self.turns)}, expected a list of kvsim.recorder.Turn, "
-                "with responses to all of them and to the prompt, or to none"
-            )
+        alike = (
+            isinstance(turn, Turn) and (turn.response is None) == (self.response is None)
+            for turn in turns
+        )
+        problems = {
+            f"context is {reprlib.repr(context)}, expected the text before a prompt of text, or "
+            "how many messages or tokens of another prompt": (
+                context is not None and isinstance(content, str) != isinstance(context, str)
+            ),
+            "the prompt is empty, expected some text": (
+                isinstance(content, str) and not f"{context or ''}{content}".strip()
+            ),
+            f"writer is {reprlib.repr(self.writer)}, expected text or an object such as "
+            '{"engine": ..., "model": ...}, of a response that is given': (
+                self.writer is not None and (not written or self.response is None)
+            ),
+            f"turns are {reprlib.repr(self.turns)}, expected a list of kvsim.recorder.Turn, with "
+            "responses to all of them and to the prompt, or to none": not all(alike),
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise CaptureError(problem)
 
 
 def _check(part: Prompt | Turn, **more: Any) -> None:

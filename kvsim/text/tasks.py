@@ -141,14 +141,17 @@ def sample(
         TextError: no such task, a depth outside 0 to 1 or of a task without a needle, or a length
             that the question or the documentation cannot have.
     """
-    if task not in TASKS:
-        raise TextError(f"task is {task!r}, expected one of {', '.join(TASKS)}")
-    if task in DEPTHLESS and depth is not None:
-        raise TextError(f"depth is {depth}, but {task} has no needle; leave the depth out")
-    if depth is not None and not 0 <= depth <= 1:
-        raise TextError(f"depth is {depth}, expected a number from 0 to 1")
-    if length < _SHORTEST:
-        raise TextError(f"length is {length}, expected at least {_SHORTEST} tokens")
+    problems = {
+        f"task is {task!r}, expected one of {', '.join(TASKS)}": task not in TASKS,
+        f"depth is {depth}, but {task} has no needle; leave the depth out": (
+            task in DEPTHLESS and depth is not None
+        ),
+        f"depth is {depth}, expected a number from 0 to 1": not 0 <= (depth or 0) <= 1,
+        f"length is {length}, expected at least {_SHORTEST} tokens": length < _SHORTEST,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise TextError(problem)
     at = None if task in DEPTHLESS else 0.5 if depth is None else depth
     rng = random.Random(f"{seed} {task} {length} {at} {index}")
     most, build = _MAKERS[task](rng, length, at)

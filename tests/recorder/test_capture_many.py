@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from recorder_models import exact_attention, small
 
 import kvsim.tiny
@@ -138,42 +137,3 @@ def test_files_without_prompts_of_their_own_names(tmp_path):
         source.write_text(text)
         with pytest.raises(CaptureError, match=message):
             read_prompts(source)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("  \n", "the prompt is empty"),
-        ([], r"the prompt is \[\]"),
-        (torch.zeros(0, dtype=torch.long), "the prompt is tensor"),
-        ("w1 hello w2 world hello", "does not know 'hello', 'world', expected words"),
-        ([1, 64], "token id 64 is not in the model's vocabulary, expected 0 to 63"),
-        ([0.5], "expected text, a list of chat messages, or a list of token ids"),
-        ([1] * 1025, "a prompt of 1025 tokens, expected at most the model's context of 1024"),
-    ],
-)
-def test_bad_prompts(prompt, message):
-    """A prompt that cannot be run is one line that says found and expected."""
-    with pytest.raises(CaptureError, match=message) as caught:
-        capture(small("llama"), words_tokenizer(), prompt)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf; expected a finite number"),
-        ({"temperature": "warm"}, "temperature is 'warm'; expected a finite number of at least 0"),
-        ({"seed": 2**64}, "seed is 18446744073709551616; expected an integer from"),
-        ({"chat": 1}, "chat is 1; expected True or False"),
-        ({"store_dtype": "int8"}, "store_dtype is 'int8'; expected 'float16' or None"),
-        ({"store_dtype": "float16"}, "out is None"),
-    ],
-)
-def test_bad_options(options, message):
-    """Options out of range are one clear line."""
-    with pytest.raises(CaptureError, match=message):
-        capture(small("llama"), None, [1], **options)

@@ -1,12 +1,10 @@
 """Where the context of a prompt ends, in its tokens, and how a trace keeps that."""
 
-import json
-
 import pytest
 
 import kvsim
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, capture_many, read_prompts
+from kvsim.recorder import capture
 from kvsim.store import describe, verify
 from small_model import bytes_tokenizer, small
 
@@ -95,16 +93,3 @@ def test_token_ids(tmp_path):
     assert capture(small(300), None, [1, 2, 3], context=-1, resume=True, **options).path == out
     with pytest.raises(CaptureError, match="its context is 2, expected 3"):
         capture(small(300), None, [1, 2, 3], context=3, resume=True, **options)
-
-
-def test_lines_of_a_file(tmp_path):
-    """A line has its context."""
-    source = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "which?", "context": "facts. "}, {"tokens": [1, 2, 3], "context": -1}]
-    source.write_text("\n".join(map(json.dumps, rows)))
-
-    traces = capture_many(
-        small(300), tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
-    )
-
-    assert [trace.header.context_len for trace in traces] == [7, 2]

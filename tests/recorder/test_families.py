@@ -278,16 +278,6 @@ def test_responses_end_where_frequencies_change(name, prompt, kept, end):
     assert trace.meta["generation"]["stopped"] == "context"
 
 
-def test_frequencies_that_change_on_the_way_are_refused(monkeypatch):
-    """Keys of two kinds are noticed even where the configuration says nothing of a change."""
-    model = FAMILIES["phi4-mini"].build()
-    monkeypatch.setattr("kvsim.recorder.rows.fitting_tokens", lambda _, __, new: (new, []))
-
-    with pytest.raises(CaptureError, match="frequencies change with the length") as caught:
-        kvsim.capture(model, None, ids(500), max_new_tokens=30)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("rope", "positions", "expected"),
     [

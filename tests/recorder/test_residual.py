@@ -151,20 +151,6 @@ def test_streams_that_are_something_else_are_refused(change, where, message, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_stream_begins_with_what_the_first_layer_is_given():
-    """What a model does between embedding and first layer is part of the stream."""
-    model = build()
-    changed_between(model.model.layers[0])
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
-    seen = []
-
-    trace = capture(model, None, ids(20), max_new_tokens=0, residual=True)
-
-    assert torch.equal(trace.read("residual")[0], seen[-1])
-    embedded = model.get_input_embeddings().weight[ids(20)]
-    assert torch.equal(trace.read("residual")[0], embedded * 1.001)
-
-
 def test_capture_info_and_verify(tmp_path, capsys):
     """`--residual` records it, `info` shows its size, `verify` reads it."""
     out = tmp_path / "t.zarr"

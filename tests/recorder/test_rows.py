@@ -9,7 +9,6 @@ from compacting import compacted
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
-from kvsim.recorder.options import Options
 from kvsim.store import open_trace, verify
 from small_model import small
 
@@ -55,19 +54,6 @@ def test_a_judge_needs_tokens_and_kept_sets_alone(tmp_path):
     ]
 
     assert tables[0].drop("trace").equals(tables[1].drop("trace"))
-
-
-@pytest.mark.parametrize("rows", ["prompt", "response+-1", "response+x", "response+", "", "64"])
-def test_other_rows_are_refused(rows):
-    """One line says what is expected."""
-    with pytest.raises(CaptureError, match=r"expected 'response', or 'response\+N'"):
-        Options(rows=rows)
-
-
-def test_arrays_of_all_rows_are_refused():
-    """The residual stream has no rows without queries."""
-    with pytest.raises(CaptureError, match="are both given, expected one of them"):
-        Options(rows="response", residual=True)
 
 
 def test_a_capture_of_other_rows_is_not_kept(tmp_path):
