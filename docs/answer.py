@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from study import picture, read
 
 import kvsim
+from kvsim.policies.fit import fitted
 from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
 
@@ -64,7 +65,7 @@ def held(
     """Run a response under a policy; returns after which row each entry left, [layer, head, n]."""
     n = len(prompt) + len(response)
     terms = {"prompt_len": len(prompt), "n_pos": n, "interval": INTERVAL, "prefill": True}
-    with Decoding(running, kvsim.policy(policy).fitted(), budget, **terms) as decoding:
+    with Decoding(running, fitted(kvsim.policy(policy)), budget, **terms) as decoding:
         decoding.feed([*prompt, *response])
     return np.asarray(decoding.record().evicted_at)
 

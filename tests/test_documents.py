@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save
 
 import kvsim
+from kvsim.core.pieces import Run
 from kvsim.errors import KvsimError
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
@@ -62,9 +63,8 @@ def files(trace, path):
     def plan(document, kind="duo"):
         path.write_text(json.dumps(document))
         policy = kvsim.policy(f"{kind}:{path}")
-        policy.allocator.check(trace)
-        policy.allocator.bound_shares(trace.n_layers)
-        policy.requested(64)
+        policy.allocator.check(Run(trace.n_layers, trace=trace))
+        policy.protection(64, enforced=False)
 
     def masks(document):
         tensor = torch.zeros(2, 3, 5, dtype=torch.int32)

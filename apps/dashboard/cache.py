@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import kvsim
 from kvsim import Policy, Record, Trace
 from kvsim.plots import NEEDED
+from kvsim.policies.fit import fitted
 
 from .tiles import Tile, reading_tile, retention_tile
 
@@ -50,7 +51,7 @@ class Choice:
     def built(self) -> Policy:
         """Build the policy."""
         policy = kvsim.policy(self.policy, **self.params)
-        return policy.fitted() if self.fit else policy
+        return fitted(policy) if self.fit else policy
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)

@@ -42,7 +42,7 @@ class Metric:
     others where there is room for one number. default: False where a Table of records has it only
     if it is named. beside: the record with which it compares, that of an optimum on the same terms,
     which is computed on request. notes: what it reads of the notes of
-    allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what
+    allocators at events (`Plan.notes`, `kvsim.replay(..., internals=...)`). layers: what
     stands for all layers in a summary, the mean of their values or the sum. arrays: what a trace
     must have recorded; by default, metrics of traces without them are left out. after: the metric
     that it follows in a Table; by default those of packages come last.

@@ -18,6 +18,7 @@ from kvsim.cli.show import bar, echo_error
 from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure
+from kvsim.policies.fit import remark_of
 from kvsim.schema import merged
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
             reconstruction_table(trace, policies, RATIOS, progress=report) for trace in traces
         )
     budgets = table["budget"].unique().sort(descending=True)
-    remarks = [policy.remark(budget) for policy in policies for budget in budgets]
+    remarks = [remark_of(policy, budget) for policy in policies for budget in budgets]
     return Data(traces, table=table, remarks=remarks)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
@@ -20,19 +20,46 @@ from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.schema import GUIDE, NEVER, Compress, Spans
 
-if TYPE_CHECKING:
-    from kvsim.core.trace import Trace
-
 Scores = setting.Scores
 
-# Members of earlier versions, and what took their place.
+#: What a budget does: heads hold exactly as much, about as much, only some heads do, it plays no
+#: part in a rule that acts at every event, or none at all; the later, the less.
+Effect = Literal["exact", "near", "some", "rule", "none"]
+EFFECTS: tuple[Effect, ...] = get_args(Effect)
+#: Effects of a budget that bounds all heads.
+BOUNDED = EFFECTS[:2]
+
+#: Which of the heads of all layers share one budget: none, those of a layer, those of the same
+#: place in all layers, or all.
+Shared = Literal["none", "heads", "layers", "all"]
+#: Layers share it, so that an event acts on all of them, or none.
+ACROSS_LAYERS = ("layers", "all")
+
+# Members of earlier versions, by the base class that had them, and what took their place.
 _FORMER = {
-    "needs": "reads = Inputs(arrays=...)",
-    "rows": "reads = Inputs(rows=...)",
-    "query_rows": "reads = Inputs(first=..., last=...)",
-    "least_rows": "reads = Inputs(least=...)",
-    "copies": "reads = Inputs(copies=...)",
-    "clairvoyant": "reads = Inputs(future=True)",
+    "Piece": {
+        "needs": "reads = Inputs(arrays=...)",
+        "rows": "reads = Inputs(rows=...)",
+        "query_rows": "reads = Inputs(first=..., last=...)",
+        "least_rows": "reads = Inputs(least=...)",
+        "copies": "reads = Inputs(copies=...)",
+        "clairvoyant": "reads = Inputs(future=True)",
+    },
+    "Scorer": {
+        "signed": 'scale = "signed"',
+        "logarithmic": 'scale = "log"',
+        "logarithm": "a parameter log, and `underflows` in its entry",
+    },
+    "Sizing": {
+        "bounded": 'effect = "none"',
+        "exact": 'effect = "near"',
+        "bounds_some": 'effect = "some"',
+        "always_acts": 'effect = "rule"',
+        "across_heads": 'shared = "heads"',
+        "across_layers": 'shared = "layers" or "all"',
+        "ordinal": "`ordinal` in its entry",
+        "yields": "the label of its scorer",
+    },
 }
 
 
@@ -70,6 +97,22 @@ class Inputs:
         return Inputs(**{name: x | y if name == "arrays" else max(x, y) for name, x, y in both})
 
 
+class Run(NamedTuple):
+    """What a check knows of a run; for a reader, `trace.prompt_len` is where it begins to read.
+
+    trace: None where sizes alone are known, so that only propagations are checked.
+    """
+
+    n_layers: int
+    schedule: Any = None
+    trace: Any = None
+
+    @property
+    def dims(self) -> set[int]:
+        """The head dimensions of keys and values."""
+        return {self.trace.dim, self.trace.value_dim}
+
+
 class Piece:
     """Base of all pieces: a frozen dataclass whose fields are the parameters.
 
@@ -87,9 +130,11 @@ class Piece:
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a name to errors. Raise PolicyError for a member of an earlier version."""
         super().__init_subclass__(**options)
-        for name, new in _FORMER.items():
-            if name in vars(cls) and "ClassVar" in str(cls.__annotations__.get(name, "ClassVar")):
-                raise PolicyError(f"{cls.__name__} declares {name}; expected {new}, see {GUIDE}")
+        fields = {name for name, hint in cls.__annotations__.items() if "ClassVar" not in str(hint)}
+        own = vars(cls).keys() - fields
+        former = (_FORMER.get(base.__name__, {}) for base in cls.__mro__[1:])
+        for name, new in ((x, new) for each in former for x, new in each.items() if x in own):
+            raise PolicyError(f"{cls.__name__} declares {name}; expected {new}, see {GUIDE}")
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")
             cls.label = file if package == "kvsim.policies" else cls.__name__
@@ -97,6 +142,9 @@ class Piece:
     def __post_init__(self) -> None:
         """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
         check_fields(self, self.label)
+
+    def check(self, run: Run) -> None:
+        """Raise PolicyError for a run that the piece has no rule for."""
 
 
 @dataclass(frozen=True)
@@ -227,26 +275,14 @@ class Scorer(Piece, ABC):
     per_row: ClassVar[bool] = False
 
     @property
-    def logarithmic(self) -> bool:
-        """Whether scores are logarithms, which can be -inf."""
-        return False
-
-    @property
-    def signed(self) -> bool:
-        """Whether a score can be negative, as logarithms can."""
-        return self.logarithmic
+    def scale(self) -> Literal["positive", "signed", "log"]:
+        """Whether scores are 0 or more, of any sign, or logarithms, which can be -inf."""
+        return "positive"
 
     @property
     def across_layers(self) -> bool:
         """Whether a score depends on other layers: an event then acts on all of them, or none."""
         return False
-
-    def check(self, trace: Trace, schedule: Schedule) -> None:
-        """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
-
-    def logarithm(self) -> Scorer:
-        """Return the ranking by logarithms if scores could underflow to 0, else the scorer."""
-        return self
 
     @abstractmethod
     def score(self, view: View) -> Tensor | Scores:
@@ -255,10 +291,6 @@ class Scorer(Piece, ABC):
     def protection(self, budget: int) -> Protection:
         """Entries that the scorer cannot score and therefore protects: its window, its sinks."""
         return _NOTHING
-
-    def protect_sinks(self, budget: int) -> Protection:
-        """`protection` of a scorer with a parameter `sink`."""
-        return Protection(sink=self.sink)  # type: ignore[attr-defined]  # of some
 
 
 @dataclass(frozen=True)
@@ -269,7 +301,7 @@ class Wrapper(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorer.logarithmic:  # they rank, but have no ratios, and -inf has no differences
+        if self.scorer.scale == "log":  # they rank, but have no ratios, and -inf has no differences
             raise PolicyError(
                 f"{self.label}: log is True for {self.scorer.label} inside; expected False, "
                 "because a wrapper computes with the scores themselves"
@@ -310,14 +342,14 @@ class Sizing(Piece, ABC):
     """How much stays: an allocator, or the budgets of layers."""
 
     @property
-    def bounded(self) -> bool:
-        """False where the policy's budget has no effect on some heads or layers."""
-        return True
+    def effect(self) -> Effect:
+        """What the budget does, all layers together."""
+        return "exact"
 
     @property
-    def exact(self) -> bool:
-        """False where what stays is near the budget, all layers together, and not equal to it."""
-        return True
+    def shared(self) -> Shared:
+        """Which heads share a budget; an event acts on all layers that share one, or on none."""
+        return "none"
 
 
 class Allocator(Sizing, ABC):
@@ -325,32 +357,11 @@ class Allocator(Sizing, ABC):
 
     #: carried with each entry, as a scorer's
     columns: ClassVar[Mapping[str, float]] = {}
-    #: names of notes that metrics read, few numbers per head (`kvsim.studies.segments.segments`)
-    notes: ClassVar[frozenset[str]] = frozenset()
-    #: uses the order of scores alone, so that `kvsim.policy` gives it a scorer's logarithm
-    ordinal: ClassVar[bool] = False
-    #: the heads of a layer share its budget
-    across_heads: ClassVar[bool] = False
-    #: all heads of all layers share their budgets: an event acts on all layers, or on none
-    across_layers: ClassVar[bool] = False
-    #: belongs to a scorer; an allocator around that scorer replaces it
-    yields: ClassVar[bool] = False
-    #: acts at every event, also on what the budget has room for
-    always_acts: ClassVar[bool] = False
-    #: the budget bounds some heads even where it does not bound all
-    bounds_some: ClassVar[bool] = False
-
-    def bound_shares(self, n_layers: int) -> list[float] | None:
-        """The share of each layer's heads that the budget bounds; None for all, or no head."""
-        return None
 
     @property
     def enforces(self) -> bool:
         """False where protection only shows in the plan and is not enforced."""
         return True
-
-    def check(self, trace: Trace) -> None:
-        """Raise PolicyError for a trace that the allocator has no rule for."""
 
     def protection(self, budget: int) -> Protection:
         """Protection of the allocator itself."""
@@ -374,7 +385,7 @@ class Uniform(Allocator):
 class Everything(Allocator):
     """Every head keeps all it has, whatever the budget."""
 
-    bounded = False
+    effect = "none"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The number of entries that each head holds."""
@@ -383,9 +394,6 @@ class Everything(Allocator):
 
 class LayerBudgets(Sizing, ABC):
     """How much each layer gets, in entries per head."""
-
-    #: the layers share one budget: an event acts on all of them together, or on none
-    across_layers: ClassVar[bool] = False
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """Budgets of the layers as far as they are fixed; a head holds at most `longest` entries.

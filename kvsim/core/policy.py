@@ -7,8 +7,6 @@ imported from here, `propagation`, `reading`, `storing` and `merging`.
 
 from __future__ import annotations
 
-import reprlib
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
@@ -18,7 +16,11 @@ from typing import Annotated, Any, Literal
 from kvsim.core.merging import Merger
 from kvsim.core.parameters import Between, Length, check_fields, parameters
 from kvsim.core.pieces import (
+    ACROSS_LAYERS,
+    BOUNDED,
+    EFFECTS,
     Allocator,
+    Effect,
     Even,
     Everything,
     Inputs,
@@ -35,8 +37,8 @@ from kvsim.core.pieces import (
 from kvsim.core.propagation import Propagation
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
-from kvsim.errors import BudgetError, PolicyError
-from kvsim.schema import NEVER, schedule
+from kvsim.errors import PolicyError
+from kvsim.schema import schedule
 
 __all__ = [
     "Allocator",
@@ -59,6 +61,11 @@ __all__ = [
 
 #: Parameters that the text of a policy shows.
 _SHOWN = 8
+
+
+def chain_of(scorer: Any) -> tuple[Scorer, ...]:
+    """The scorers from the outside in: wrappers, and the innermost."""
+    return (scorer, *(chain_of(scorer.scorer) if hasattr(scorer, "scorer") else ()))
 
 
 @dataclass(frozen=True)
@@ -141,21 +148,6 @@ class Policy:
         after = f"after {schedule(**vars(self.schedule))!r}"
         return f"Policy({', '.join([repr(self.name), *params[:_SHOWN], *more, after])})"
 
-    @classmethod
-    def of(cls, given: Policy | Scorer) -> Policy:
-        """Return a policy; a scorer alone becomes one that evicts every 128 rows.
-
-        Raises PolicyError for anything else.
-        """
-        if isinstance(given, Scorer):
-            return cls(given.label, given, schedule=Schedule(interval=128))
-        if not isinstance(given, Policy):
-            raise PolicyError(
-                f"policy is {reprlib.repr(given)}; expected a name, a Scorer, or a Policy as "
-                "kvsim.policy(NAME) returns"
-            )
-        return given
-
     @property
     def columns(self) -> Mapping[str, float]:
         """Columns that each entry carries, with the value of an entry without history."""
@@ -169,62 +161,43 @@ class Policy:
         return reduce(or_, (piece.reads for piece in pieces if piece is not None))
 
     @property
+    def effect(self) -> Effect:
+        """What the budget does: the least that it does with one of the pieces."""
+        if self.propagation is not None and self.propagation.caches != "chosen":
+            return self.propagation.effect
+        effects = [self.allocator.effect, self.layer_budgets.effect]
+        effects += [] if self.propagation is None else [self.propagation.effect]
+        return max(effects, key=EFFECTS.index)
+
+    @property
     def bounded(self) -> bool:
         """Whether the budget bounds what every layer holds."""
-        if self.propagation is not None and self.propagation.effect in ("some", "none"):
-            return False
-        if self.propagation is not None and self.propagation.caches != "chosen":
-            return True
-        return self.allocator.bounded and self.layer_budgets.bounded
+        return self.effect in BOUNDED
 
     @property
     def across_layers(self) -> bool:
         """Whether layers share a budget or a ranking, so that events act on all of them or none."""
-        shared = self.layer_budgets.across_layers or self.allocator.across_layers
-        return shared or self.scorer.across_layers
-
-    @property
-    def apart(self) -> bool:
-        """Whether layers that share a budget are scored apart, and no more than numbers of each."""
-        within = not self.scorer.across_layers and isinstance(self.allocator, Uniform)
-        return within and self.storage is None and self.layer_budgets.across_layers
+        shares = self.layer_budgets.shared, self.allocator.shared
+        return self.scorer.across_layers or not {*shares}.isdisjoint(ACROSS_LAYERS)
 
     @property
     def rounds(self) -> bool:
         """Whether entries are rounded once they leave an exact window."""
         return isinstance(self.storage, Codec)
 
-    @property
-    def bounds(self) -> frozenset[str]:
-        """What the budget bounds; empty where it has no effect.
-
-        "held": the entries of all heads, or the rows that propagate to deeper layers. "heads": the
-        entries of some heads. "read": the entries that a row reads.
-        """
-        propagates = self.propagation is not None and self.propagation.caches == "chosen"
-        bounds = {
-            "held": self.bounded or propagates,
-            "heads": self.allocator.bounds_some,
-            "read": self.reader is not None and self.reader.effect != "none",
-        }
-        return frozenset(name for name, bound in bounds.items() if bound)
-
-    @property
-    def exact(self) -> bool:
-        """Whether exactly the budget stays after an event, over the heads of a layer."""
-        all_rows = self.propagation is None or self.propagation.effect == "exact"
-        return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
-
     def budget_at(self, tokens: int, budget: int) -> int:
         """Return the budget of an event after so many tokens, of a policy whose budget is given."""
         return budget if self.so_far is None else max(1, int(tokens * self.so_far + 1e-9))
 
-    def requested(self, budget: int) -> Protection:
+    def protection(self, budget: int, *, enforced: bool = True) -> Protection:
         """Return the union of what the policy, its scorer and its allocator ask to protect.
 
         Args:
             budget: of a layer. Scaled lengths are those of the whole budget: call `at` first.
+            enforced: nothing if the allocator only marks it in its plan (`Allocator.enforces`).
         """
+        if enforced and not self.allocator.enforces:
+            return Protection()
         union = self._requests.get(budget)
         if union is None:
             union = self.protect | self.scorer.protection(budget)
@@ -236,61 +209,6 @@ class Policy:
     def _requests(self) -> dict[int, Protection]:
         """Requested protection by budget: read at every event, and the policy is frozen."""
         return {}
-
-    def protection(self, budget: int) -> Protection:
-        """Protected entries: all that are requested, if the allocator enforces that."""
-        return self.requested(budget) if self.allocator.enforces else Protection()
-
-    def check_budget(
-        self,
-        budget: int,
-        *,
-        prompt_len: int = 0,
-        n_pos: int = NEVER,
-        n_layers: int = 1,
-        schedule: Schedule | None = None,
-        context_len: int | None = None,
-        end: int | None = None,
-    ) -> None:
-        """Raise BudgetError where the policy has no rule for the budget.
-
-        Args:
-            budget: entries per head.
-            prompt_len: tokens of the prompt.
-            n_pos: tokens of the trace.
-            n_layers: layers of the trace.
-            schedule: replaces the policy's own.
-            context_len: tokens before the question; None without one.
-            end: tokens that an event takes for the prompt; None for the prompt.
-        """
-        across = self.at(budget).propagation
-        least = 1 if across is None else across.least_budget
-        if budget < least:
-            raise BudgetError(
-                f"{self.name}: budget is {budget}; the smallest budget that works is {least}"
-            )
-        events = schedule or self.schedule
-
-        def exceeded(total: int) -> tuple[int, int] | None:
-            """The first budget of a layer below the size of its protection, and that size."""
-            longest = events.longest(prompt_len, total, n_pos, context_len)
-            fit = self.at(total)
-            planned = fit.layer_budgets.planned(total, n_layers, longest)
-            sizes = ((b, fit.protection(b).size(end or prompt_len)) for b in dict.fromkeys(planned))
-            return next(((b, size) for b, size in sizes if size > b), None)
-
-        first = exceeded(budget) if self.allocator.bounded else None
-        if first is None:
-            return
-        totals = range(NEVER + 1)  # all above one that works do, too
-        smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
-        works = f"the smallest budget that works is {smallest}"
-        way_out = works if smallest in totals else "no budget works"
-        share, protected = first
-        where = f"budget {budget}" if share == budget else f"budget {share} of a layer"
-        raise BudgetError(
-            f"{self.name}: {where} is below the {protected} entries that it protects; {way_out}"
-        )
 
     def at(self, budget: int) -> Policy:
         """The policy with the values that its scaled lengths have at a budget."""
@@ -311,64 +229,17 @@ class Policy:
         fitted = {name: pieces.get(id(x), x) for name in outer for x in [getattr(self, name)]}
         return replace(self, scorer=scorer(self.scorer), **fitted)
 
-    def fitted(self) -> Policy:
-        """The policy with lengths that fit the budget, called NAME@scaled; else itself."""
-        if not self.lengths or self.scaled == self.lengths:
-            return self
-        parts = self.name.split("+")
-        for depth in {each.depth for each in self.lengths} & set(range(len(parts))):
-            parts[depth] = parts[depth].removesuffix("@scaled") + "@scaled"
-        default = self.default and self.default.fitted()
-        return replace(self, name="+".join(parts), scaled=self.lengths, default=default)
-
-    def remark(self, budget: int) -> str:
-        """Say which lengths are scaled to this budget, or exceed half of it; empty for none."""
-        if not self.bounded:
-            return ""
-        changed = [x for x in self.scaled or self.lengths if x.at(budget) != x.value]
-        if self.scaled:
-            values = (f"{self._key(x)}={x.at(budget)} instead of {x.value}" for x in changed)
-            text = ", ".join(values) or "all lengths fit"
-            return f"{self.name}: scaled to budget {budget}: {text}"
-        inner = {x._replace(depth=0): x for x in reversed(self.lengths)}.values()  # not taken over
-        large = " ".join(
-            f"--set {self.name}.{self._key(x)}={x.at(budget)}"
-            for x in changed
-            if x in inner and x.name in ("window", "recent") and 2 * x.value > budget
-        )
-        return large and (
-            f"{self.name}: lengths exceed half of budget {budget}; compare with {large}, or all "
-            "lengths with --set fit=true"
-        )
-
-    def _key(self, length: Length) -> str:
-        """The name under which `--set` takes a length."""
-        hidden = sum(
-            length.name in parameters(type(piece))
-            for level in self.levels[: length.depth]
-            for piece in level
-        )
-        return "scorer." * hidden + length.name
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The scorers from the outside in: wrappers, and the innermost."""
-        chain = [self.scorer]
-        while hasattr(chain[-1], "scorer"):
-            chain.append(chain[-1].scorer)
-        return tuple(chain)
-
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then reader and codec. Pieces of one level share their parameters; an allocator that belongs
-        to the innermost scorer (`Allocator.yields`) is of its level.
+        Then reader and codec. Pieces of one level share their parameters; an allocator that has
+        the label of the innermost scorer is of its level.
         """
-        *wrappers, innermost = self.scorers
+        *wrappers, innermost = chain_of(self.scorer)
         outer: list[Any] = [] if self.propagation is None else [self.propagation]
         inside: list[Any] = [innermost]
-        if self.allocator.yields:
+        if self.allocator.label == innermost.label:
             inside.append(self.allocator)
         elif not isinstance(self.allocator, Uniform | Everything):
             outer.append(self.allocator)

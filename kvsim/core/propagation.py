@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from kvsim.core.lazy import Tensor
-from kvsim.core.pieces import Piece
+from kvsim.core.pieces import Effect, Piece
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
@@ -81,7 +81,7 @@ class Propagation(Piece, ABC):
     kv_before: Literal["budget", "full"] = "budget"
 
     @property
-    def effect(self) -> Literal["exact", "near", "some", "none"]:
+    def effect(self) -> Effect:
         """What the budget does: layers hold as much, at most as much, only some do, or none."""
         return "exact" if self.kv_before == "budget" else "some"
 
@@ -89,9 +89,6 @@ class Propagation(Piece, ABC):
     def least_budget(self) -> int:
         """The smallest budget that there is a rule for."""
         return 1
-
-    def check(self, n_layers: int) -> None:
-        """Raise PolicyError for a model that the propagation has no rule for."""
 
     def facts(self, n_layers: int) -> Mapping[str, Any]:
         """Parameters that follow from the number of layers; `layer`: a fixed selection layer."""

@@ -101,9 +101,6 @@ class Reader(Piece, ABC):
         """With which entries enter a row's attention; None for those of attention."""
         return None
 
-    def check(self, trace: Trace) -> None:
-        """Raise PolicyError for a trace that the reader has no rule for."""
-
     def at(self, trace: Trace, budget: int) -> Reader:
         """The reader with the values that parameters have for this trace and budget."""
         return self

@@ -104,7 +104,7 @@ class Facts:
 
     Attributes:
         looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.
-        bounds: what the budget bounds, as `Policy.bounds`; nothing where it has no effect.
+        bounds: what the budget bounds, as `bounds_of`; nothing where it has no effect.
         access: "read" where rows read a part of what is held, "stored" where entries are stored in
             another form.
         changed: names of the parameters that differ from their defaults; None where these are not
@@ -219,6 +219,21 @@ class Record:
         return (self.evicted_at > number + later) & (np.arange(self.n_pos) <= number)
 
 
+def bounds_of(policy: Policy) -> tuple[str, ...]:
+    """What the budget bounds; empty where it has no effect.
+
+    "heads": the entries of some heads. "held": the entries of all heads, or the rows that propagate
+    to deeper layers. "read": the entries that a row reads.
+    """
+    propagates = policy.propagation is not None and policy.propagation.caches == "chosen"
+    bounds = {
+        "heads": policy.allocator.effect == "some",
+        "held": policy.bounded or propagates,
+        "read": policy.reader is not None and policy.reader.effect != "none",
+    }
+    return tuple(name for name, bound in bounds.items() if bound)
+
+
 def facts_of(policy: Policy, schedule: Schedule) -> Facts:
     """Return the facts of a record of a policy under a schedule."""
     changed, access = None, {"read": policy.reader is not None, "stored": policy.rounds}
@@ -227,7 +242,7 @@ def facts_of(policy: Policy, schedule: Schedule) -> Facts:
         changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
     return Facts(
         looks_ahead=policy.reads.future,
-        bounds=tuple(sorted(policy.bounds)),
+        bounds=bounds_of(policy),
         access=tuple(name for name, applies in access.items() if applies),
         changed=changed,
         own_schedule=schedule == policy.schedule,

@@ -68,9 +68,6 @@ class Codec(Piece, ABC):
         """
         raise NotImplementedError(f"channels of {self.label}")
 
-    def check(self, dim: int) -> None:
-        """Raise PolicyError for a head dimension that the codec has no rule for."""
-
     @abstractmethod
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d] after the round trip, in the same dtype."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvsim.core.entries import Entries
@@ -41,10 +41,15 @@ class Choice:
     plan: Plan | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def plans(self) -> list[Plans]:
-        """Return the decisions as they are recorded; an empty list where no layer acts."""
+    def plans(self, names: bool | Collection[str] = True) -> list[Plans]:
+        """Return the decisions as they are recorded; an empty list where no layer acts.
+
+        names: of notes; without scores, and empty where the plan has no such note.
+        """
         view, plan = self.view, self.plan
         if plan is None or self.scores is None:
+            return []
+        if not isinstance(names, bool) and plan.notes.keys().isdisjoint(names):
             return []
         scores = self.scores.double().masked_fill(~view.live, torch.nan)
         plans = Plans(
@@ -58,7 +63,7 @@ class Choice:
             eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
             notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
         )
-        return [plans]
+        return [plans if isinstance(names, bool) else plans.brief(names)]
 
 
 class Block:
@@ -137,7 +142,7 @@ class Block:
         scores = view.scored(policy.scorer)
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
-        protected = protected_by(policy.requested, view)
+        protected = protected_by(partial(policy.protection, enforced=False), view)
         view.scorer_protection = self._scorer_protection
         plan = policy.allocator.plan(view, values, protected)
         if not policy.allocator.enforces:
@@ -189,7 +194,7 @@ class Block:
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
-        always = self.policy.allocator.always_acts
+        always = self.policy.allocator.effect == "rule"
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
         budget = view.setting.budget
         live = view.count.sum(1)  # [L]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.parts import by_query_head
+from kvsim.core.pieces import BOUNDED, Run
 from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
 from kvsim.engine.source import ended, windows
 from kvsim.errors import BudgetError, NeedsError, PolicyError
+from kvsim.policies.fit import remark_of
 from kvsim.schema import NEVER
 
 
@@ -61,16 +64,16 @@ def check_cell(
     if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         rows = schedule.rows(*trace.extent)
         first = policy.budget_at((rows[0] if rows else trace.n_pos - 1) + 1, budget)
-        for end in ends:
-            policy.check_budget(
-                first,
-                prompt_len=trace.prompt_len,
-                n_pos=trace.n_pos,
-                n_layers=sharing(trace),
-                schedule=schedule,
-                context_len=trace.header.context_len,
-                end=end,
-            )
+        check_budget(
+            policy,
+            first,
+            prompt_len=trace.prompt_len,
+            n_pos=trace.n_pos,
+            n_layers=sharing(trace),
+            schedule=schedule,
+            context_len=trace.header.context_len,
+            end=ends[-1],  # at which most is protected
+        )
         least = policy.reads.least
         event = next((row for row in rows if row >= policy.budget_at(row + 1, budget)), least)
         if event + 1 < least:
@@ -79,16 +82,58 @@ def check_cell(
                 f"expected at least {least}; use a longer prompt, another schedule or other "
                 "parameters"
             )
-    policy.scorer.check(trace, schedule)
-    policy.allocator.check(trace)
-    if policy.reader is not None:
-        policy.reader.check(ended(trace, ends[0]))
-    if policy.storage is not None:
-        for size in {trace.dim, trace.value_dim}:
-            policy.storage.check(size)
-    if policy.propagation is not None:
-        policy.propagation.check(trace.n_layers)
+    inner = policy.scorer, policy.allocator, policy.layer_budgets, policy.propagation
+    for piece in (*inner, policy.reader, policy.storage):
+        if piece is not None:
+            seen = ended(trace, ends[0]) if piece is policy.reader else trace
+            piece.check(Run(trace.n_layers, schedule, seen))
     layers_per_block(by_query_head(trace) if policy.per_query_head else trace, policy, memory)
+
+
+def check_budget(
+    policy: Policy,
+    budget: int,
+    *,
+    prompt_len: int = 0,
+    n_pos: int = NEVER,
+    n_layers: int = 1,
+    schedule: Schedule | None = None,
+    context_len: int | None = None,
+    end: int | None = None,
+) -> None:
+    """Raise BudgetError where the policy has no rule for the budget.
+
+    schedule: replaces the policy's own. end: tokens that an event takes for the prompt, None for
+    prompt_len. The other sizes are those of the trace.
+    """
+    across = policy.at(budget).propagation
+    least = 1 if across is None else across.least_budget
+    if budget < least:
+        raise BudgetError(
+            f"{policy.name}: budget is {budget}; the smallest budget that works is {least}"
+        )
+    events = schedule or policy.schedule
+
+    def exceeded(total: int) -> tuple[int, int] | None:
+        """The first budget of a layer below the size of its protection, and that size."""
+        longest = events.longest(prompt_len, total, n_pos, context_len)
+        fit = policy.at(total)
+        planned = fit.layer_budgets.planned(total, n_layers, longest)
+        sizes = ((b, fit.protection(b).size(end or prompt_len)) for b in dict.fromkeys(planned))
+        return next(((b, size) for b, size in sizes if size > b), None)
+
+    first = exceeded(budget) if policy.allocator.effect in BOUNDED else None
+    if first is None:
+        return
+    totals = range(NEVER + 1)  # all above one that works do, too
+    smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
+    works = f"the smallest budget that works is {smallest}"
+    way_out = works if smallest in totals else "no budget works"
+    share, protected = first
+    where = f"budget {budget}" if share == budget else f"budget {share} of a layer"
+    raise BudgetError(
+        f"{policy.name}: {where} is below the {protected} entries that it protects; {way_out}"
+    )
 
 
 def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
@@ -161,7 +206,7 @@ def remarks(
         )
         return
     small = policy.budget_at((events[0] if events else trace.n_pos - 1) + 1, budget)
-    if of_policy := policy.remark(small):
+    if of_policy := remark_of(policy, small):
         yield of_policy
     # else rows of the question or of later chunks see what is left
     alone = schedule.ends(trace.prompt_len, trace.header.context_len) == [trace.prompt_len]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvsim.core.lazy import torch
 from kvsim.core.parameters import integer
 from kvsim.core.parts import of_rows
+from kvsim.core.pieces import ACROSS_LAYERS, Uniform
 from kvsim.core.policy import Policy
 from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
 from kvsim.core.trace import Trace
@@ -49,6 +50,12 @@ def sharing(trace: Trace) -> int:
     return max(1, len({*trace.owners} - {*trace.windowed}))
 
 
+def apart(policy: Policy) -> bool:
+    """Whether layers that share a budget are scored apart, and no more than numbers of each."""
+    within = not policy.scorer.across_layers and isinstance(policy.allocator, Uniform)
+    return within and policy.storage is None and policy.layer_budgets.shared in ACROSS_LAYERS
+
+
 def _difference(trace: Trace, first: int, second: int) -> str:
     """In what two layers that see the whole text differ; empty if a block may hold both."""
     a, b = trace.formulas[first], trace.formulas[second]
@@ -64,7 +71,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
     for layer in chosen:
         difference = _difference(trace, chosen[0], layer)
         if difference:
-            example = "kvzip@uniform" if policy.allocator.across_layers else "snapkv"
+            example = "kvzip@uniform" if policy.allocator.shared in ACROSS_LAYERS else "snapkv"
             raise PolicyError(
                 f"{policy.name}: its layers share one budget or ranking, and layers {chosen[0]} "
                 f"and {layer} of {trace.name} differ in their {difference}; take a policy that "
@@ -110,7 +117,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     """
     limit = DEFAULT_MEMORY if memory is None else memory
     layers, subject, fixed = 1, "one layer needs", 4 * LOGIT_BYTES  # a block of rows
-    if policy.apart:  # entries of all layers, their positions and scores
+    if apart(policy):  # entries of all layers, their positions and scores
         fixed += sharing(trace) * trace.n_heads * trace.n_pos * _OF_ENTRY
     elif policy.across_layers:
         layers, subject = sharing(trace), f"{policy.name} needs all layers at once,"
@@ -160,7 +167,7 @@ def runs(
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
-    together = policy.across_layers and not policy.apart
+    together = policy.across_layers and not apart(policy)
     each = len(layers) if together else layers_per_block(trace, policy, memory)
     most = len(layers) if policy.across_layers else each
 

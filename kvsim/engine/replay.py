@@ -134,7 +134,7 @@ def run(
             block = Block(part.source(device, memory), policy, setting, part.layers)
             positions = part.trace.positions.numpy()
             rows = () if part.whole else block.setting.events
-            if by_row and not internals and schedule.interval == 1 and goes_by_rows(block):
+            if by_row and internals is not True and schedule.interval == 1 and goes_by_rows(block):
                 replay_rows(block, rows)
             else:
                 plans += _fire(block, rows, internals, positions)
@@ -167,10 +167,9 @@ def _fire(
     """Fire events after rows, which are at positions `at`; yields decisions on request."""
     for row in rows:
         choice = block.choose(row)
-        for decided in choice.plans() if internals else ():
+        for decided in choice.plans(internals) if internals else ():
             pos = np.where(decided.pos < 0, -1, at[decided.pos])
-            plans = replace(decided, row=int(at[row]), pos=pos)
-            yield plans if isinstance(internals, bool) else plans.brief(internals)
+            yield replace(decided, row=int(at[row]), pos=pos)
         block.apply(choice)
         del choice  # the next event's attention takes its place
 

@@ -7,8 +7,11 @@ policy imports what it needs alone.
 
 from __future__ import annotations
 
+import reprlib
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from kvsim.errors import PolicyError
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, PolicyLike
@@ -54,13 +57,23 @@ __all__ = [
 
 
 def as_policy(given: PolicyLike) -> Policy:
-    """Return a policy, built if it is given by name; raises as `policy` and `Policy.of`."""
-    from kvsim.core.policy import Policy  # noqa: PLC0415  the file of a policy does not need it
+    """Return a policy, built if it is given by name; a scorer alone evicts every 128 rows.
 
-    if not isinstance(given, str):
-        return Policy.of(given)
-    built: Policy = import_module("kvsim.policies.naming").policy(given)
-    return built
+    Raises PolicyError for anything else, and as `policy`.
+    """
+    # the file of a policy does not need it
+    from kvsim.core.policy import Policy, Schedule, Scorer  # noqa: PLC0415
+
+    if isinstance(given, Scorer):
+        return Policy(given.label, given, schedule=Schedule(interval=128))
+    if isinstance(given, str):
+        given = import_module("kvsim.policies.naming").policy(given)
+    if not isinstance(given, Policy):
+        raise PolicyError(
+            f"policy is {reprlib.repr(given)}; expected a name, a Scorer, or a Policy as "
+            "kvsim.policy(NAME) returns"
+        )
+    return given
 
 
 def __getattr__(name: str) -> object:

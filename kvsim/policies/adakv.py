@@ -17,7 +17,7 @@ most the head's uniform budget. `adakv@kvpress` counts them among the guaranteed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Between
@@ -33,7 +33,7 @@ class AdaKV(Allocator):
     floor: Annotated[float, Between(0, 1)] = 0.2
     protected_in_floor: bool = False
 
-    across_heads: ClassVar[bool] = True
+    shared = "heads"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Entries of each head, [L, H]; together heads x budget."""

@@ -96,10 +96,6 @@ class AMS(Allocator):
     recent: Annotated[int, AtLeast(0)] = 32
 
     columns: ClassVar[Mapping[str, float]] = {"credit": 0.0}
-    ordinal: ClassVar[bool] = True
-    notes: ClassVar[frozenset[str]] = frozenset(
-        {"segment_length", "quota_by_mass", "quota_minimum", "infeasible", "suffix_mass"}
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
+from kvsim.core.pieces import Run
 from kvsim.core.propagation import (
     Forecast,
     Propagation,
@@ -92,9 +93,9 @@ class AtLayer(Propagation):
 
     layer: Annotated[int, AtLeast(0)] | None = None
 
-    def check(self, n_layers: int) -> None:
+    def check(self, run: Run) -> None:
         """The layer must exist."""
-        check_layer(self.label, self.layer, n_layers)
+        check_layer(self.label, self.layer, run.n_layers)
 
     def at(self, n_layers: int) -> int:
         """The layer after which tokens are selected."""
@@ -125,9 +126,9 @@ class Selecting(Propagation):
         """The window, which always propagates, and a token that is selected."""
         return self.window + 1
 
-    def check(self, n_layers: int) -> None:
+    def check(self, run: Run) -> None:
         """The first layer must exist."""
-        check_layer("asl (first_layer)", self.first_layer, n_layers)
+        check_layer("asl (first_layer)", self.first_layer, run.n_layers)
 
     def rule(self, n_layers: int) -> tuple[int, int]:
         """L_min and L_obs of a model: the first layer that is tested, layers of a variance."""

@@ -26,7 +26,7 @@ standard deviation instead of the variance (`dispersion="std"`), no pooling, the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
@@ -75,8 +75,7 @@ class CakeBudgets(LayerBudgets):
     tau1: Annotated[float, Above(0), Finite()] = 1.0
     tau2: Annotated[float, Above(0), Finite()] = 1.0
 
-    across_layers: ClassVar[bool] = True
-
+    shared = "layers"
     reads = Windowed.reads
 
     def budgets(self, view: View, budget: int) -> Tensor:

@@ -19,7 +19,7 @@ from typing import ClassVar, Self, cast
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Inputs, Piece, Schedule, Scorer
+from kvsim.core.pieces import Inputs, Piece, Run, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
@@ -137,9 +137,9 @@ class Calibrated(Sourced, Scorer):
         prefix = self.source.rows or 0
         return Inputs(first=prefix, least=max(1, prefix), future=self.source == "oracle")
 
-    def check(self, trace: Trace, schedule: Schedule) -> None:
+    def check(self, run: Run) -> None:
         """The calibration queries come from the same model."""
-        self.source.check(self.label, trace)
+        self.source.check(self.label, run.trace)
 
     @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:

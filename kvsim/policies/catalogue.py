@@ -50,7 +50,7 @@ _ENTRIES: Mapping[str, Entry] = {
     "oracle": of_file("oracle:Oracle", EVERY_128),
     "streaming_llm": of_file("streaming_llm:StreamingLLM", EVERY_ROW),
     "h2o": of_file("h2o:H2O", EVERY_ROW),
-    "tova": of_file("tova:TOVA", EVERY_ROW),
+    "tova": of_file("tova:TOVA", EVERY_ROW, underflows={}),
     "snapkv": of_file("snapkv:SnapKV", PROMPT, meant_for={"window": 1024}),
     "dropkv": of_file("dropkv:DropKV", PROMPT),
     "pyramidkv": of_file(
@@ -67,7 +67,9 @@ _ENTRIES: Mapping[str, Entry] = {
     "knorm": of_file("knorm:Knorm", PROMPT),
     "norm_ratio": Entry("values that are long relative to their keys", "paged:NormRatio", PROMPT),
     "lagkv": of_file("lagkv:LagKV", PROMPT),
-    "expected_attention": of_file("expected_attention:ExpectedAttention", PROMPT),
+    "expected_attention": of_file(
+        "expected_attention:ExpectedAttention", PROMPT, underflows={"epsilon": 0}
+    ),
     "capkv": of_file("capkv:CapKV", PROMPT),
     "compactor": of_file("compactor:Compactor", PROMPT),
     "curdkv": of_file("curdkv:CurDKV", PROMPT),
@@ -107,6 +109,7 @@ _ENTRIES: Mapping[str, Entry] = {
         Schedule(interval=512, prefill=False),
         inner=_PER_HEAD,
         default="tova",
+        ordinal=True,
         meant_for=dict.fromkeys(
             ("window", "recent", "min_segment", "max_segment", "segment_length"), 512
         ),

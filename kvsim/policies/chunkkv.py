@@ -20,7 +20,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Allocator, Plan
+from kvsim.core.pieces import Allocator, Effect, Plan
 from kvsim.core.select import select
 from kvsim.core.view import View
 
@@ -31,6 +31,11 @@ class ChunkKV(Allocator):
 
     chunk: Annotated[int, AtLeast(1)] = 20
     exact: bool = True
+
+    @property
+    def effect(self) -> Effect:
+        """Whole chunks seldom fill the budget."""
+        return "exact" if self.exact else "near"
 
     @property
     def enforces(self) -> bool:

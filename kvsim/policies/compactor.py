@@ -49,7 +49,7 @@ KERNEL = 3
 class Compactor(Scorer):
     """Leverage of keys and attention within chunks, scored once for each entry."""
 
-    signed = True
+    scale = "signed"
 
     chunk: Annotated[int, AtLeast(1)] = 256
     blending: Annotated[float, AtLeast(0), Finite()] = 0.5

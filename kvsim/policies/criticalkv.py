@@ -53,7 +53,7 @@ class CriticalKV(Wrapper):
         live, kept = view.live, protected_by(self.scorer.protection, view)
         scores = inner.values.double()
         check_sign("criticalkv", self.scorer, scores, live & ~kept)
-        if self.scorer.signed:  # protected entries may have no score
+        if self.scorer.scale == "signed":  # protected entries may have no score
             least = scores.masked_fill(~live | kept, torch.inf).amin(-1, keepdim=True)
             scores = (scores - least).clamp(min=0.0)
         scores = scores.where(live, 0.0)

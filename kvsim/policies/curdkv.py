@@ -26,6 +26,7 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 from kvsim.policies.chunkkv import sums
+from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class CurDKV(Scorer):
     segment: Annotated[int, AtLeast(1)] | None = 16
     leverage: Literal["product", "mean", "key", "value"] = "product"
 
-    protection = Scorer.protect_sinks
+    protection = protect_sinks
 
     def score(self, view: View) -> Tensor:
         """l_k(j) l_v(j) / sum over the head; [L, H, n]."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsim.core.parameters import parameters
 from kvsim.core.pieces import Piece
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
@@ -81,7 +81,7 @@ def describe(name: str) -> Description:
         needs=tuple(sorted(built.reads.arrays)),
         clairvoyant=built.reads.future,
         bounded=built.bounded,
-        exact=built.exact,
+        exact=built.effect == "exact",
         paper=entry.paper,
     )
 
@@ -89,7 +89,7 @@ def describe(name: str) -> Description:
 def defining(built: Policy) -> Piece:
     """The piece that a policy of the user's own is about: what stands behind, or its scorer."""
     behind = built.reader or built.storage
-    return behind if behind and isinstance(built.scorer, Full) else built.scorers[-1]
+    return behind if behind and isinstance(built.scorer, Full) else chain_of(built.scorer)[-1]
 
 
 def documentation(piece: Piece) -> str:

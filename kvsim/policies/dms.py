@@ -38,8 +38,7 @@ class DMS(Allocator):
     window: Annotated[int, AtLeast(0)] = 128
 
     columns: ClassVar[Mapping[str, float]] = {"admitted": math.nan}
-    always_acts: ClassVar[bool] = True
-    bounded = False
+    effect = "rule"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """All that is protected, was admitted, or scores at least the threshold; [L, H, n]."""

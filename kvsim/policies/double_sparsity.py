@@ -7,9 +7,8 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Above, AtLeast, AtMost
-from kvsim.core.pieces import Inputs
+from kvsim.core.pieces import Inputs, Run
 from kvsim.core.reading import Heads, Pages, Reader, best
-from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Sourced
 
@@ -50,8 +49,9 @@ class DoubleSparsity(Sourced, Reader):
         """Rows of the trace, unless the calibration rows are another one's."""
         return Inputs(trace=self.source.trace is None, future=self.source == "oracle")
 
-    def check(self, trace: Trace) -> None:
+    def check(self, run: Run) -> None:
         """The calibration rows come from the same model, and before the first row that reads."""
+        trace = run.trace
         self.source.check(self.label, trace)
         if (self.source.rows or 0) > trace.prompt_len:
             raise PolicyError(

@@ -36,14 +36,12 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, integer, is_finite
-from kvsim.core.pieces import Allocator, Plan, Protection
+from kvsim.core.pieces import Allocator, Effect, Plan, Protection, Run, Shared
 from kvsim.core.select import apportion, select
-from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
 from kvsim.files import read_input
 from kvsim.policies.model import described, differ, is_model, model_of
-from kvsim.schema import plural
 from kvsim.store.archive import decode_array
 
 #: Of the file; another one is refused.
@@ -108,7 +106,7 @@ class Planned(Allocator):
 
     #: shares of entries for so many per cents; 0 of a score for each head
     percents: ClassVar[int] = 0
-    across_heads: ClassVar[bool] = True
+    shared: ClassVar[Shared] = "heads"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,8 +117,9 @@ class Planned(Allocator):
             )
         object.__setattr__(self, "digest", found)
 
-    def check(self, trace: Trace) -> None:
+    def check(self, run: Run) -> None:
         """The plan was measured on the same model, as far as it says on which."""
+        trace = run.trace
         model, other = self._plan.training.get("model"), model_of(trace)
         known, found = described(model) if model else "a model", described(other)
         shape = self._plan.shape
@@ -150,42 +149,24 @@ class Duo(Planned):
     stream: Annotated[int, AtLeast(1)] | None = None
     sink: Annotated[int, AtLeast(0)] = 4
 
-    bounds_some: ClassVar[bool] = True
-
     @property
-    def bounded(self) -> bool:
-        """Whether streaming heads have a size of their own; else retrieval heads grow."""
-        return self.stream is not None
-
-    @property
-    def exact(self) -> bool:
-        """Whether exactly the budget stays: as `bounded`."""
-        return self.bounded
-
-    def bound_shares(self, n_layers: int) -> list[float] | None:
-        """The share of streaming heads, where retrieval heads hold everything."""
-        if self.bounded:
-            return None
-        layers = len(self._retrieval)
-        if layers != n_layers:
-            raise PolicyError(
-                f"duo: {self.file} is a plan of {plural(layers, 'layer')}, the model has "
-                f"{n_layers}; give a plan of the same model"
-            )
-        return [float(x) for x in 1 - self._retrieval.double().mean(1)]
+    def effect(self) -> Effect:
+        """Exact where streaming heads have a size of their own; else retrieval heads grow."""
+        return "some" if self.stream is None else "exact"
 
     def protection(self, budget: int) -> Protection:
         """The sinks, of every head."""
         return Protection(sink=self.sink)
 
     @cached_property
-    def _retrieval(self) -> Tensor:
+    def retrieval(self) -> Tensor:
+        """Heads that hold everything, bool [L, H]."""
         return self._plan.retrieval(self.share)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""
         heads = view.count.shape[1]
-        retrieves = self._retrieval.to(view.pos.device)[view.layers]
+        retrieves = self.retrieval.to(view.pos.device)[view.layers]
         count, always = view.count, protected.sum(-1)
         if self.stream is None:
             streaming = torch.minimum(count, view.budget).maximum(always)

@@ -61,6 +61,8 @@ class Entry:
     shares: of a propagation, parameters whose values that scorer takes over. required: parameters
     without a default, and an example of each. meant_for: parameters that are lengths, and the
     budget of the paper that their values are meant for; the preset `scaled` shrinks them with it.
+    ordinal: an allocator that uses the order of scores alone, and therefore takes the logarithm of
+    a scorer (`log=True`) that `underflows` says is needed where its parameters have these values.
     """
 
     summary: str
@@ -79,6 +81,8 @@ class Entry:
     required: Mapping[str, Any] = field(default_factory=dict)
     meant_for: Mapping[str, int] = field(default_factory=dict)
     scaled: bool = False
+    ordinal: bool = False
+    underflows: Mapping[str, Any] | None = None
 
     @property
     def piece(self) -> type[Any]:

@@ -33,16 +33,16 @@ of the score instead; AMS does so if epsilon is 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.pieces import Inputs, Schedule, Scorer
-from kvsim.core.trace import Trace
+from kvsim.core.pieces import Inputs, Run, Scorer
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
+from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ExpectedAttention(Scorer):
     origin: Literal["next", "buffer"] = "next"
     log: bool = False
 
-    protection = Scorer.protect_sinks
+    protection = protect_sinks
 
     @property
     def reads(self) -> Inputs:
@@ -67,8 +67,9 @@ class ExpectedAttention(Scorer):
         arrays = frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
         return Inputs(last=self.query_buffer + 1, least=self.sink + 2, arrays=arrays)
 
-    def check(self, trace: Trace, schedule: Schedule) -> None:
+    def check(self, run: Run) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""
+        schedule, trace = run.schedule, run.trace
         rows = min(schedule.interval or 0, self.query_buffer + 1)
         decodes = schedule.rows(*trace.extent)[-1:] >= [trace.prompt_len]
         if self.origin == "buffer" and decodes and rows < self.sink + 2:
@@ -79,13 +80,9 @@ class ExpectedAttention(Scorer):
             )
 
     @property
-    def logarithmic(self) -> bool:
+    def scale(self) -> Literal["positive", "log"]:
         """Whether log is set."""
-        return self.log
-
-    def logarithm(self) -> ExpectedAttention:
-        """The logarithm of the score where epsilon is 0; else nothing underflows."""
-        return self if self.epsilon else replace(self, log=True)
+        return "log" if self.log else "positive"
 
     def score(self, view: View) -> Tensor:
         """(mean over the group of a_j + epsilon) ||v_j||, or its logarithm; [L, H, n]."""

@@ -8,14 +8,13 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Even, Policy, Scorer, Uniform
 from kvsim.errors import KvsimError, PolicyError, error_line
-from kvsim.policies.catalogue import CATALOGUE, EVERY_ROW, PROMPT
+from kvsim.policies.catalogue import CATALOGUE, EVERY_128, EVERY_ROW, PROMPT
 from kvsim.policies.entry import Entry
 
 #: Policies of a plan of heads, the first class that of the allocator, and the scorer inside; that
@@ -65,7 +64,7 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
         with _explained(f"{name!r} cannot be built from {params}"):
             built = target(**params)
     if isinstance(built, Scorer):
-        built = replace(Policy.of(built), name=attribute)
+        built = Policy(attribute, built, schedule=EVERY_128)
     if not isinstance(built, Policy) or (params and not callable(target)):
         raise PolicyError(
             f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or a "

@@ -75,10 +75,10 @@ def fuse(old: Tensor, new: Tensor, fusion: Fusion, decay: float) -> Tensor:
 
 def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None:
     """Raise ScoreError where a scorer inside `name` gives negative scores and declares none."""
-    if not scorer.signed and bool(((scores < 0) & among).any()):
+    if scorer.scale == "positive" and bool(((scores < 0) & among).any()):
         raise ScoreError(
             f"{name}: {type(scorer).__name__} gives a negative score and does not say that it can; "
-            f"expected a property `signed` that is True, see {GUIDE}"
+            f'expected `scale = "signed"`, see {GUIDE}'
         )
 
 
@@ -118,9 +118,9 @@ class GKV(Windowed):
         return Inputs(rows=self.window)
 
     @property
-    def signed(self) -> bool:
+    def scale(self) -> Literal["positive", "signed"]:
         """Whether redundancy is subtracted."""
-        return self.redundancy and self.mix_lambda < 1
+        return "signed" if self.redundancy and self.mix_lambda < 1 else "positive"
 
     def score(self, view: View) -> Scores:
         """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. The column holds F."""
@@ -128,7 +128,7 @@ class GKV(Windowed):
         share = normalise(local_score(view, self.window), older)
         fused = fuse(view["global"], share, self.fusion, self.decay).where(older, 0.0)
         values = smooth(fused, self.pool, self.pool_kernel)
-        if self.signed:
+        if self.scale == "signed":
             raw = self.cosine == "raw"
             alike = mean_similarity(
                 view.keys,
@@ -168,7 +168,7 @@ class Global(Wrapper):
         inner = self.inner(view)
         among = view.live & ~protected_by(self.scorer.protection, view)
         check_sign("global", self.scorer, inner.values, among)
-        share = normalise(inner.values, among, signed=self.scorer.signed)
+        share = normalise(inner.values, among, signed=self.scorer.scale == "signed")
         fused = fuse(view["fused"], share, self.fusion, self.decay)
         column = fused.masked_fill(~among, nan)
         return Scores(fused.where(among, 0.0), {**inner.columns, "fused": column})

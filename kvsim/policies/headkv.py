@@ -20,7 +20,7 @@ The release rounds each head by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
@@ -35,7 +35,7 @@ class HeadKV(Planned):
 
     beta: Annotated[float, AtLeast(1), Finite()] = 1.5
 
-    across_layers: ClassVar[bool] = True
+    shared = "all"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], layers x heads x budget in all."""

@@ -22,7 +22,7 @@ from kvsim.core.view import View
 class KeyDiff(Scorer):
     """Distance in angle from the mean direction of the keys."""
 
-    signed = True
+    scale = "signed"
 
     def score(self, view: View) -> Tensor:
         """s_j = -cos(k_j, a) with a = mean over live entries of k_i / ||k_i||; [L, H, n]."""

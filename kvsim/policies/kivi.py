@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
+from kvsim.core.pieces import Run
 from kvsim.core.storing import Clock, Codec, check_channels
 
 
@@ -36,9 +37,10 @@ class Kivi(Codec):
         """Keys leave a window at a time, values one by one."""
         return Clock(step=self.window, group=self.group), Clock(exact=self.window)
 
-    def check(self, dim: int) -> None:
+    def check(self, run: Run) -> None:
         """Raise PolicyError where the values of a head are no whole groups."""
-        check_channels(self.label, dim, min(self.group, dim))
+        for dim in run.dims:
+            check_channels(self.label, dim, min(self.group, dim))
 
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d]: each channel of a group by itself."""

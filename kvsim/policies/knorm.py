@@ -19,7 +19,7 @@ from kvsim.core.view import View
 class Knorm(Scorer):
     """The norm of a key, the smaller the better."""
 
-    signed = True  # a norm counts against its entry
+    scale = "signed"  # a norm counts against its entry
 
     def score(self, view: View) -> Tensor:
         """s_j = -||k_j||; [L, H, n]."""

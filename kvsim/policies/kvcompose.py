@@ -20,7 +20,6 @@ after the context ranks above it, as in `kvzip`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Allocator, Plan
@@ -43,8 +42,7 @@ class KVCompose(KVzip):
 class Composed(Allocator):
     """Layers share one budget by their composite tokens; heads of a layer hold equal numbers."""
 
-    across_layers: ClassVar[bool] = True
-    yields: ClassVar[bool] = True
+    shared = "layers"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same number for each head of a layer, [L, H], layers x heads x budget in all."""

@@ -41,6 +41,7 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Allocator, Inputs, Plan, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.policies.window import protect_sinks
 
 #: Tokens of a chunk, where costs have to guess.
 CHUNK = 2048
@@ -58,7 +59,7 @@ class KVzip(Scorer):
     sink: first entries, which stay and join the softmax of later chunks.
     """
 
-    protection = Scorer.protect_sinks
+    protection = protect_sinks
 
     sink: Annotated[int, AtLeast(0)] = 0
 
@@ -115,9 +116,7 @@ def largest_weights(view: View, sink: int) -> Tensor:
 class Pooled(Allocator):
     """All heads of all layers keep the best of their entries together, sum of budgets in all."""
 
-    across_heads: ClassVar[bool] = True
-    across_layers: ClassVar[bool] = True
-    yields: ClassVar[bool] = True
+    shared = "all"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Allocate to each head, [L, H], layers x heads x budget in all."""

@@ -35,6 +35,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import View
+from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LaCache(Scorer):
 
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
-    protection = Scorer.protect_sinks
+    protection = protect_sinks
 
     def ladder(self, n_layers: int) -> tuple[int, int, int]:
         """B, A and the layers from one step to the next."""

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Plan, Protection
+from kvsim.core.pieces import Effect, Plan, Protection
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.duo import HeadPlan, Planned
@@ -54,7 +54,7 @@ class LUKV(Planned):
     exact: bool = True
 
     percents: ClassVar[int] = PERCENTS
-    across_layers: ClassVar[bool] = True
+    shared = "all"
 
     @classmethod
     def scoring(cls, file: str) -> tuple[Any, Any, Any]:
@@ -62,6 +62,11 @@ class LUKV(Planned):
         training = HeadPlan.open(Path(file), cls.label, cls.percents).training
         defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK, **training}
         return defaults["scorer"], defaults["params"], defaults["sink"]
+
+    @property
+    def effect(self) -> Effect:
+        """The release rounds in each layer by itself."""
+        return "exact" if self.exact else "near"
 
     @property
     def enforces(self) -> bool:

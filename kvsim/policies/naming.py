@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from kvsim.core.arguments import listed
 from kvsim.core.parameters import Length, Parameter
 from kvsim.core.parameters import parameters as fields_of
-from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Schedule, Uniform
+from kvsim.core.policy import (
+    Even,
+    Everything,
+    Policy,
+    PolicyLike,
+    Protection,
+    Schedule,
+    Scorer,
+    Uniform,
+)
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import as_policy, foreign
@@ -96,7 +105,7 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     routed = _route(name, chain + behind, params)
     built = _innermost(name, chain, behind, routed)
     if any(part.entry.kind != "propagation" for part in outer):
-        if built.allocator.yields:
+        if built.allocator.label == built.scorer.label:
             built = replace(built, allocator=Uniform())
         if not isinstance(built.allocator, Uniform):
             raise PolicyError(
@@ -112,8 +121,8 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
             built = replace(built, scorer=entry.piece(scorer=built.scorer, **arguments))
         else:
             built = replace(built, allocator=entry.piece(**arguments))
-            if built.allocator.ordinal and "log" not in routed[len(outer)]:
-                built = replace(built, scorer=built.scorer.logarithm())
+            if entry.ordinal and "log" not in routed[len(outer)]:
+                built = replace(built, scorer=_logarithm(innermost.entry, built.scorer))
         built = replace(built, schedule=entry.schedule or built.schedule)
     for (_, entry, accepts, *_), level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in accepts else {}
@@ -123,6 +132,15 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     built = replace(built, name=title, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)
     return replace(built, lengths=lengths, scaled=scaled)
+
+
+def _logarithm(entry: Entry, scorer: Scorer) -> Scorer:
+    """The ranking by logarithms if scores of the entry could underflow to 0, else the scorer."""
+    if entry.underflows is None or not isinstance(scorer, entry.piece):
+        return scorer
+    underflows = all(getattr(scorer, name) == value for name, value in entry.underflows.items())
+    ranked: Scorer = replace(scorer, log=True) if underflows else scorer
+    return ranked
 
 
 def _innermost(

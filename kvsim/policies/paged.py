@@ -52,6 +52,8 @@ _LEAST_NORM = 1e-6
 class NormRatio(Scorer):
     """The norm of a value relative to that of its key."""
 
+    label: ClassVar[str] = "norm_ratio"
+
     def score(self, view: View) -> Tensor:
         """s_j = ||v_j|| / ||k_j||; [L, H, n]."""
         key, value = (torch.linalg.vector_norm(x, dim=-1) for x in (view.keys, view.values))
@@ -70,7 +72,7 @@ class Paged(Allocator):
     ends: bool = False
 
     columns: ClassVar[Mapping[str, float]] = {"cell": nan}
-    exact = False  # whole pages seldom fill the budget
+    effect = "near"  # whole pages seldom fill the budget
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""

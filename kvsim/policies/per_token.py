@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
+from kvsim.core.pieces import Run
 from kvsim.core.storing import Codec, behind_window, check_channels
 
 #: Names of dtypes in torch.
@@ -101,9 +102,10 @@ class BlockFloats(Codec):
 
     clocks = property(behind_window)
 
-    def check(self, dim: int) -> None:
+    def check(self, run: Run) -> None:
         """Raise PolicyError where a head has no whole blocks."""
-        check_channels(self.label, dim, min(_BLOCK, dim))
+        for dim in run.dims:
+            check_channels(self.label, dim, min(_BLOCK, dim))
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each block by itself."""

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.pieces import Run
 from kvsim.core.reading import Heads, Pages
 from kvsim.core.storing import check_channels
-from kvsim.core.trace import Trace
 from kvsim.policies.ends import Ends
 
 #: Entries whose distances are computed together.
@@ -48,9 +48,9 @@ class PQCache(Ends):
 
     usual = (1, 2, True)
 
-    def check(self, trace: Trace) -> None:
+    def check(self, run: Run) -> None:
         """Raise PolicyError where the parts of a key would differ in size."""
-        check_channels(self.label, trace.dim, self.subspaces)
+        check_channels(self.label, run.trace.dim, self.subspaces)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Coded logits [H, G, w, n]."""

@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import LayerBudgets
+from kvsim.core.pieces import Effect, LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 
@@ -41,9 +41,9 @@ class Pyramid(LayerBudgets):
     rule: Literal["fixed", "event"] = "fixed"
 
     @property
-    def exact(self) -> bool:
+    def effect(self) -> Effect:
         """The rule of the implementations keeps to no total."""
-        return self.rule == "fixed"
+        return "exact" if self.rule == "fixed" else "near"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """The budgets of all layers where they are fixed; their mean is `budget`."""

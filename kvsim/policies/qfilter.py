@@ -30,7 +30,7 @@ class QFilter(Calibrated):
     """Projection of a key on the main direction of the queries."""
 
     rotated: ClassVar[bool] = True
-    signed = True
+    scale = "signed"
 
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
         """The filter of each query head: unit vectors [L, H, G, d], float64."""

@@ -69,9 +69,9 @@ class RKV(Windowed):
         return {"slot": nan} if self.slot_order == "topk" else {}
 
     @property
-    def signed(self) -> bool:
+    def scale(self) -> Literal["positive", "signed"]:
         """Whether redundancy is subtracted."""
-        return self.mix_lambda < 1
+        return "signed" if self.mix_lambda < 1 else "positive"
 
     def score(self, view: View) -> Tensor | Scores:
         """mix_lambda pool_j(I_j) - (1 - mix_lambda) R_j of the candidates; [L, H, n]."""

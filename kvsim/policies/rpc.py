@@ -56,7 +56,7 @@ class Growing(LayerBudgets):
     window: Annotated[int, AtLeast(1)] = 32
     compression: Annotated[int, AtLeast(1)] = 4
 
-    bounded = False
+    effect = "none"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """Nothing: the policy's budget plays no part, and prompt and window always have room."""

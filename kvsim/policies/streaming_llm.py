@@ -19,6 +19,7 @@ from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
+from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class StreamingLLM(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
 
     per_row: ClassVar[bool] = True
-    protection = Scorer.protect_sinks
+    protection = protect_sinks
 
     def score(self, view: View) -> Tensor:
         """The position: the more recent, the higher; exact in float64. [L, H, n]."""

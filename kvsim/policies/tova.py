@@ -16,7 +16,7 @@ far from the peak every weight can be 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.core.lazy import Tensor
@@ -38,13 +38,9 @@ class TOVA(Scorer):
         return not self.log
 
     @property
-    def logarithmic(self) -> bool:
+    def scale(self) -> Literal["positive", "log"]:
         """Whether log is set."""
-        return self.log
-
-    def logarithm(self) -> TOVA:
-        """The logarithm of the average."""
-        return replace(self, log=True)
+        return "log" if self.log else "positive"
 
     def score(self, view: View) -> Tensor:
         """s_j = mean over query heads of a_e(j), or its logarithm; [L, H, n]."""

@@ -51,7 +51,7 @@ class TriAttention(Calibrated):
     offsets: Literal["mean", "max"] = "mean"
 
     rotated: ClassVar[bool] = False
-    signed = True
+    scale = "signed"
 
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
         """Mean query [L, H, G, d], and mean size of each of its pairs [L, H, G, pairs]; float64."""

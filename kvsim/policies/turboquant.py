@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
+from kvsim.core.pieces import Run
 from kvsim.core.storing import Codec, behind_window, check_channels
 from kvsim.policies.kivi import between_limits
 
@@ -48,9 +49,9 @@ class TurboQuant(Codec):
 
     clocks = property(behind_window)
 
-    def check(self, dim: int) -> None:
+    def check(self, run: Run) -> None:
         """Raise PolicyError for a Hadamard matrix whose size is no power of two."""
-        if self.rotation == "hadamard":
+        for dim in run.dims if self.rotation == "hadamard" else ():
             check_channels(self.label, dim, 1 << (dim - 1).bit_length())
 
     def keys(self, groups: Tensor) -> Tensor:

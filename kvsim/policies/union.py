@@ -45,9 +45,9 @@ class Union(Wrapper):
     )
 
     @property
-    def signed(self) -> bool:
-        """Whether the scorer is signed; ranks are 0 or more."""
-        return self.reduction != "rank" and self.scorer.signed
+    def scale(self) -> Literal["positive", "signed", "log"]:
+        """That of the scorer; ranks are 0 or more."""
+        return "positive" if self.reduction == "rank" else self.scorer.scale
 
     def score(self, view: View) -> Scores:
         """The reduced score, the same in every head that shares the set; [L, H, n]."""

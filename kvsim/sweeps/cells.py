@@ -135,8 +135,7 @@ class Replays:
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
         policy = cell.policy
-        notes = self._notes & policy.allocator.notes
-        how = {"layers": cell.layers, "internals": notes, "checked": True, **self._limits}
+        how = {"layers": cell.layers, "internals": self._notes, "checked": True, **self._limits}
         record = run(cell.trace, policy, cell.budget, cell.schedule, **how)
         compared = self._compared[cell.number] = dict[str, Record]()
         remarks = [record.remark]

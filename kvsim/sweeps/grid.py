@@ -25,7 +25,8 @@ from kvsim.engine.layers import replayed
 from kvsim.errors import ConfigError, OutputError, local_path, suggest
 from kvsim.experiment import SweepOptions, numbers_in
 from kvsim.files import read_input
-from kvsim.policies import variants
+from kvsim.policies import as_policy, variants
+from kvsim.policies.fit import fitted
 from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
@@ -149,8 +150,8 @@ def grid_of(
 def adapted(given: Iterable[Policy], *, fit: bool = False, protect: object = None) -> list[Policy]:
     """Return policies, each once, with lengths that fit the budget and with what all protect."""
     common = protection_of(protect or {})
-    fitted = (each.fitted() if fit else each for each in given)
-    policies = [replace(each, protect=each.protect | common) for each in fitted]
+    fitting = (fitted(each) if fit else each for each in given)
+    policies = [replace(each, protect=each.protect | common) for each in fitting]
     check_names(policies)
     return [each for place, each in enumerate(policies) if each not in policies[:place]]
 
@@ -212,7 +213,7 @@ def _policies(given: object) -> Iterator[Policy | None]:
     plain = (int, float, bool, str, type(None))
     for each in _listed(given):
         if isinstance(each, Policy | Scorer):
-            yield Policy.of(each)
+            yield as_policy(each)
             continue
         pairs = each.items() if isinstance(each, Mapping) else [(each, None)]
         for name, settings in pairs:

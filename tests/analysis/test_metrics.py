@@ -22,6 +22,7 @@ from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
 from kvsim.errors import KvsimError, TraceError
+from kvsim.policies.fit import fitted
 from kvsim.schema import NEVER
 from kvsim.sweeps import replay_all
 from reference.strategies import evictions
@@ -154,7 +155,7 @@ def test_a_share_is_from_0_to_1(name):
     """Every value with the unit share, of each metric, variant, head and event of the samples."""
     trace = kvsim.open_trace(name)
     shares = [x for x, one in METRICS.items() if "share" in one.unit and one.kind != "live"]
-    policies = [kvsim.policy(x).fitted() for x in ("tova", "ams+tova", "knorm", "streaming_llm")]
+    policies = [fitted(kvsim.policy(x)) for x in ("tova", "ams+tova", "knorm", "streaming_llm")]
     shared = {"metrics": shares, "events": True}
     run = replay_all([trace], policies, [16], interval=32, **shared)
     values = run.table.drop_nulls("value").filter(pl.col("value").is_not_nan())

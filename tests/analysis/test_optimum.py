@@ -12,6 +12,7 @@ from kvsim.analysis.output.optimum import optimum
 from kvsim.core.policy import Even, Protection
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import names
+from kvsim.policies.fit import fitted
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 
@@ -54,7 +55,7 @@ def built(name):
     for label in (name, f"{name}+tova"):
         for params in NEEDS:
             try:
-                return kvsim.policy(label, **params).fitted()
+                return fitted(kvsim.policy(label, **params))
             except KvsimError:
                 continue
     raise AssertionError(name)
@@ -65,7 +66,7 @@ def cells(trace):
     for number, name in enumerate(names()):
         policy = built(name)
         plain = policy.layer_budgets == Even() and policy.propagation is None
-        chosen = TERMS[number % 4 :: 4] if plain and not policy.allocator.across_heads else TERMS
+        chosen = TERMS[number % 4 :: 4] if plain and policy.allocator.shared == "none" else TERMS
         for terms, budget in chosen if policy.bounded else ():
             try:
                 yield policy, kvsim.replay(trace, policy, budget, **terms)

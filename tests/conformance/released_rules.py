@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from kvsim.studies.referee.deviations import _Seeing
 class Blended(AdaKV):
     """Quotas of a competition without a floor, blended with equal ones in the share `floor`."""
 
-    exact: ClassVar[bool] = False
+    effect = "near"
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Round to (1 - floor) competed + whole(floor even), and the protected entries."""
@@ -34,7 +33,7 @@ class Blended(AdaKV):
 class Stairs(Pyramid):
     """Steps of whole entries without the window, which comes on top; even in short prompts."""
 
-    exact: ClassVar[bool] = False
+    effect = "near"
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """Entries of each layer, int [L]."""

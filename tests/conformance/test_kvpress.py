@@ -350,7 +350,9 @@ def compare(
     assert_same_sets(record.retained(case.length - 1), theirs, scores, case)
     if case.scored:
         (plans,) = record.internals
-        kept_anyway = policy.requested(budget).mask(torch.from_numpy(plans.pos), case.length - 1)
+        kept_anyway = policy.protection(budget, enforced=False).mask(
+            torch.from_numpy(plans.pos), case.length - 1
+        )
         free = ~kept_anyway.numpy()
         size = np.abs(np.where(free, scores, 0.0)).max((1, 2), keepdims=True)
         assert (np.abs(plans.scores - scores) <= CLOSE * size)[free].all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.engine.layers import layers_per_block
+from kvsim.engine.layers import apart, layers_per_block
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies.naming import names
 from kvsim.store import describe
@@ -107,6 +107,7 @@ import torch
 import kvsim
 from kvsim.core.parts import by_query_head
 from kvsim.engine import layers
+from kvsim.engine.layers import apart
 
 ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 18)  # arrays go back to the system when they are freed
 torch.set_num_threads(1)
@@ -170,7 +171,7 @@ def test_a_layer_of_32768_tokens_fits_the_default_memory():
             policy = kvsim.policy(name)
         except PolicyError:  # needs a scorer, or a calibration
             continue
-        if policy.apart or not policy.across_layers:
+        if apart(policy) or not policy.across_layers:
             trace = SimpleNamespace(**size, n_heads=32 if policy.per_query_head else 8)
             fitting.append(layers_per_block(trace, policy, 2 << 30))
 

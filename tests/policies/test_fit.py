@@ -8,6 +8,7 @@ import pytest
 import kvsim
 from kvsim.errors import PolicyError
 from kvsim.policies.catalogue import CATALOGUE
+from kvsim.policies.fit import fitted, remark_of
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace
 
@@ -54,8 +55,8 @@ def test_what_is_given_and_other_parts_are_not_scaled():
     assert (inner.scorer.window, inner.allocator.window) == (8, 128)
     assert asl.propagation.window == asl.scorer.window == 8
     assert (fastkv.propagation.rows, fastkv.propagation.window) == (0.5, 8)
-    assert kvsim.policy("snapkv").fitted() == kvsim.policy("snapkv@scaled")
-    assert kvsim.policy("tova").fitted() == kvsim.policy("tova")
+    assert fitted(kvsim.policy("snapkv")) == kvsim.policy("snapkv@scaled")
+    assert fitted(kvsim.policy("tova")) == kvsim.policy("tova")
     with pytest.raises(PolicyError, match="tova has no preset 'scaled'"):
         kvsim.policy("tova@scaled")
 
@@ -68,7 +69,7 @@ def test_lengths_that_fit_stay_as_they_are():
         paper, policy = kvsim.policy(name), kvsim.policy(f"{name}@scaled")
         assert policy.at(budget).levels == paper.levels
         assert policy.at(budget - 2).levels != paper.levels
-        assert "--set fit=true" not in paper.remark(budget)
+        assert "--set fit=true" not in remark_of(paper, budget)
     assert kvsim.policy("pyramidkv@kvpress@scaled").at(128).scorer.window == 26
 
 
@@ -89,8 +90,8 @@ def test_a_remark_says_what_was_scaled_or_that_nothing_was():
     """Values of the budget beside the paper's; a length that fits is not named."""
     policy = kvsim.policy("snapkv@scaled")
 
-    assert policy.remark(32) == "snapkv@scaled: scaled to budget 32: window=8 instead of 32"
-    assert policy.remark(64) == "snapkv@scaled: scaled to budget 64: all lengths fit"
+    assert remark_of(policy, 32) == "snapkv@scaled: scaled to budget 32: window=8 instead of 32"
+    assert remark_of(policy, 64) == "snapkv@scaled: scaled to budget 64: all lengths fit"
 
 
 @pytest.mark.parametrize("name", ["ams", "snapkv", "asl", "gkv", "cake@gkv", "rpc@ams", "knorm"])
@@ -99,7 +100,7 @@ def test_the_options_of_a_remark_mend_what_it_remarks(name):
     entry = CATALOGUE[name.partition("@")[0]].preset(name.partition("@")[2])
     full = name if entry.innermost or entry.default else f"{name}+knorm"
     policy = kvsim.policy(full, **dict.fromkeys(entry.required, "prefix:16"))
-    remark = policy.remark(30)
+    remark = remark_of(policy, 30)
     given = dict(re.findall(rf"--set {re.escape(full)}\.(\S+)=(\d+)", remark))
 
     assert bool(given) == ("or all lengths with --set fit=true" in remark)
@@ -108,8 +109,8 @@ def test_the_options_of_a_remark_mend_what_it_remarks(name):
         **dict.fromkeys(entry.required, "prefix:16"),
         **{key.replace("scorer.", "scorer__"): int(value) for key, value in given.items()},
     )
-    assert "--set fit=true" not in mended.remark(30)
-    assert "--set fit=true" not in policy.fitted().remark(30)
+    assert "--set fit=true" not in remark_of(mended, 30)
+    assert "--set fit=true" not in remark_of(fitted(policy), 30)
     if name in ("ams", "snapkv", "asl", "gkv"):
         assert given["window"] == "8"
 

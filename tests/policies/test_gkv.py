@@ -162,6 +162,6 @@ def test_global_takes_what_it_is_from_the_scorer_inside():
     assert all(math.isnan(value) for value in it.columns.values())
     assert it.reads == Inputs(rows=9)
     assert it.protection(50) == GKV(window=9).protection(50)
-    assert not it.signed
+    assert it.scale == "positive"
     with pytest.raises(PolicyError, match="global score already"):
         Global(Global(Knorm()))

@@ -23,7 +23,7 @@ SCORES = [[[5, 1, 2, 0, 1.5], [1, 3, 2, 4, -9]], [[0, 8, 1, 2, 3], [6, 0, 2, 1, 
 class Given(Scorer):
     """Scores by layer and head; those of protected entries mean nothing."""
 
-    signed = True
+    scale = "signed"
 
     def score(self, view: View) -> Tensor:
         """The given scores; [L, H, n]."""
@@ -93,4 +93,4 @@ def test_a_page_larger_than_the_budget_keeps_its_best_entries():
         assert kept[..., :2].all()
         assert (kept.sum(-1) <= 5).all()
         assert (kept.sum(-1) > 2).all() or row % 16 == 15
-    assert Paged().exact is False
+    assert Paged().effect == "near"

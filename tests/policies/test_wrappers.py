@@ -35,7 +35,7 @@ def _trace(n: int) -> Trace:
 def test_undeclared_negative_scores(wrapper: type[Global | CriticalKV]) -> None:
     """A wrapper that compares sizes refuses negative scores that nobody declared, and names it."""
     schedule = Schedule(interval=1)
-    with pytest.raises(ScoreError, match=r"Undeclared .* `signed`"):
+    with pytest.raises(ScoreError, match=r"Undeclared .* `scale"):
         replay(_trace(24), Policy("mine", wrapper(Undeclared()), schedule=schedule), 8)
     assert replay(_trace(24), Policy("mine", wrapper(Knorm()), schedule=schedule), 8).events
 

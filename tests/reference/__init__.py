@@ -1,9 +1,8 @@
 """The rules of kvsim's own policies as plain loops in float64, to compare the policies with.
 
 Written from the papers and the released code, and not from the policies: nothing is shared with
-them. `replay` takes any policy by name: `NAMES` lists what stands alone, `OUTER` the allocators and
-wrappers, `PROPAGATIONS` what selects rows of the prompt, and `defaults` gives the parameters of
-each. The replay that they run in is `kvsim.testing.loops`.
+them. `replay` takes any policy by name: `NAMES` lists what stands alone, and `defaults` gives the
+parameters of each. The replay that they run in is `kvsim.testing.loops`.
 """
 
 from collections.abc import Mapping
@@ -19,37 +18,20 @@ from kvsim.testing.loops import NEVER, Cut, Outcome, Scored
 from reference.classic import hash_score, splitmix64
 from reference.composition import rule, ties_are_exact
 from reference.event import Event
-from reference.propagation import PROPAGATIONS, Propagated
-from reference.rules import (
-    NAMES,
-    OUTER,
-    RULES,
-    Chain,
-    Outer,
-    Rule,
-    defaults,
-    parse,
-    smallest_budget,
-)
+from reference.propagation import Propagated
+from reference.rules import NAMES, defaults, smallest_budget
 
 __all__ = [
     "NAMES",
     "NEVER",
-    "OUTER",
-    "PROPAGATIONS",
-    "RULES",
-    "Chain",
     "Cut",
     "Event",
     "Outcome",
-    "Outer",
     "Propagated",
-    "Rule",
     "Scored",
     "check",
     "defaults",
     "hash_score",
-    "parse",
     "replay",
     "rule",
     "rule_of",

@@ -35,21 +35,20 @@ def rule(
         scorer = {**chain.params[-1], "calibration": calibration}
         chain = replace(chain, params=(*chain.params[:-1], scorer))
     pieces = _Pieces(policy, chain)
-    interval, prefill = chain.schedule
-    kind = "none" if chain.allocator == "dms" else chain.rule.layers
+    schedule, kind = chain.built.schedule, "none" if chain.allocator == "dms" else chain.layers
     return loops.Rule(
-        score=None if chain.rule.score is None else pieces.score,
-        interval=interval,
-        prefill=prefill,
+        score=None if chain.score is None else pieces.score,
+        interval=schedule.interval,
+        prefill=schedule.prefill,
         protect=pieces.protect if pieces.is_ams or chain.allocator == "dms" else None,
         allocate=None if chain.allocator is None and not chain.pooled else pieces.allocate,
         layer_budgets=pieces.together
         if chain.across_layers or chain.pooled
         else _LAYERS.get(kind, lambda _: None)(pieces),
-        across_layers=chain.rule.layers == "cake" or chain.across_layers or chain.pooled,
+        across_layers=chain.layers == "CakeBudgets" or chain.across_layers or chain.pooled,
         propagate=None if chain.propagation is None else pieces.propagate,
-        per_query_head=chain.rule.per_query_head,
-        accumulates=chain.rule.accumulates,
+        per_query_head=chain.built.per_query_head,
+        accumulates=chain.scorer == "h2o",
         ties=lambda case: ties_are_exact(policy, case),
         name=policy,
     )
@@ -94,7 +93,7 @@ class _Pieces:
     def score_layers(self, events: list[loops.Event]) -> list[Scored]:
         """The scores of layers, of which some wrappers put together what others score alone."""
         chain = self.chain
-        assert chain.rule.score is not None
+        assert chain.score is not None
         calibration = chain.calibration
         scored = []
         for event in events:
@@ -107,14 +106,14 @@ class _Pieces:
                 if calibration is None
                 else np.asarray(calibration, dtype=np.float64)[event.layer],
             )
-            scored.append(chain.rule.score(at))
+            scored.append(chain.score(at))
         signed = chain.signed
         for i in range(len(chain.wrappers), 0, -1):
             name = chain.wrappers[i - 1]
-            outer = OUTER[name]
-            assert outer.wrap is not None
+            wrap = OUTER[name][0]
+            assert wrap is not None
             if name == "union":
-                scored = outer.wrap(chain.params[i], scored)
+                scored = wrap(chain.params[i], scored)
                 signed = signed and chain.params[i]["reduction"] != "rank"
                 continue
             for layer, event in enumerate(events):
@@ -124,7 +123,7 @@ class _Pieces:
                     memory=_memory(event, i),
                     doubt=event.column(f"doubt of piece {i}"),
                 )
-                scored[layer] = outer.wrap(inside, scored[layer], signed=signed)
+                scored[layer] = wrap(inside, scored[layer], signed=signed)
             signed = False
         return scored
 
@@ -133,8 +132,8 @@ class _Pieces:
         scored = self.score_layers(events)
         self.of_layers.update({e.layer: s for e, s in zip(events, scored, strict=True)})
         if self.chain.pooled:
-            ranking = {"pooled": repeated.pooled, "composed": repeated.composed}
-            kept, decision = ranking[self.chain.rule.layers](events, scored, budget)
+            ranking = {"Pooled": repeated.pooled, "Composed": repeated.composed}
+            kept, decision = ranking[self.chain.layers](events, scored, budget)
             self.sets.update({e.layer: (s, [decision]) for e, s in zip(events, kept, strict=True)})
         return [budget] * len(events), []
 
@@ -263,11 +262,10 @@ def _one_by_one(of_layer: Callable[[loops.Event, int], int]) -> Any:
 #: The budgets of layers by the kind that a rule names; "even" is the replay's own.
 _LAYERS: dict[str, Callable[[_Pieces], Any]] = {
     "none": lambda _: lambda events, _: ([0] * len(events), []),  # whatever is held, it acts
-    "growing": lambda pieces: _one_by_one(pieces.growing),
-    "pyramid": lambda pieces: _one_by_one(pieces.pyramid),
-    "pyramid@kvpress": lambda pieces: _one_by_one(pieces.pyramid_at_event),
-    "pyramid@reference": lambda pieces: _one_by_one(pieces.pyramid_at_event),
-    "cake": lambda pieces: pieces.cake,
+    "Growing": lambda pieces: _one_by_one(pieces.growing),
+    "Pyramid fixed": lambda pieces: _one_by_one(pieces.pyramid),
+    "Pyramid event": lambda pieces: _one_by_one(pieces.pyramid_at_event),
+    "CakeBudgets": lambda pieces: pieces.cake,
 }
 
 

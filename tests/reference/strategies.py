@@ -186,7 +186,7 @@ def setups(
     all of them where the case has room for that, a sixth below what the third last event finds.
     """
     name = draw(st.sampled_from(names)) if len(names) > 1 else names[0]
-    own_interval, own_prefill = parse(name).schedule
+    own = parse(name).built.schedule
     interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
     thrice = evicts and draw(_ONE_OF_SIX)
     if thrice:
@@ -196,8 +196,8 @@ def setups(
         rows = event_rows(
             case.n,
             case.prompt_len,
-            interval=own_interval if interval is None else interval,
-            prefill=own_prefill if prefill is None else prefill,
+            interval=own.interval if interval is None else interval,
+            prefill=own.prefill if prefill is None else prefill,
         )
         return max(rows[:-2] or rows if thrice else rows, default=0)
 

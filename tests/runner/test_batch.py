@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.policies.fit import fitted
 from kvsim.recorder.choice import Choice
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
@@ -26,7 +27,7 @@ def lanes(running, names, *, interval=8):
     started = []
     for number, (ids, new) in enumerate(zip(PROMPTS, NEW, strict=True)):
         window = {} if number % 2 else {"interval": interval}
-        policy = kvsim.policy(names[number % len(names)]).fitted()
+        policy = fitted(kvsim.policy(names[number % len(names)]))
         length = {"prompt_len": len(ids), "n_pos": len(ids) + new}
         with Decoding(running, policy, BUDGET, **length, **window, prefill=True) as lane:
             started.append((lane, run_prompt(lane, ids, partial(prefill, running))))

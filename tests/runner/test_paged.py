@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvsim
 from families import FAMILIES
 from kvsim.core.attention import Formula
+from kvsim.engine.checks import check_budget
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import names
 from kvsim.runner import blocks, paged
@@ -174,7 +175,7 @@ def live_policies():
             declared = kvsim.policies.declared(name)
             policy = kvsim.policy(name, **{x: y for x, y in SIZES.items() if x in declared})
             policy = replace(policy, schedule=policy.schedule.override(INTERVAL, prefill=True))
-            policy.check_budget(BUDGET, prompt_len=PROMPT, n_layers=2)
+            check_budget(policy, BUDGET, prompt_len=PROMPT, n_layers=2)
             Decoding(running(), policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW)
         except (PolicyError, CaptureError):
             continue

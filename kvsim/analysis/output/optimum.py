@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsim.core.lazy import torch
 from kvsim.core.parts import by_query_head
-from kvsim.core.pieces import Even
+from kvsim.core.pieces import ACROSS_LAYERS, Even
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
@@ -135,9 +135,9 @@ def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints
     [layer, head, M], or [layer, 1, M] for all heads of a layer together.
     """
     layers, heads, _ = record.evicted_at.shape
-    pools = 1 if policy.allocator.across_heads else heads
+    pools = 1 if policy.allocator.shared in ("heads", "all") else heads
     shape = layers, pools, len(events)
-    even = isinstance(policy.layer_budgets, Even) and not policy.allocator.across_layers
+    even = isinstance(policy.layer_budgets, Even) and policy.allocator.shared not in ACROSS_LAYERS
     even &= policy.so_far is None
     if not events or (even and policy.propagation is None):
         return np.full(shape, record.budget * (heads // pools)), record.budget

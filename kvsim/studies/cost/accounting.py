@@ -13,13 +13,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsim.core.policy import Policy
+from kvsim.core.pieces import ACROSS_LAYERS, BOUNDED, Run
+from kvsim.core.policy import Allocator, Policy
 from kvsim.core.propagation import Forecast
+from kvsim.core.record import bounds_of
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import whole
+from kvsim.engine.checks import check_budget, whole
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
+from kvsim.policies.duo import Duo
 from kvsim.policies.kvzip import chunk_lengths
+from kvsim.schema import plural
 from kvsim.studies.cost.flops import Event, Flops, flops_of, pieces_of
 from kvsim.studies.cost.model import Model
 
@@ -151,7 +155,7 @@ def estimate(
         prompt=prompt,
         interval=policy.schedule.interval,
         prefill=policy.schedule.prefill,
-        bounded="held" in policy.bounds,
+        bounded="held" in bounds_of(policy),
         selection_layer=layer,
         selection=source,
         rows=rows,
@@ -198,9 +202,9 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
             "measures what is read and stored otherwise"
         )
     if policy.propagation is not None:
-        policy.propagation.check(model.n_layers)
+        policy.propagation.check(Run(model.n_layers))
     if budget < context:
-        policy.check_budget(budget, prompt_len=prompt, n_pos=context, n_layers=model.n_layers)
+        check_budget(policy, budget, prompt_len=prompt, n_pos=context, n_layers=model.n_layers)
 
 
 def _selection(
@@ -280,7 +284,7 @@ def _case(
     later = context - prompt
     sizes = [_sizes(policy, later, *each) for each in zip(last, uncut, budgets, strict=True)]
     held = sizes
-    shares = policy.allocator.bound_shares(n_layers)
+    shares = _bound_shares(policy.allocator, n_layers)
     if shares is not None:  # the other heads hold everything
         bound = [_sizes(policy, later, n, cut, budget) for n, cut in zip(last, uncut, strict=True)]
         held = [
@@ -289,7 +293,7 @@ def _case(
         ]
 
     scoring, decoding = Flops(), Flops()
-    pieces, always = pieces_of(policy), policy.allocator.always_acts
+    pieces, always = pieces_of(policy), policy.allocator.effect == "rule"
     at_events = model.per_query_head() if policy.per_query_head else model
     for at in found.scored:
         event = Event(model, (first or last)[at], prompt, prompt, budget, prompt=True)
@@ -308,6 +312,19 @@ def _case(
     return _Case(layers, time, scoring, decoding)
 
 
+def _bound_shares(allocator: Allocator, n_layers: int) -> list[float] | None:
+    """The share of each layer's heads that the budget bounds; None for all, or no head."""
+    if not isinstance(allocator, Duo) or allocator.effect != "some":
+        return None
+    layers = len(allocator.retrieval)
+    if layers != n_layers:
+        raise PolicyError(
+            f"duo: {allocator.file} is a plan of {plural(layers, 'layer')}, the model has "
+            f"{n_layers}; give a plan of the same model"
+        )
+    return [float(x) for x in 1 - allocator.retrieval.double().mean(1)]
+
+
 def _layer_budgets(
     policy: Policy, budget: int, context: int, prompt: int, n_layers: int
 ) -> Sequence[int]:
@@ -315,7 +332,7 @@ def _layer_budgets(
     schedule, sizing = policy.schedule, policy.layer_budgets
     size = sizing.unbounded_size(prompt, context)
     never = schedule.interval is None and not schedule.prefill
-    if size is None and (never or not (policy.allocator.bounded and sizing.bounded)):
+    if size is None and (never or not {policy.allocator.effect, sizing.effect} <= {*BOUNDED}):
         size = context
     if size is not None:
         return [size] * n_layers
@@ -336,17 +353,20 @@ def _sizes(policy: Policy, later: int, rows: int, uncut: bool, budget: int) -> t
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
     """Yield the assumptions about the policy."""
     interval = policy.schedule.interval
-    if "held" not in policy.bounds:
-        size = "; its size follows the text, and counted is a cache from which nothing leaves"
-        yield f"no budget binds{size * policy.allocator.always_acts}"
+    if "held" not in bounds_of(policy):
+        size = ""
+        if policy.allocator.effect == "rule":
+            size = "; its size follows the text, and counted is a cache from which nothing leaves"
+        yield f"no budget binds{size}"
     elif interval is not None and not policy.schedule.prefill and prompt > budget:
         yield (
             f"the prompt stays whole until the first event, {interval} generated tokens later; "
             "what is counted is held after that"
         )
-    if policy.bounded and not (policy.allocator.exact and policy.layer_budgets.exact):
+    near = "near" in (policy.allocator.effect, policy.layer_budgets.effect)
+    if policy.bounded and near:
         yield "holds near the budget and not exactly that; counted is the budget"
-    if policy.layer_budgets.across_layers or policy.allocator.across_layers:
+    if {policy.layer_budgets.shared, policy.allocator.shared} & {*ACROSS_LAYERS}:
         yield "layers share a budget; counted is an equal share"
     if policy.reads.context_again:
         pairs = sum(n * prompt + n * (n + 1) / 2 for n in chunk_lengths(prompt))

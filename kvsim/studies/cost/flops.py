@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, chain_of
 from kvsim.policies import capkv, compactor, triattention
 from kvsim.policies.kvzip import chunk_lengths
 from kvsim.studies.cost.model import Model
@@ -105,7 +105,7 @@ def _similarity(e: Event, keys: float) -> Flops:
 def _gkv(p: Any, e: Event) -> Flops:
     """The local score, normalised (2) and fused (3), less the redundancy of all keys."""
     score = _local(p, e) + _entries(0, 5)(p, e)
-    return score + _similarity(e, e.n) if p.signed else score
+    return score + _similarity(e, e.n) if p.scale == "signed" else score
 
 
 def _rkv(p: Any, e: Event) -> Flops:
@@ -281,7 +281,7 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], Flops | None]] = {
 
 def pieces_of(policy: Policy) -> list[Any]:
     """Return the pieces that compute at an event; scorers from the outside in."""
-    return [*policy.scorers, policy.allocator, policy.layer_budgets]
+    return [*chain_of(policy.scorer), policy.allocator, policy.layer_budgets]
 
 
 def flops_of(pieces: Iterable[Any], event: Event) -> tuple[Flops, list[str]]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.parameters import AtLeast
+from kvsim.core.pieces import Run
 from kvsim.core.policy import Inputs, Policy, Schedule, Scorer
 from kvsim.core.record import Record
-from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.checks import whole
 from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
@@ -234,13 +234,11 @@ class PressScorer(Scorer):
         """Rows of attention that the press gets."""
         return Inputs(rows=NEVER if self.last is None else max(1, self.last))
 
-    @property
-    def signed(self) -> bool:
-        """True: a press does not say whether its scores may be negative."""
-        return True
+    scale = "signed"  # a press does not say
 
-    def check(self, trace: Trace, schedule: Schedule) -> None:
+    def check(self, run: Run) -> None:
         """Raise PolicyError for some layers of a model: a press may tell layers by their number."""
+        trace = run.trace
         if not trace.header.whole or trace.header.other_layers:
             raise PolicyError(
                 f"{self.press}: {trace.name} has layers {list(trace.layer_ids)} alone; expected "

@@ -19,6 +19,7 @@ from kvsim.analysis.results import task_of
 from kvsim.analysis.subject import Analysis
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.pieces import Run
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
@@ -187,7 +188,7 @@ class Ranking:
         rule, ours = rule or self.rule, self.rule
         if (rule.window, rule.pool) != (ours.window, ours.pool):
             raise PolicyError(f"asl: the scores are those of {ours}; make a ranking for {rule}")
-        rule.check(self.n_layers)
+        rule.check(Run(self.n_layers))
         if budget < rule.least_budget:
             raise BudgetError(
                 f"asl: budget {budget} selects no token beside the window of {rule.window} rows, "
@@ -258,7 +259,7 @@ def ranking(
     Raises PolicyError where the prompt is no longer than the window, or layers are missing.
     """
     rule = ASL() if rule is None else rule
-    rule.check(trace.n_layers)
+    rule.check(Run(trace.n_layers))
     if trace.prompt_len <= rule.window:
         raise PolicyError(
             f"{trace.name}: the prompt has {trace.prompt_len} tokens, and the window "

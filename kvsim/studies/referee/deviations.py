@@ -89,14 +89,14 @@ def _shifted(by: int, case: DumpCase) -> DumpCase | None:
 
 
 def _budget(by: Callable[[Protection], int], case: DumpCase) -> DumpCase | None:
-    more = by(case.policy.at(case.budget).requested(case.budget))
+    more = by(case.policy.at(case.budget).protection(case.budget, enforced=False))
     return replace(case, budget=case.budget + more) if more else None
 
 
 def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None:
     """The policy without sinks, or without the protection of its window or last entries."""
     policy = case.policy
-    if not getattr(policy.at(case.budget).requested(case.budget), name):
+    if not getattr(policy.at(case.budget).protection(case.budget, enforced=False), name):
         return None
     pieces: Any = (policy.scorer, policy.allocator)
     inner, allocator = (
@@ -176,8 +176,7 @@ class _Seeing(Wrapper):
 
     weigh: Weigh
 
-    logarithmic: ClassVar[Any] = property(attrgetter("scorer.logarithmic"))
-    signed: ClassVar[Any] = property(attrgetter("scorer.signed"))
+    scale: ClassVar[Any] = property(attrgetter("scorer.scale"))
     reads: ClassVar[Any] = property(
         lambda x: replace(
             x.scorer.reads, rows=x.scorer.reads.rows + 1, last=x.scorer.reads.last + 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvsim.analysis.output.error import output_error
+from kvsim.core.pieces import ACROSS_LAYERS
 from kvsim.core.record import record_document, record_of
 from kvsim.schema import GUIDE, NEVER
 from kvsim.testing.invariants.trial import Trial, require
@@ -25,10 +26,10 @@ def exact_size(trial: Trial) -> None:
         policy.propagation is not None and policy.propagation.caches != "chosen"
     ):  # decoding keeps everything
         due = [row for row in due if row == end]
-    if not policy.exact:
+    if policy.effect != "exact":
         return
-    pooled = policy.allocator.across_layers
-    shared = policy.layer_budgets.across_layers or pooled
+    pooled = policy.allocator.shared in ACROSS_LAYERS
+    shared = policy.layer_budgets.shared in ACROSS_LAYERS or pooled
     for row in due:
         before, after = record.kept(row).sum(-1), record.retained(row).sum(-1)
         budgets = np.full(len(before), trial.budget)
@@ -136,8 +137,8 @@ def tie_rule(trial: Trial) -> None:
 
 
 def declared_sign(trial: Trial) -> None:
-    """Scores are 0 or more, unless the scorer declares that they are `signed`."""
-    if trial.policy.scorer.signed:
+    """Scores are 0 or more, unless the scorer declares another scale."""
+    if trial.policy.scorer.scale != "positive":
         return
     for plans in trial.detailed.internals:
         live = plans.pos >= 0
@@ -145,7 +146,7 @@ def declared_sign(trial: Trial) -> None:
         require(
             least >= 0,
             f"a score is {least:.3g} after row {plans.row}, and the scorer does not say that some "
-            f"can be negative; expected a property `signed` that is True, see {GUIDE}",
+            f"can be negative; expected `scale = 'signed'`, see {GUIDE}",
         )
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
+from kvsim.engine.checks import check_budget
 from kvsim.engine.replay import run
 from kvsim.errors import BudgetError
 from kvsim.schema import NEVER, Compress
@@ -265,8 +266,13 @@ def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None
 
     def works(budget: int) -> bool:
         try:
-            policy.check_budget(
-                budget, prompt_len=case.prompt_len, n_pos=n, n_layers=layers, schedule=schedule
+            check_budget(
+                policy,
+                budget,
+                prompt_len=case.prompt_len,
+                n_pos=n,
+                n_layers=layers,
+                schedule=schedule,
             )
         except BudgetError:
             return False

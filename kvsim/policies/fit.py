@@ -1,0 +1,50 @@
+"""Lengths that fit the budget (`Policy.scaled`), and remarks where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvsim.core.parameters import Length, parameters
+from kvsim.core.policy import Policy
+
+
+def fitted(policy: Policy) -> Policy:
+    """The policy with lengths that fit the budget, called NAME@scaled; else itself."""
+    if not policy.lengths or policy.scaled == policy.lengths:
+        return policy
+    parts = policy.name.split("+")
+    for depth in {each.depth for each in policy.lengths} & set(range(len(parts))):
+        parts[depth] = parts[depth].removesuffix("@scaled") + "@scaled"
+    default = policy.default and fitted(policy.default)
+    return replace(policy, name="+".join(parts), scaled=policy.lengths, default=default)
+
+
+def remark_of(policy: Policy, budget: int) -> str:
+    """Say which lengths are scaled to this budget, or exceed half of it; empty for none."""
+    if not policy.bounded:
+        return ""
+    changed = [x for x in policy.scaled or policy.lengths if x.at(budget) != x.value]
+    if policy.scaled:
+        values = (f"{_key(policy, x)}={x.at(budget)} instead of {x.value}" for x in changed)
+        text = ", ".join(values) or "all lengths fit"
+        return f"{policy.name}: scaled to budget {budget}: {text}"
+    inner = {x._replace(depth=0): x for x in reversed(policy.lengths)}.values()  # not taken over
+    large = " ".join(
+        f"--set {policy.name}.{_key(policy, x)}={x.at(budget)}"
+        for x in changed
+        if x in inner and x.name in ("window", "recent") and 2 * x.value > budget
+    )
+    return large and (
+        f"{policy.name}: lengths exceed half of budget {budget}; compare with {large}, or all "
+        "lengths with --set fit=true"
+    )
+
+
+def _key(policy: Policy, length: Length) -> str:
+    """The name under which `--set` takes a length."""
+    hidden = sum(
+        length.name in parameters(type(piece))
+        for level in policy.levels[: length.depth]
+        for piece in level
+    )
+    return "scorer." * hidden + length.name
