@@ -15,7 +15,6 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.windows import TOPS, default_window, window_overlap
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
@@ -27,6 +26,7 @@ from kvsim.plots.style import (
     counted,
     finish,
     mean_line,
+    means_of,
     name_axes,
     plain,
     series,
@@ -112,11 +112,6 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
     if layers is not None:
         table = table.filter(pl.col("layer").is_in(list(layers)))
     by_layer, means = (_sparsity_means(table, by) for by in (["layer"], []))
-    if not by_layer.height:
-        where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
-        raise PolicyError(
-            f"the table has no sparsity{where}; measure sparsity and sparsity_compressed"
-        )
     caches = by_layer["cache"].unique(maintain_order=True).to_list()
     shown = sorted(by_layer["layer"].unique())
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(shown)))
@@ -153,7 +148,7 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
 
 def _sparsity_means(table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Averages with columns p, peak (the keys of the maximum) and cache (full, or a policy)."""
-    means = averages(table, by).filter(pl.col("mean").is_not_null())
+    means = means_of(table, by, needs="sparsity or sparsity_compressed of these layers")
     budgets = means["requested"].drop_nulls().n_unique()
     policy = pl.format("{}, budget {}", "policy", "requested") if budgets > 1 else pl.col("policy")
     return means.with_columns(

@@ -13,9 +13,7 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages
 from kvsim.core.arguments import listed
-from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
@@ -23,6 +21,7 @@ from kvsim.plots.style import (
     colour_bar,
     counted,
     label,
+    means_of,
     panels,
     requested_order,
     short_text,
@@ -57,13 +56,9 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     named = all(label in table for label in _LABELS) and metrics == [name] and name in _SHOWN
     complete = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if named else pl.lit(value=False)
     values = table.filter(complete, pl.col("metric") == name)
-    means = averages(values, _LABELS) if values.height else values
-    if not means.height:
-        raise PolicyError(
-            f"the table has no {', '.join(metrics)} by length and depth; it takes one of "
-            f"{', '.join(_SHOWN)}, and prompts with a needle and both labels, as `kvsim prompts "
-            "--model smollm2 --task needle` writes them"
-        )
+    needs = f"{', '.join(metrics)} by length and depth; it takes one of {', '.join(_SHOWN)}, and "
+    needs += "prompts with a needle and both labels (kvsim prompts --model smollm2 --task needle)"
+    means = means_of(values, _LABELS, needs=needs)
     lengths, depths = (means[label].unique().sort().to_list() for label in _LABELS)
     policies = means["policy"].unique(maintain_order=True).to_list()
     budgets = requested_order(means["requested"].to_list())

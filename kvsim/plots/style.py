@@ -33,7 +33,7 @@ from matplotlib.ticker import (
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.significance import FEWEST
-from kvsim.analysis.summaries import Interval
+from kvsim.analysis.summaries import Interval, averages
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
@@ -91,6 +91,17 @@ def picture(figure: Figure, form: str) -> bytes:
     with mpl.rc_context({"svg.hashsalt": "kvsim"}):  # names inside an SVG are random otherwise
         figure.savefig(content, format=form, metadata={_STAMPS[form]: None})
     return content.getvalue()
+
+
+def means_of(table: pl.DataFrame, by: Sequence[str] = (), *, needs: str) -> pl.DataFrame:
+    """Return the means of a Table that have a value. Raises PolicyError where there is none.
+
+    needs: what the figure is drawn from, for the error.
+    """
+    means = averages(table, by).filter(pl.col("mean").is_not_null()) if table.height else table
+    if not means.height:
+        raise PolicyError(f"the table has no {needs}")
+    return means
 
 
 def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, check_models, labelled, of_policies
-from kvsim.analysis.summaries import COSTS, against_entries, averages, main_variants, split_by
+from kvsim.analysis.summaries import COSTS, against_entries, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
@@ -41,6 +41,7 @@ from kvsim.plots.style import (
     log_if_crowded,
     log_ticks,
     mean_line,
+    means_of,
     name_axes,
     panels,
     plain,
@@ -264,12 +265,8 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     """
     table, _ = split_by(labelled(as_table(table)), by)
     values = table.filter(pl.col(by).is_not_null(), metric="retained_iou", variant="")
-    means = averages(values, [by]).filter(pl.col("mean").is_not_null())
-    if not means.height:
-        raise PolicyError(
-            f"the table has no retained_iou by {by}; it takes two events of a policy, and "
-            f"traces with a {by}"
-        )
+    needs = f"retained_iou by {by}; it takes two events of a policy, and traces with a {by}"
+    means = means_of(values, [by], needs=needs)
     groups = means[by].unique().sort().to_list()
     budgets = requested_order(means["requested"].to_list())
     styles = series(means["policy"].unique(maintain_order=True))
@@ -398,11 +395,9 @@ def _per_budget(
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
-    means = averages(main_variants(labelled(table), metrics)).filter(pl.col("mean").is_not_null())
-    if not means.height:
-        measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
-        raise PolicyError(f"no mean of {', '.join(metrics)} in the table of {measured}")
-    return means
+    measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
+    needs = f"mean of {', '.join(metrics)}; it has {measured}"
+    return means_of(main_variants(labelled(table), metrics), needs=needs)
 
 
 def metric_label(name: str) -> str:

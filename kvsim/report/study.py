@@ -1,10 +1,10 @@
-"""The material of a report: traces, analysed once; figures show the first of several."""
+"""Sections of a report, and their material: traces, analysed once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
@@ -16,10 +16,24 @@ from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.report.section import Section
 
 #: Called with (steps done, steps, current step).
 Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page.
+
+    write: returns it as HTML, from a `Study` (of "traces") or the Table of all runs and traces (of
+    "results"); empty where it has nothing to say. after: the section of traces that it follows.
+    collect: what it needs of each trace, which `Study.collected` has.
+    """
+
+    write: Callable[[Any], str]
+    of: Literal["traces", "results"] = "traces"
+    after: str = ""
+    collect: Callable[[Analysis], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import averages
 from kvsim.registry import Ordered
 from kvsim.report.html import cell, details, section, table_of, tag
-from kvsim.report.section import Section
-from kvsim.report.study import Study
+from kvsim.report.study import Section, Study
 from kvsim.schema import object_at, plural
 
 #: Layers at most in a table without a click.

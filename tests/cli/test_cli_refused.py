@@ -121,7 +121,7 @@ REFUSED = {
     "prompts --model ./nowhere": "error: no model folder at './nowhere'",
     "prompts --model folder --task needle": "has no tokenizer, expected one in its folder",
     # ------------------------------------------------------------------------------------ plot
-    f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: over_b",
+    f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: overlap",
     f"{PLOT} pareto TRACE --budget 8": "give --policy POLICY, or the folder of a run (",
     f"{PARETO} --policy tofa": "tofa",
     f"{PARETO} --layer 0": "--layer was given, but pareto has none",

@@ -108,7 +108,7 @@ def test_sparsity_names_axes_and_fidelity(table):
 
 def test_a_table_without_sparsity_is_an_error(table):
     """It says what to measure, or which layers there are not."""
-    with pytest.raises(PolicyError, match="measure sparsity and sparsity_compressed"):
+    with pytest.raises(PolicyError, match="no sparsity or sparsity_compressed"):
         sparsity_curves(pl.DataFrame(schema=COLUMNS))
-    with pytest.raises(PolicyError, match="no sparsity in layers 7"):
+    with pytest.raises(PolicyError, match="no sparsity or sparsity_compressed of these layers"):
         sparsity_curves(table, layers=[7])

@@ -134,7 +134,7 @@ def test_figures_open_with_what_ranks_the_policies(table):
 
 def test_a_table_without_the_metrics_is_an_error(table):
     """It says what the table has."""
-    with pytest.raises(PolicyError, match="no mean of regret in the table of output_error"):
+    with pytest.raises(PolicyError, match="no mean of regret; it has output_error"):
         over_budgets(table, ["regret"])
     with pytest.raises(PolicyError, match="unknown metric 'wipout'; did you mean 'wipeout'"):
         over_budgets(table, ["wipout"])

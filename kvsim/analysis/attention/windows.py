@@ -218,20 +218,13 @@ def attention_gaps(
 ) -> tuple[Gaps, Gaps]:
     """Gaps of the keys before row `start` over whole windows from there on, and by chance.
 
-    Chance has the means of the counts over all orders of the windows.
-
-    Raises TraceError where there are no keys or not two windows, PolicyError for a layer that the
-    trace does not have.
+    Chance has the means of the counts over all orders of the windows. Two windows have to fit
+    (`gap_windows`). Raises PolicyError for a layer that the trace does not have.
     """
     layer = trace_layer(trace, layer)
     keys, width = gap_windows(trace)
     keys, width = keys if start is None else start, width if window is None else window
-    count = (trace.n_pos - keys) // width if width > 0 else 0
-    if keys < 1 or count < 2:
-        raise TraceError(
-            f"{trace.name} has {trace.n_pos} rows: two windows of {width} rows from row {keys} on "
-            "do not fit, or no key is before them; give a smaller window or a longer trace"
-        )
+    count = (trace.n_pos - keys) // width
     windows = row_blocks(keys, keys + count * width, width)
     n_top = max(1, round(share * keys))
     shape = trace.n_heads, keys

@@ -8,7 +8,7 @@ import polars as pl
 from markupsafe import Markup
 
 from kvsim.report.html import details, lines, section, table_of, tag
-from kvsim.report.section import Section
+from kvsim.report.study import Section
 from kvsim.studies.claims import claims
 from kvsim.studies.claims.claim import HOLDS, NOT, OPEN, Claim, shown
 

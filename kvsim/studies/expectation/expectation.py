@@ -70,11 +70,9 @@ def key_projections(
     """The gap of every key from position `skip` on over the queries of the same rows.
 
     All of these queries are taken for every key, those before it too: they are samples of queries
-    to come. Raises PolicyError for fewer than 2 rows.
+    to come.
     """
-    stop = trace.n_pos
-    check_rows(trace, skip, stop, 2)
-    layers = []
+    stop, layers = trace.n_pos, []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
@@ -130,15 +128,6 @@ def normal_gap(variance: Floats, samples: int) -> Floats:
     return np.asarray(gap, np.float64)
 
 
-def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
-    """Raise PolicyError where rows skip..stop-1 are not at least `least` rows of the trace."""
-    if not 0 <= skip <= stop - least or stop > trace.n_pos:
-        raise PolicyError(
-            f"{trace.name}: rows {skip} to {stop - 1} of {trace.n_pos} were to be samples; "
-            f"expected at least {least} rows of the trace"
-        )
-
-
 #: From observed to expected attention; the last is Expected Attention.
 STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")
 
@@ -186,8 +175,11 @@ def expected_and_observed(
     where there are no two samples behind the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
-    check_rows(trace, sink, cut, 2)
-    check_rows(trace, cut, trace.n_pos, 1)
+    if not sink + 2 <= cut < trace.n_pos:
+        raise PolicyError(
+            f"{trace.name}: attention after row {cut} of {trace.n_pos} cannot be compared; "
+            f"expected at least {sink + 2} rows before it, and rows after it"
+        )
     layers = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
@@ -233,9 +225,8 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
 def state_normality(trace: Trace, *, skip: int = 4) -> Floats:
     """Distance from normal of queries before RoPE, rows from `skip` on; [layer, qhead, dim].
 
-    NaN where all are equal. Raises PolicyError for fewer than 4 rows.
+    NaN where all are equal.
     """
-    check_rows(trace, skip, trace.n_pos, LEAST_SAMPLES)
     rows, distances = slice(skip, trace.n_pos), []
     for layer in range(trace.n_layers):
         rotated = trace.read("q", slice(layer, layer + 1), rows)

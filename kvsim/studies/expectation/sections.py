@@ -9,8 +9,7 @@ from markupsafe import Markup
 
 from kvsim import plots
 from kvsim.report.html import image, lines, section
-from kvsim.report.section import Section
-from kvsim.report.study import Study
+from kvsim.report.study import Section, Study
 from kvsim.report.traces import Column, by_layer, places
 from kvsim.studies.expectation.expectation import STEPS, queries
 

@@ -8,8 +8,7 @@ from markupsafe import Markup
 
 from kvsim.analysis.subject import Analysis
 from kvsim.report.html import details, image, interval, lines, section, table_of, tag
-from kvsim.report.section import Section
-from kvsim.report.study import Study
+from kvsim.report.study import Section, Study
 from kvsim.report.traces import Column, by_layer, trace_averages
 from kvsim.studies.layers import figures
 from kvsim.studies.layers.ranking import SHARES, Curve, budget_label, ranks
