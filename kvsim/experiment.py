@@ -172,6 +172,7 @@ class LiveOptions(Common, total=False):
             "Write so many responses at once, of any prompts, policies and budgets; sequences that "
             "cannot be batched are written one by one, with a note.",
             default=1,
+            flag="--batch-size",
         ),
     ]
     paged: Annotated[

@@ -102,6 +102,7 @@ GONE = {
     "--events": "--set events=true",
     "--fit": "--policy NAME@scaled, or --set fit=true",
     "--model": "--judge=MODEL",
+    "--batch": "--batch-size N",
     **{name: f"it is kvsim study {name}" for name in STUDIES},
 }
 #: Text below the options in the help of a command.

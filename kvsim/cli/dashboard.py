@@ -36,6 +36,17 @@ _OPTIONS = {
     "global.disableWidgetStateDuplicationWarning": "true",
 }
 
+#: Ctrl-C ends the server without click's "Aborted!".
+_RUN = """
+import sys
+from click.exceptions import Abort
+from streamlit.web.cli import main
+try:
+    main(prog_name="streamlit", standalone_mode=False)
+except (Abort, KeyboardInterrupt):
+    sys.exit(130)
+"""
+
 
 def dashboard(
     folder: Annotated[
@@ -57,7 +68,7 @@ def dashboard(
             raise ModuleNotFoundError(name=name)
     options = _OPTIONS if port is None else _OPTIONS | {"server.port": str(port)}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "streamlit", "run", str(server_file()), *flags]
+    command = [sys.executable, "-c", _RUN, "run", str(server_file()), *flags]
     command += ["--", str(folder.resolve()), *(["--no-browser"] if no_browser else [])]
     # the server takes this process over, so that it gets every signal that is sent here
     os.execv(sys.executable, command)  # noqa: S606

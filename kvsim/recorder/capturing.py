@@ -233,7 +233,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(
             f"{len(chosen)} responses at once take more memory than the device has free; expected "
-            "a smaller batch (--batch)"
+            "a smaller batch (--batch-size)"
         ) from error
     for each, response in zip(chosen, written, strict=True):
         each.written = response

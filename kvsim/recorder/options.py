@@ -154,8 +154,9 @@ class Options:
         int,
         AtLeast(1),
         Help(
-            "Write the responses of so many prompts at once, then record each by itself; what a "
-            "batch cannot hold is written alone, with a note."
+            "Write the responses of so many prompts at once, then record each by itself; sequences "
+            "that cannot be batched are written alone, with a note.",
+            flag="--batch-size",
         ),
     ] = 1
     force: Annotated[bool, Help("Record even if the plan says that the disk is too small.")] = False

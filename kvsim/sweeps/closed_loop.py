@@ -271,7 +271,7 @@ class Loops:
         except torch.OutOfMemoryError:
             error = MemoryLimitError(
                 f"{len(cells)} responses at once take more memory than the device has free; "
-                "expected a smaller batch (--batch)"
+                "expected a smaller batch (--batch-size)"
             )
             self._responses |= dict.fromkeys((cell.number for cell in cells), error)
         except Exception:  # noqa: BLE001, S110  a policy is anybody's code

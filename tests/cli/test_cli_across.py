@@ -20,7 +20,7 @@ def trace(tmp_path_factory):
 
 
 def test_replay_says_after_which_layer_rows_were_dropped(run, trace):
-    """One line per policy and budget."""
+    """One line per policy and budget, whether or not something was selected."""
     policies = "asl,fastkv,gemfilter,pyramidinfer,asl_2pass,snapkv"
     _, out, _ = run("replay", trace, "--policy", policies, "--budget", "40,48", *SETTINGS)
     lines = [line for line in out.splitlines() if line.startswith("small: ")]
@@ -30,33 +30,21 @@ def test_replay_says_after_which_layer_rows_were_dropped(run, trace):
     gem = "small: gemfilter, budget 40: rows are dropped after layer 0, 40 tokens go on from the"
     assert any(line.startswith(gem) for line in lines)
     assert not any("snapkv" in line for line in lines)
-
-
-def test_replay_says_that_nothing_was_selected(run, trace):
-    """A threshold of 0 is never passed."""
     _, out, _ = run("replay", trace, "--policy", "asl", "--budget", "40", "--set", "tau=0")
-
     assert "asl, budget 40: no rows are dropped." in out
 
 
 def test_replay_gives_selections_as_json(run, trace):
-    """Layers, rows and what was found, for every cell that has them."""
-    command = ("replay", trace, "--policy", "asl,tova", "--budget", "40,48", "--json")
-    _, out, _ = run(*command, *SETTINGS[:4])
-    found = json.loads(out)["selections"]
+    """Layers, rows and what was found, for every cell that has them; a row per budget."""
+    full = ("--set", "kv_before=full")
+    command = ("replay", trace, "--policy", "asl", "--budget", "40,48", *full, "--json")
+    document = json.loads(run(*command, *SETTINGS[:4])[1])
+    found = document["selections"]
 
-    assert [(one["policy"], one["budget"], one["dropped"]) for one in found] == [
-        ("asl", 40, [1]),
-        ("asl", 48, [1]),
+    assert [(x["budget"], x["dropped"], x["fidelity"]) for x in found] == [
+        (40, [1], "exact"),
+        (48, [1], "exact"),
     ]
-    assert [one["counts"][-1] for one in found] == [40, 48]
+    assert [each["counts"][-1] for each in found] == [40, 48]
     assert found[0]["notes"]["look_back"] == 2
-    assert {one["fidelity"] for one in found} == {"exact"}
-
-
-def test_full_caches_before_the_selection_are_a_row_per_budget(run, trace):
-    """The budget says how many rows go on, although it does not bind the first layers."""
-    command = ("replay", trace, "--policy", "asl", "--budget", "40,48", "--set", "kv_before=full")
-    _, out, _ = run(*command, *SETTINGS[:4])
-
-    assert sum(line.startswith("asl  ") for line in out.splitlines()) == 2
+    assert len(document["cells"]) == 2

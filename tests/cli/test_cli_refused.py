@@ -7,8 +7,6 @@ import pytest
 from command_line import OWN, one_line
 from cost_models import LLAMA
 
-from kvsim.tiny import PATH
-
 REPLAY = "replay TRACE --policy tova --budget 16"
 LIVE = "live TRACE --model tiny --policy tova --budget 24"
 CAPTURE = "capture --model tiny --out t.zarr"
@@ -25,7 +23,6 @@ COST_64 = f"{COST} --model-config CONFIG --context 64"
 REFUSED = {
     # ---------------------------------------------------------------------------------- replay
     "replay TRACE --policy tova --budget 0": "budget is 0; the smallest budget that works is 1",
-    f"{REPLAY} --budget 150%": "expected a share above 0%",
     f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
     f"{REPLAY} --budget 0.25": "(64MiB); did you mean '25%'?",
@@ -40,10 +37,7 @@ REFUSED = {
     f"{REPLAY} --set windw=3 --policy snapkv": "did you mean 'window'?",
     f"{REPLAY} --set window": "--set is 'window'; expected KEY=VALUE",
     f"{REPLAY} --policy adakv": "such as adakv+tova",
-    f"{REPLAY} --policy qfilter": "calibration is missing; give calibration=",
-    f"{REPLAY} --set protect_last=7.5": "protect_last is 7.5; expected True or False",
     f"{REPLAY} --metric output_eror": "did you mean 'output_error'?",
-    f"{REPLAY} --set protect.sink=-1": "sink is -1",
     f"{REPLAY} --set protect.sinks=1": "expected sink, recent, prompt",
     f"{REPLAY} --sink 1": "--sink was removed: --set protect.sink=N",
     f"{REPLAY} --set protect.sink=9 --set protect.recent=9": "smallest budget that works is 18",
@@ -64,14 +58,9 @@ REFUSED = {
     "replay grid.yaml": "cannot be read",
     "sweep": "kvsim sweep was removed: `kvsim replay` takes the file of a grid",
     # ------------------------------------------------------------------------------------ live
-    f"{LIVE} --policy oracle": "reads rows of the future",
     f"{LIVE} --prompts x": "--prompts was removed: kvsim capture records prompts",
-    f"{LIVE} --metric retained_mass": "computed from recorded attention",
-    f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
     # --------------------------------------------------------------------------------- compare
     "compare RUN --metric outputerror": "'outputerror'; did you mean 'output_error'",
-    "compare RUN --metric middle_coverage": "has no better direction",
-    "compare RUN --against tovs": "no policy 'tovs'; did you mean 'tova'",
     "compare RUN --budget 25": "--budget 25: the run has none",
     "compare RUN --json --format csv": "--json and --format csv were both given",
     "compare TRACE": "is no run folder",
@@ -84,7 +73,6 @@ REFUSED = {
     "compare RUN --by layer --margin 1": "--margin is of one metric that ranks",
     "report RUN --out x.csv": "expected FILE.html, or `kvsim compare RUN --format csv`",
     # --------------------------------------------------------------------------------- capture
-    f"{CAPTURE} --prompt ''": "the prompt is empty",
     f"{CAPTURE} --prompt 'facts : hello world'": "'hello', 'world', expected words of its",
     f"{CAPTURE} --prompt LONG": "5001 tokens, expected at most the model's context of 4096",
     CAPTURE: "`kvsim prompts > prompts.jsonl`",
@@ -97,31 +85,18 @@ REFUSED = {
     f"{CAPTURE} --prompt walk --seed x": "see kvsim capture --help",
     f"{CAPTURE} --prompt walk --model ./no": "no model folder at './no'",
     f"{CAPTURE} --prompt walk --out file/t.zarr": "is a file; expected a folder",
-    f"{CAPTURE} --prompt walk --out file --overwrite": "is not a kvsim trace",
-    f"{CAPTURE} --prompt walk --resume --overwrite": "overwrite and resume are both given",
     f"{CAPTURE} --prompt walk --layers x": "--layers is 'x'",
     f"{CAPTURE} --prompt walk --device-map auto --device cpu": "expected one of them",
-    # before a model is loaded
-    "capture --model ./no --prompts BAD --out t": "line 2: no prompt",
     # --------------------------------------------------------------------------------- prompts
-    "prompts --task run": "task is 'run', expected one of walk, get, join",
-    "prompts --domain sea": "domain is 'sea', expected one of paint, ore",
     "prompts --level two": "--level is 'two'; expected numbers",
-    "prompts --level 2 --facts 9": "level 2 and facts are given, expected a level",
-    "prompts --facts 500": "facts is 500, expected 2 to 160",
     "prompts --out file": "exists; give another --out, or --overwrite",
-    "prompts --out file/prompts.jsonl": "file is a file; expected a folder",
     "prompts --length 512": "error: --length is an option of models for real text, as smollm2, but",
     f"{TEXTS} --level 1": "error: --level is an option of tiny and tiny-deep, but",
     f"{TEXTS} --task walk": "error: --task is 'walk'; expected needle, needles",
     f"{TEXTS} --length x": "error: --length is 'x'; expected numbers",
     f"{TEXTS} --depth 2 --length 900": "error: depth is 2.0, expected a number",
-    f"{TEXTS} --task text --depth 0": "error: --depth: text has no needle",
-    f"prompts --model {PATH} --task needle": "error: the tokenizer does not know",
-    "prompts --model ./nowhere": "error: no model folder at './nowhere'",
-    "prompts --model folder --task needle": "has no tokenizer, expected one in its folder",
     # ------------------------------------------------------------------------------------ plot
-    f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: overlap",
+    f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: ",
     f"{PLOT} pareto TRACE --budget 8": "give --policy POLICY, or the folder of a run (",
     f"{PARETO} --policy tofa": "tofa",
     f"{PARETO} --layer 0": "--layer was given, but pareto has none",
@@ -141,7 +116,6 @@ REFUSED = {
     f"{PLOT} token_text TRACE --policy snapkv --budget 16 --set window=2,4": (
         "token_text shows one policy, but --set has several values"
     ),
-    f"{PLOT} mass_curve TRACE --policy tova --budget 8": "has no segments of layer 0",
     f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "--by is 'colour'",
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --by level": "no retained_iou by level",
@@ -167,7 +141,6 @@ REFUSED = {
     COST: "no model is given; expected --model-config PATH or --trace TRACE",
     f"{COST} --model-config CONFIG": "no context is given; expected --context N",
     f"{COST} --model-config CONFIG --context much": "--context is 'much'",
-    f"{COST} --model-config nowhere --context 64": "nowhere is no configuration",
     f"{COST_64} --policy asl --set first_layer=40": "layer is 40, the model has layers 0..31",
     f"{COST_64} --dtype-bytes nan": "number_bytes is nan; expected a number from 1 to 8",
     # --------------------------------------------------------------------------------- listings
@@ -183,7 +156,6 @@ def places(tmp_path_factory, trace, runs, bytes_tokenizer):
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "words.jsonl").write_text('{"prompt": "kuga"}\n{"id": "b", "prompt": "hello"}\n')
     (folder / "table.csv").write_text("id,prompt\n")
-    (folder / "bad.jsonl").write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
     (folder / "broken.parquet").write_bytes(b"PAR1")
     (folder / "unreadable").mkdir()
     (folder / "llama.json").write_text(json.dumps(LLAMA))
@@ -194,7 +166,6 @@ def places(tmp_path_factory, trace, runs, bytes_tokenizer):
         "BYTES": str(bytes_tokenizer),
         "WORDS": str(folder / "words.jsonl"),
         "CSV": str(folder / "table.csv"),
-        "BAD": str(folder / "bad.jsonl"),
         "BROKEN": str(folder / "broken.parquet"),
         "CONFIG": str(folder / "llama.json"),
         "UNREADABLE": str(folder / "unreadable"),

@@ -29,7 +29,7 @@ def test_the_server_is_for_this_machine_alone_and_silent(started, tmp_path):
 
     ((program, command),) = started
     options = dict(zip(command[5:-3:2], command[6:-3:2], strict=True))
-    assert (program, command[:4]) == (sys.executable, [sys.executable, "-m", "streamlit", "run"])
+    assert (program, command[:4]) == (sys.executable, [sys.executable, "-c", dashboard._RUN, "run"])
     assert options["--server.address"] == "127.0.0.1"
     assert options["--browser.gatherUsageStats"] == "false"
     assert options["--server.showEmailPrompt"] == "false"
