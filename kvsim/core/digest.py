@@ -146,14 +146,7 @@ def content_digest(
         "layer_ids": list(header.layer_ids),
         "prompt_len": header.prompt_len,
     }
-    optional = {
-        "context_len": header.context_len,
-        "questions": [*map(list, header.questions)],
-        "left_out": list(header.left_out or ()),
-        "owners": list(header.owners),
-        "sizes": [*map(list, header.sizes)],
-    }
-    facts |= {name: fact for name, fact in optional.items() if fact}
+    facts |= header.optional
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

@@ -18,6 +18,9 @@ from kvsim.core.sources import Size
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, LABELS, LOGPROBS, SUMS, object_at
 
+#: Attributes that only some traces have.
+OPTIONAL = ("context_len", "questions", "owners", "sizes", "left_out")
+
 
 @dataclass(frozen=True)
 class Header:
@@ -54,6 +57,12 @@ class Header:
     sizes: tuple[Size, ...] = ()
     left_out: tuple[int, int] | None = None
     questions: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def optional(self) -> dict[str, Any]:
+        """What only some traces have, ready for JSON: attributes of files, and in the digest."""
+        facts = {name: listed(getattr(self, name)) for name in OPTIONAL}
+        return {name: fact for name, fact in facts.items() if fact}
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -266,6 +275,16 @@ def _numbers(values: Any, n: int, low: float, high: float) -> bool:
         and len(values) == n > 0
         and all(type(x) in (int, float) and low <= x <= high and abs(x) < math.inf for x in values)
     )
+
+
+def listed(value: Any) -> Any:
+    """Return a value of a header as JSON has it: with lists in place of tuples."""
+    return [*map(listed, value)] if isinstance(value, tuple) else value
+
+
+def tupled(value: Any) -> Any:
+    """Return a value of JSON as a header has it: with tuples in place of lists."""
+    return tuple(map(tupled, value)) if isinstance(value, list) else value
 
 
 def fits_label(name: str, value: Any) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
-from kvsim.core.header import Header, printable
+from kvsim.core.header import OPTIONAL, Header, listed, printable, tupled
 from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION, object_at
 
@@ -40,23 +39,13 @@ def attributes_of(header: Header) -> dict[str, Any]:
         "name": header.name,
         "prompt_len": header.prompt_len,
         "layer_ids": list(header.layer_ids),
-        **({} if header.context_len is None else {"context_len": header.context_len}),
-        **({"questions": [*map(list, header.questions)]} if header.questions else {}),
-        **({"owners": list(header.owners)} if header.owners else {}),
-        **({"sizes": [*map(list, header.sizes)]} if header.sizes else {}),
-        **({"left_out": list(header.left_out)} if header.left_out else {}),
+        **header.optional,
         "attention": [
-            {
-                "scale": formula.scale,
-                **({} if formula.softcap is None else {"softcap": formula.softcap}),
-                **({} if formula.window is None else {"window": formula.window}),
-                **({} if formula.chunk is None else {"chunk": formula.chunk}),
-                **({"sinks": list(formula.sinks)} if formula.sinks else {}),
-                "rope": ropes.index(rope),
-            }
+            {key: listed(x) for key, x in vars(formula).items() if x not in (None, ())}
+            | {"rope": ropes.index(rope)}
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ],
-        "ropes": [{**asdict(rope), "inv_freq": list(rope.inv_freq)} for rope in ropes],
+        "ropes": [{key: listed(x) for key, x in vars(rope).items()} for rope in ropes],
         "meta": dict(header.meta),
     }
 
@@ -69,7 +58,7 @@ def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str], where:
     try:
         ropes = [Rope(**rope) for rope in attributes["ropes"]]
         layers = [dict(layer) for layer in attributes["attention"]]
-        places, left_out = [layer.pop("rope") for layer in layers], attributes.get("left_out")
+        places = [layer.pop("rope") for layer in layers]
         return Header(
             prompt_len=attributes["prompt_len"],
             formulas=tuple(Formula(**layer) for layer in layers),
@@ -78,18 +67,10 @@ def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str], where:
             name=printable(str(attributes["name"])),
             source_dtypes=dtypes,
             meta=object_at(attributes, "meta"),
-            context_len=attributes.get("context_len"),
-            owners=tuple(attributes.get("owners", ())),
-            sizes=_lists(attributes.get("sizes", ())),
-            left_out=None if left_out is None else tuple(left_out),
-            questions=_lists(attributes.get("questions", ())),
+            **{key: tupled(attributes[key]) for key in OPTIONAL if key in attributes},
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TraceError(
             f"{where}: its attributes are not readable ({error_line(error)}), expected those of "
             "docs/trace-format.md; copy the trace again or record it again"
         ) from error
-
-
-def _lists(values: Any) -> Any:
-    return tuple(map(tuple, values))
