@@ -70,13 +70,9 @@ def check_output(
 
     overwrite: a file at `path` may be replaced. advice: for users.
     """
-    try:
+    with writing(path):
         _check_free(path, overwrite=overwrite, advice=advice)
         check_writable(Path(os.path.realpath(path)).parent)
-    except OutputError:
-        raise
-    except OSError as error:
-        raise refused(path, error) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -125,28 +121,47 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OutputError: something is at `path`, or the system refuses.
     """
     target = Path(os.path.realpath(path))  # renaming to a link would replace the link
-    folder = hidden(target, "tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path), Draft(target) as folder:
+        draft = folder / target.name
+        yield draft
+        sync_tree(draft)
+        if not (overwrite and draft.is_dir() and target.is_dir()):
+            _check_free(path, overwrite=overwrite, advice="give another path")
+        with unbroken():
+            put_in_place(draft, target, overwrite=overwrite)
+
+
+class Draft:
+    """A hidden folder next to an output, locked; removed where its context ends.
+
+    Where a process is killed, the next output to `target` removes it.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.folder, self.kept, self._lock = hidden(target, "tmp"), False, None
         try:
             remove_abandoned(target)
-            folder.mkdir(0o700)
-            with (folder / LOCK).open("ab") as locked:
-                lock(locked, wait=False)
-                draft = folder / target.name
-                yield draft
-                sync_tree(draft)
-                if not (overwrite and draft.is_dir() and target.is_dir()):
-                    _check_free(path, overwrite=overwrite, advice="give another path")
-                with unbroken():
-                    put_in_place(draft, target, overwrite=overwrite)
-        finally:
-            with unbroken():
-                shutil.rmtree(folder, ignore_errors=True)
-    except KvsimError:
-        raise
-    except OSError as error:
-        raise refused(path, error) from error
+            self.folder.mkdir(parents=True)
+            self._lock = (self.folder / LOCK).open("ab")
+            lock(self._lock, wait=False)
+        except BaseException:  # an interrupt here comes before __exit__ could clean up
+            self.__exit__()
+            raise
+
+    def keep(self) -> None:
+        """Leave the folder where it is: without its lock it is not abandoned, whatever comes."""
+        self.kept = True
+        (self.folder / LOCK).unlink()
+
+    def __enter__(self) -> Path:
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        with unbroken():
+            if self._lock is not None:
+                self._lock.close()
+            if not self.kept:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
@@ -194,12 +209,18 @@ def _left(target: Path, aside: Path, problem: str) -> Iterator[None]:
         ) from error
 
 
-def refused(path: Path, error: OSError) -> OutputError:
-    """Return the error of an output that the system refused, and that is as it was."""
-    return OutputError(
-        f"{path} cannot be written ({error.strerror or error}), nothing was changed; "
-        "free some space, change the permissions or give another path"
-    )
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OutputError where the system refuses an output, which is as it was."""
+    try:
+        yield
+    except KvsimError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written ({error.strerror or error}), nothing was changed; "
+            "free some space, change the permissions or give another path"
+        ) from error
 
 
 def hidden(path: Path, kind: Kind) -> Path:

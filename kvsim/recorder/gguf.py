@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import CaptureError, error_line, suggest
-from kvsim.files import lock, published, refused
+from kvsim.files import lock, published, writing
 from kvsim.recorder.gguf_file import ARCHITECTURES, Weight, configuration, read, weights
 from kvsim.recorder.gguf_tokenizer import tokenizer
 from kvsim.recorder.models import SMOLLM2
@@ -131,11 +131,9 @@ def _digest(path: Path) -> str:
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """Keep other processes out of the cache."""
-    try:
+    with writing(folder):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         file = Path(folder, ".lock").open("a")  # noqa: SIM115  closed below
-    except OSError as error:
-        raise refused(folder, error) from error
     with file:
         lock(file, wait=True)
         yield

@@ -19,9 +19,6 @@ BITS = "uint16"
 #: An array of a trace that may have more chunks than this in all has one file per layer.
 MOST_FILES = 1000
 
-#: Arrays that are float32 whatever the dtype of a trace.
-LATER = {"residual_norm": "float32"}
-
 _BLOCKS = ("pos", "probe")
 
 
@@ -81,7 +78,7 @@ def stored_arrays(
     arrays, sharded = [], shards and to_shard(shapes)
     for name, shape in shapes.items():
         source = source_dtypes[name]
-        narrow = name not in ("lse", *SUMS, *LATER)
+        narrow = name not in ("lse", *SUMS, "residual_norm")
         number = store_dtype if store_dtype is not None and narrow else source
         part = stored_shape(name, shape, left_out)
         of_layers = sharded and can_be_sharded(name)
@@ -108,12 +105,6 @@ def to_shard(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether arrays of these shapes, or upper bounds of them, have too many chunks for files."""
     arrays = (StoredArray(name, shape, "float32", "float32") for name, shape in shapes.items())
     return sum(array.nchunks for array in arrays) > MOST_FILES
-
-
-def block_axis(name: str) -> int | None:
-    """Return the axis along which an array is cut into blocks of positions, None without one."""
-    axes = AXES[name]
-    return axes.index("pos") if "pos" in axes else None
 
 
 def pos_axis(name: str) -> int:

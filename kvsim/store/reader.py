@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
@@ -20,7 +19,7 @@ from kvsim.errors import TraceError, TraceNotFoundError, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import AXES, FORMAT_VERSION, object_at
 from kvsim.store.group import CheckedStore, damaged, open_store, read_arrays, reading
-from kvsim.store.layout import BITS, FLOATS, block_axis, chunk_shape
+from kvsim.store.layout import BITS, FLOATS, chunk_shape
 from kvsim.store.metadata import read_header
 from kvsim.store.projections import StoredProjections, find_projections
 
@@ -66,15 +65,20 @@ class StoredTrace:
         self.numbers = {name: self._number(name) for name in self.arrays}
         floats = {name: x for name, x in self.numbers.items() if name != "tokens"}
         dtypes = {x: str(self.arrays[x].attrs.get("source_dtype", y)) for x, y in floats.items()}
-        self.header = read_header(self.attributes, dtypes, self.where)
-        #: shape of each array that `read` returns
         stored = {name: array.shape for name, array in self.arrays.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = whole_shapes(stored, self.header.left_out)
-        self._check()
         #: output projections next to the trace, None where it has its own or none
         self.projections: StoredProjections | None = None
         if "o_proj" not in self.arrays:
-            self._find_projections()
+            meta = object_at(self.attributes, "meta")
+            self.projections = find_projections(self.path, meta, self.where)
+        if self.projections is not None:
+            stored["o_proj"] = tuple(self.projections.facts.shape)
+            dtypes["o_proj"] = self.projections.facts.source_dtype
+        self.header = read_header(self.attributes, dtypes, self.where)
+        with reading(f"{self.where}: its arrays"):
+            #: shape of each array that `read` returns
+            self.shapes: Mapping[str, tuple[int, ...]] = whole_shapes(stored, self.header.left_out)
+            self._check()
 
     @property
     def positions(self) -> Tensor:
@@ -119,16 +123,13 @@ class StoredTrace:
 
     def read_stored(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return part of an array with layers, as `read`; pos: places in what is stored."""
-        axis = block_axis(name)
-        if axis is None:
-            axis, pos = 1, _ALL
-        part = (layers, *[_ALL] * (axis - 1), pos)
+        part = tuple({"layer": layers, "pos": pos}.get(axis, _ALL) for axis in AXES[name])
         with reading(self.where):
             tensor = as_numbers(self.arrays[name][part], self.numbers[name])
         # writers refuse NaN, so a reader that finds one has lost data
-        first_layer = range(self.shapes[name][0])[layers].start
-        first_pos = range(self.shapes[name][axis])[pos].start
-        check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
+        places = zip(AXES[name], self.shapes[name], part, strict=True)
+        first = {axis: range(n)[one].start for axis, n, one in places}
+        check_finite(name, tensor, self.where, layer=first["layer"], pos=first.get("pos", 0))
         return tensor
 
     def _number(self, name: str) -> str:
@@ -146,33 +147,14 @@ class StoredTrace:
         missing = ", ".join(name for name in "qkv" if name not in self.arrays)
         problem = f"no array {missing}, expected q, k and v" if missing else ""
         for name, array in self.arrays.items():
-            axes, shape = AXES[name], array.shape
-            if len(shape) != len(axes) or 0 in shape:
-                problem = f"{name} has shape {shape}, expected {', '.join(axes)}"
-            elif array.chunks != chunk_shape(name, shape):
+            if array.chunks != chunk_shape(name, array.shape):
                 problem = f"{name} has chunks of {array.chunks}"
         if problem:
             raise damaged(f"{self.where}: {problem}")
-        self._check_shapes()
-        n_pos = self.shapes["q"][2]
-        if self.shapes.get("tokens", (n_pos,)) != (n_pos,):
-            raise damaged(f"{self.where}: {self.shapes['tokens']} tokens for {n_pos} positions")
+        check_shapes(self.shapes, self.where)
         if "token_text" in self.attributes:
-            check_texts(self.attributes["token_text"], n_pos, self.where)
+            check_texts(self.attributes["token_text"], self.shapes["q"][2], self.where)
         self.header.check(self.shapes, self.where)
-
-    def _check_shapes(self) -> None:
-        check_shapes({x: shape for x, shape in self.shapes.items() if x != "tokens"}, self.where)
-
-    def _find_projections(self) -> None:
-        projections = find_projections(self.path, self.header.meta, self.where)
-        if projections is None:
-            return
-        self.projections = projections
-        self.shapes = {**self.shapes, "o_proj": tuple(projections.facts.shape)}
-        self._check_shapes()
-        dtypes = {**self.header.source_dtypes, "o_proj": projections.facts.source_dtype}
-        self.header = replace(self.header, source_dtypes=dtypes)
 
 
 def as_numbers(values: Any, number: str) -> Tensor:

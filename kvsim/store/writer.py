@@ -22,15 +22,7 @@ from kvsim.core.left_out import LeftOut, held_parts, whole_shapes
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, TraceError, TraceExistsError, local_path
-from kvsim.files import (
-    LOCK,
-    hidden,
-    lock,
-    put_in_place,
-    remove_abandoned,
-    sync_tree,
-    unbroken,
-)
+from kvsim.files import Draft, put_in_place, sync_tree, unbroken
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.index import check_target
@@ -82,40 +74,32 @@ class TraceWriter:
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
-        self.layer_ids, self.folder, self.n_pos = tuple(layer_ids), hidden(path, "tmp"), 0
+        self.layer_ids, self.n_pos = tuple(layer_ids), shapes["q"][2]
         self._digest, self._left_out, self._like = ContentDigest(), left_out, like
         self._arrays: dict[str, tuple[StoredArray, zarr.Array[Any]]] = {}
         self._next: dict[str, list[int]] = {}
-        self._kept = ""
+        self._kept, arrays = (
+            "",
+            stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards),
+        )
+        with self._writing():
+            self._draft = Draft(path)
+            self.folder = self._draft.folder
         try:
             with self._writing():
-                remove_abandoned(path)
-                self.folder.mkdir(parents=True)
-                self._lock = (self.folder / LOCK).open("ab")
-                lock(self._lock, wait=True)
                 self._group = create_group(self.folder)
-                for each in stored_arrays(
-                    shapes, source_dtypes, store_dtype, left_out, shards=shards
-                ):
+                for each in arrays:
                     self._arrays[each.name] = each, self._create(each, each.name)
                     self._next[each.name] = [0] * each.shape[0]
-            self.n_pos = shapes["q"][2]
         except BaseException:  # an interrupt here comes before __exit__ could clean up
-            self._discard()
+            self._draft.__exit__()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._kept:
-            self._discard()
-
-    def _discard(self) -> None:
-        with suppress(OSError, AttributeError):  # interrupted before there is a lock
-            self._lock.close()
-        with suppress(OSError):
-            shutil.rmtree(self.folder)
+        self._draft.__exit__()
 
     def _create(self, each: StoredArray, name: str, *, sharded: bool = False) -> zarr.Array[Any]:
         axes = axes_of(each.name, rows=self._left_out is not None)
@@ -252,9 +236,8 @@ class TraceWriter:
             self._kept = f"the whole trace is {self.folder}, rename it, or "
             try:
                 sync_tree(self.folder)
-            finally:  # without its lock it is not abandoned, whatever comes
-                self._lock.close()
-                (self.folder / LOCK).unlink()
+            finally:
+                self._draft.keep()
             check_target(self.path, overwrite=self.overwrite)
             put_in_place(self.folder, self.path, overwrite=self.overwrite)
         return self.path

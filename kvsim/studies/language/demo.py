@@ -22,7 +22,7 @@ from kvsim.cli.show import (
     verdict,
 )
 from kvsim.errors import OutputError, TraceError
-from kvsim.files import check_writable, published, refused
+from kvsim.files import check_writable, published, writing
 from kvsim.samples import sample_judged, sample_trace
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def run(
         raise Stop(f"interrupted, {out} {state}", 130) from None
     except TraceError as error:  # a full disk: the message is about a trace that is gone by now
         if isinstance(error.__cause__, OSError):
-            raise refused(out, error.__cause__) from error
+            with writing(out):
+                raise error.__cause__ from error
         raise
     if as_json:
         echo_json({"out": str(out), **document})
