@@ -112,17 +112,15 @@ class Propagation(Piece, ABC):
         """
 
 
-def dropped_after(layer: int, kept: int, prompt_len: int, n_layers: int) -> Forecast:
-    """Rows of each layer where `kept` of them propagate after `layer`."""
+def dropped_after(
+    layer: int, kept: int, prompt_len: int, n_layers: int, *, again: bool = False
+) -> Forecast:
+    """Rows of each layer where `kept` of them propagate after `layer`, or run again."""
     kept = min(kept, prompt_len)
+    if again:
+        first = [prompt_len] * (layer + 1) if kept < prompt_len else []
+        return Forecast([kept] * n_layers, first)
     return Forecast([prompt_len if at <= layer else kept for at in range(n_layers)])
-
-
-def run_again(layer: int, kept: int, prompt_len: int, n_layers: int) -> Forecast:
-    """Rows of each layer where `kept` of a prompt, chosen after `layer`, run again."""
-    if prompt_len <= kept:
-        return Forecast([prompt_len] * n_layers)
-    return Forecast([kept] * n_layers, first=[prompt_len] * (layer + 1))
 
 
 def check_layer(name: str, layer: int | None, n_layers: int) -> None:

@@ -66,7 +66,7 @@ class Codec(Piece, ABC):
         queries [H, G, w, d] of so many rows before rounding begins, after RoPE; keys [H, n, d], 0
         where nothing is held.
         """
-        raise NotImplementedError(f"channels of {self.label}")
+        return torch.ones_like(keys[:, 0], dtype=torch.bool)
 
     @abstractmethod
     def keys(self, groups: Tensor) -> Tensor:

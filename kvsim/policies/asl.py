@@ -36,14 +36,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.pieces import Run
-from kvsim.core.propagation import (
-    Forecast,
-    Propagation,
-    Step,
-    check_layer,
-    dropped_after,
-    run_again,
-)
+from kvsim.core.propagation import Forecast, Propagation, Step, check_layer, dropped_after
 from kvsim.core.view import View
 from kvsim.policies.window import Pooling, Windowed, over_heads, smooth
 
@@ -168,11 +161,9 @@ class Selecting(Propagation):
     ) -> Forecast:
         """All rows up to `layer`, the budget behind it; expected: a mean of appendix B.1."""
         last = n_layers - 1 if layer is None else layer
-        if self.caches == "again":
-            rows, scored = run_again(last, budget, prompt_len, n_layers), range(last + 1)
-        else:
-            rows = dropped_after(last, budget, prompt_len, n_layers)
-            scored = range(min(last + 1, n_layers - 1))
+        again = self.caches == "again"
+        rows = dropped_after(last, budget, prompt_len, n_layers, again=again)
+        scored = range(last + 1 if again else min(last + 1, n_layers - 1))
         expected, source = max(0.0, _MEAN_DEPTH * n_layers - 1), "as deep as the means"
         if n_layers in _MEANS:
             expected, source = _MEANS[n_layers], "the mean"

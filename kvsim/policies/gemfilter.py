@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Forecast, Step, run_again
+from kvsim.core.propagation import Forecast, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.policies.asl import AtLayer, ranks
 from kvsim.policies.window import smooth
@@ -51,5 +51,5 @@ class GemFilter(AtLayer):
     ) -> Forecast:
         """The budget in each layer of the second pass."""
         at, whole = self.at(n_layers) if layer is None else layer, prompt_len <= budget
-        out = run_again(at, budget, prompt_len, n_layers)
+        out = dropped_after(at, budget, prompt_len, n_layers, again=True)
         return out._replace(scored=() if whole else [at], layer=self.at(n_layers), whole=whole)

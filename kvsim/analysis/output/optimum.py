@@ -139,7 +139,7 @@ def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints
     shape = layers, pools, len(events)
     even = isinstance(policy.layer_budgets, Even) and policy.allocator.shared not in ACROSS_LAYERS
     even &= policy.so_far is None
-    if not events or (even and policy.propagation is None):
+    if not events or (even and record.selection is None):
         return np.full(shape, record.budget * (heads // pools)), record.budget
     of_heads = np.sort(record.evicted_at, axis=-1).reshape(layers * heads, -1)
     before, after = (

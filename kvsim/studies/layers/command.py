@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
     from kvsim.studies.layers.ranking import Curve
 
+#: Columns of the table of a trace's layers: the name in `layer_table`, and the format.
+_COLUMNS = {
+    "layer": ("layer", "d"),
+    "rank\nvariance": ("variance", ".1f"),
+    "relative": ("relative_variance", ".3f"),
+    "tokens\ncompared": ("union", "d"),
+    "entropy": ("entropy", ".2f"),
+    "Jaccard with\nlayer before": ("jaccard", ".2f"),
+}
+
 
 def layers(
     traces: shared.TracePaths,
@@ -86,21 +96,16 @@ def layers(
                 written.append(figures / f"{name}.{form}")
                 (draft / written[-1].name).write_bytes(picture(figure, form))
     if as_json:
+        names = {"name": "name", "digest": "digest", "layers": "n_layers"}
         of_traces = [
-            {
-                "name": trace.name,
-                "digest": trace.digest,
-                "layers": trace.n_layers,
-                "prompt_len": trace.prompt_len,
-                "ranked": trace.prompt_len - rule.window,
-            }
+            {key: getattr(trace, name) for key, name in names.items()}
+            | {"prompt_len": trace.prompt_len, "ranked": trace.prompt_len - rule.window}
             for trace in opened
         ]
         parameters = asdict(rule)
         del parameters["kv_before"]  # about caches, which no table here shows
-        tables = {"selections": selections, "layers": layer_table(curves)}
+        tables = {"selections": selections, "layers": layer_table(curves), "distribution": counts}
         rows = {name: table.to_dicts() for name, table in tables.items()}
-        rows["distribution"] = counts.to_dicts()
         paths = {"figures": [str(path) for path in written]}
         show.echo_json({"traces": of_traces, "parameters": parameters, **rows, **paths})
         return
@@ -134,23 +139,15 @@ def _print_layers(trace: Trace, curves: Sequence[Curve]) -> None:
         size = show.budget_text(curve.budget, curve.share)
         echo_text(f"\nBudget {size}, k = {curve.k}: {curve.verdict()}.\n")
         rows = [
-            {
-                "layer": str(row["layer"]),
-                "rank\nvariance": number(row["variance"], ".1f"),
-                "relative": number(row["relative_variance"], ".3f"),
-                "tokens\ncompared": number(row["union"], "d"),
-                "entropy": number(row["entropy"], ".2f"),
-                "Jaccard with\nlayer before": number(row["jaccard"], ".2f"),
-                "": "selects" if row["selected"] else "",
-            }
+            {head: number(row[name], form) for head, (name, form) in _COLUMNS.items()}
+            | {"": "selects" if row["selected"] else ""}
             for row in table.to_dicts()
         ]
         echo_rows(rows, right=1)
         overlap = ""
         if curve.k:
-            tokens = plural(curve.k, "token")
             chance = f"{curve.jaccard_chance:.2f} by chance"
-            overlap = f"; Jaccard index of the first {tokens}, {chance}"
+            overlap = f"; Jaccard index of the first {plural(curve.k, 'token')}, {chance}"
         uniform = table["entropy_uniform"][0]
         echo_text(f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal{overlap}.")
 

@@ -54,6 +54,6 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "d2o@release": {"ragged", "heads_merge_apart"},  # its heads share a threshold
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
-    # it propagates a fixed number of rows even if the prompt just fills the budget
+    # a fixed number of rows reaches deeper layers even if the prompt just fills the budget
     "fastkv": {"full_budget"},
 }

@@ -88,7 +88,7 @@ def same_events(trial: Trial) -> None:
         require(not _has_rule(alone), f"refused with no interval, and not with {beyond}")
     else:
         alone.same(record.evicted_at, f"no interval instead of {beyond}, behind the trace")
-    if policy.bounded and policy.propagation is None and trial.budget >= case.prompt_len:
+    if policy.bounded and trial.record.selection is None and trial.budget >= case.prompt_len:
         fires = case.prompt_len - 1 not in trial.rows
         other = replace(trial, prefill=fires).replay()
         trial.same(other.evicted_at, f"prefill {fires}, where the prompt has room")
@@ -178,8 +178,9 @@ def absent_rows(trial: Trial) -> None:
     if trial.present.all():
         return
     absent = ~trial.present[:, None]
-    if trial.policy.propagation is not None and trial.policy.propagation.caches == "again":
-        dropped = trial.record.selection.dropped[0] if trial.record.selection else 0
+    selection = trial.record.selection
+    if selection is not None and selection.restarted:
+        dropped = selection.dropped[0]
         absent = absent & (np.arange(len(absent)) > dropped)[:, None, None]
     record = replace(trial, case=replace(trial.case, **trial.noise(absent))).replay()
     trial.same(record.evicted_at, "rows that do not reach the layer were overwritten")
@@ -234,7 +235,7 @@ def ragged(trial: Trial) -> None:
     heads, n = trial.record.evicted_at.shape[1], trial.case.n
     if heads < 2 or not trial.plain or not isinstance(trial.policy.layer_budgets, Even):
         return
-    if trial.policy.propagation is not None:  # the budget also says how many rows go on
+    if trial.record.selection is not None:  # the budget also says how many rows go on
         return
     least = smallest_budget(trial.policy, trial.case)
     spread = 1 + trial.salt % 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvsim.analysis.output.error import output_error
-from kvsim.core.pieces import ACROSS_LAYERS
+from kvsim.core.pieces import ACROSS_LAYERS, Everything
 from kvsim.core.record import record_document, record_of
 from kvsim.schema import GUIDE, NEVER
 from kvsim.testing.invariants.trial import Trial, require
@@ -22,9 +22,7 @@ def exact_size(trial: Trial) -> None:
     # rows of the prompt are dropped whether an event fires or not
     allowed = set(due) if trial.present.all() else {*due, end}
     require(set(record.events) <= allowed, f"entries left after rows {record.events}, due {due}")
-    if (
-        policy.propagation is not None and policy.propagation.caches != "chosen"
-    ):  # decoding keeps everything
+    if isinstance(policy.allocator, Everything):
         due = [row for row in due if row == end]
     if policy.effect != "exact":
         return

@@ -115,14 +115,14 @@ class Trial:
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
-        """Rows that each layer has: the propagated ones of the prompt, and all after it."""
+        """Rows that each layer has: those of the prompt that reach it, and all after it."""
         mask: npt.NDArray[np.bool_] = self.record.evicted_at[:, 0] >= np.arange(self.case.n)
         return mask
 
     @cached_property
     def settled(self) -> bool:
-        """Whether the propagated rows stay the same if queries change a little."""
-        if self.policy.propagation is None:
+        """Whether the same rows reach deeper layers if queries change a little."""
+        if self.record.selection is None:
             return True
         rng = np.random.default_rng(self.salt)
         for _ in range(3):
