@@ -180,11 +180,8 @@ class Decoding:
         n = len(prefix.tokens)
         late = (self._reads is not None or self._stores is not None) and n > self._first
         early = late or any(row < n - 1 for row in self.events)
-        if self.tokens or self._decoder is not None or early or self.running.has_states:
-            raise ValueError(
-                "rows are dropped, choose what they read, see rounded entries or leave a state, or "
-                f"an event precedes row {n - 1}; feed the tokens"
-            )
+        shared = not (self.tokens or self._decoder or early or self.running.has_states)
+        self._require(shared, "a prefix is no part of this run; feed the tokens")
         self.take(prefix.tokens, prefix.keys, prefix.values, dict(enumerate(prefix.queries)))
 
     def take(
@@ -273,19 +270,18 @@ class Decoding:
 
     def _check(self, n: int, *, forwards: bool = True) -> None:
         """Raise ValueError unless n rows can be added; forwards: by the model, in its block."""
-        start, least = len(self.tokens), 1
+        start, least, most = len(self.tokens), 1, self.sketch.n_pos
         if self._decoder is not None and not start:  # which drops rows of the prompt
             least = self.sketch.prompt_len
-        if (forwards and not self._open) or self._busy:
-            raise ValueError(
-                "rows are added outside the `with` block, or after an error; expected a new "
-                "Decoding in its `with` block"
-            )
-        if not least <= n <= self.sketch.n_pos - start:
-            raise ValueError(
-                f"{n} tokens are given after {start}; expected at least {least}, and at most "
-                f"{self.sketch.n_pos} (n_pos) together"
-            )
+        usable = (self._open or not forwards) and not self._busy
+        self._require(usable, "outside the `with` block, or after an error; expected a new one")
+        expected = f"expected at least {least}, and at most {most} (n_pos) together"
+        fits = least <= n <= most - start
+        self._require(fits, f"{n} tokens are given after {start}; {expected}")
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ValueError(f"{self.policy.name}: {problem}")
 
     @contextmanager
     def _adding(self, ids: Sequence[int]) -> Iterator[None]:

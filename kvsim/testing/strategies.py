@@ -182,8 +182,6 @@ def make_case(
         k[:] = k[:, :, rng.integers(0, 3, size=n) % n]
     elif kind == "zero_values":
         v[:] = 0.0
-    elif kind != "normal":
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
     o_proj = rng.standard_normal((layers, heads * group, dim, 5))
     probe_q = rng.standard_normal((layers, heads * group, _PROBE_ROWS, dim))
     probe_k = rng.standard_normal((layers, heads, _PROBE_ROWS, dim))

@@ -86,11 +86,6 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         for texts, context, continuation in requests:
             tokens = [*context, *continuation][-(self.max_length + 1) :][:-1]
             prompt_len = len(tokens) - len(continuation) + 1
-            if prompt_len < 1:
-                raise PolicyError(
-                    f"a continuation has {len(continuation)} tokens, expected fewer than the "
-                    f"model's {self.max_length}: its context is the prompt that is compressed"
-                )
             with self._decoding(prompt_len, len(tokens)) as decoding:
                 logits = decoding.feed(tokens, len(continuation))
             logprobs = logits.float().log_softmax(-1)

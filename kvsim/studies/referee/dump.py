@@ -54,19 +54,17 @@ class Dump:
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        if not self.kept:
-            raise DumpError(
-                f"{self.name}: no event; expected at least one after which entries left"
-            )
+        _require(self.kept, f"{self.name}: no event; expected one after which entries left")
         trace, last = self.trace, max(self.kept)
         n_heads = self.kept[last].shape[1]
-        if trace is not None and (
-            n_heads != trace.n_heads or last >= trace.n_pos or {*self.layers} - {*trace.layer_ids}
-        ):
-            raise DumpError(
+        if trace is not None:
+            _require(
+                n_heads == trace.n_heads
+                and last < trace.n_pos
+                and {*self.layers} <= {*trace.layer_ids},
                 f"{self.name}: the sets are of layers {list(self.layers)}, {n_heads} heads and "
                 f"rows up to {last}; expected layers of {list(trace.layer_ids)}, {trace.n_heads} "
-                f"heads and at most {trace.n_pos} rows, as its q, k and v"
+                f"heads and at most {trace.n_pos} rows, as its q, k and v",
             )
 
     @classmethod
@@ -76,29 +74,30 @@ class Dump:
         Raises DumpError for a table that no implementation can have written.
         """
         columns = {column: np.asarray(table.get(column, ())) for column in COLUMNS}
-        if len({x.shape for x in columns.values()}) > 1 or not all(
+        found = ", ".join(f"{x} is {y.dtype} {list(y.shape)}" for x, y in columns.items())
+        whole = all(
             x.ndim == 1 and x.size and x.dtype.kind in "iu" and 0 <= x.min() <= x.max() < NEVER
             for x in columns.values()
-        ):
-            found = ", ".join(f"{x} is {y.dtype} {list(y.shape)}" for x, y in columns.items())
-            raise DumpError(
-                f"{name}: {found}; expected whole numbers from 0 to below {NEVER}, one of each for "
-                "each entry that stays after an event"
-            )
+        )
+        _require(
+            whole and len({x.shape for x in columns.values()}) == 1,
+            f"{name}: {found}; expected whole numbers from 0 to below {NEVER}, one of each for "
+            "each entry that stays after an event",
+        )
         layer, head, row, pos = (x.astype(np.int64) for x in columns.values())
         numbers, n_heads, rows = np.unique(layer), int(head.max()) + 1, np.unique(row)
-        if (pos > row).any():
-            raise DumpError(
-                f"{name}: position {pos[pos > row][0]} stays after row {row[pos > row][0]}; "
-                "expected positions up to the row; count both from 0 in prompt and response"
-            )
-        size, largest = len(numbers) * n_heads * int((rows + 1).sum()), _FEW + _PER_LINE * len(row)
-        if size > min(_LARGEST, largest):
-            raise DumpError(
-                f"{name}: {len(rows)} events up to row {rows[-1]} of {len(numbers)} layers and "
-                f"{n_heads} heads take {size:,} bytes; expected at most "
-                f"{min(_LARGEST, largest):,} for {len(row):,} lines; dump fewer events or layers"
-            )
+        late = (
+            f"{name}: {(pos > row).sum()} positions stay after rows before them; expected positions"
+        )
+        _require((pos <= row).all(), f"{late} up to the row, both from 0 in prompt and response")
+        size = len(numbers) * n_heads * int((rows + 1).sum())
+        most = min(_LARGEST, _FEW + _PER_LINE * len(row))
+        _require(
+            size <= most,
+            f"{name}: {len(rows)} events up to row {rows[-1]} of {len(numbers)} layers and "
+            f"{n_heads} heads take {size:,} bytes; expected at most {most:,} for {len(row):,} "
+            "lines; dump fewer events or layers",
+        )
         kept: dict[int, NDArray[np.bool_]] = {}
         before = np.ones((len(numbers), n_heads, 0), bool)
         order = np.argsort(row, kind="stable")
@@ -108,11 +107,11 @@ class Dump:
             sets[np.searchsorted(numbers, layer[here]), head[here], pos[here]] = True
             heads = sets.any(-1)
             silent = ~heads.any(-1)
-            if sets.sum() != len(here) or not (heads.all(-1) | silent).all():
-                raise DumpError(
-                    f"{name}: after row {event} an entry is listed twice, or a head of a layer "
-                    f"with an event keeps nothing; expected entries of all {n_heads} heads once"
-                )
+            _require(
+                sets.sum() == len(here) and (heads.all(-1) | silent).all(),
+                f"{name}: after row {event} an entry is listed twice, or a head of a layer with an "
+                f"event keeps nothing; expected entries of all {n_heads} heads once",
+            )
             sets[silent] = True
             sets[silent, :, : before.shape[-1]] = before[silent]
             kept[event] = before = sets
@@ -138,11 +137,11 @@ class Dump:
         if self.schedule is not None:
             arrays |= {"interval": self.schedule.interval or 0, "prefill": self.schedule.prefill}
         if (trace := self.trace) is not None:
-            if not trace.header.uniform:
-                raise DumpError(
-                    f"{self.name}: layers differ in scale or RoPE, or have a softcap, a window or "
-                    "sinks, for which .npz has no place; write the dump without its trace"
-                )
+            _require(
+                trace.header.uniform,
+                f"{self.name}: layers differ in scale or RoPE, or have a softcap, a window or "
+                "sinks, for which .npz has no place; write the dump without its trace",
+            )
             arrays |= {name: trace.read(name).float().cpu().numpy() for name in "qkv"}
             arrays |= {"prompt_len": trace.prompt_len, "scale": trace.formulas[0].scale}
             names = ("inv_freq", *_ROPE)
@@ -181,3 +180,8 @@ def read_dump(path: str | Path) -> Dump:
             "(docs/conform.md)"
         ) from error
     return Dump.of_table(arrays, target.name, **more)
+
+
+def _require(condition: object, problem: str) -> None:
+    if not condition:
+        raise DumpError(problem)

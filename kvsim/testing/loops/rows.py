@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.errors import BudgetError, PolicyError
+from kvsim.errors import BudgetError
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import (
     Decision,
@@ -309,8 +309,6 @@ def replay(
     n_layers, heads, n, dim = keys.shape
     if rule.per_query_head:
         heads = queries.shape[1]
-    if rule.propagate is not None and rule.across_layers:
-        raise PolicyError(f"{rule.name}: layers of different rows cannot share one budget")
     scale = dim**-0.5 if scale is None else scale
     repeated = heads // keys.shape[1]  # keys and values as the rule's sets need them
     own_keys, own_values = (np.repeat(x, repeated, axis=1) for x in (keys, values))
