@@ -10,7 +10,7 @@ from typing import Any, Literal
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
 
-#: What the events of the prompt, and of questions of later turns, follow (`Schedule.compress`).
+#: Parts after which the prompt, and later turns, have an event (`Schedule.compress`).
 Compress = Literal["prompt", "context", "both", "questions", "context+questions"]
 
 #: (start, stop) of parts of a sequence, in tokens.
@@ -53,7 +53,7 @@ OF_ROWS = ("q", "attn_out", "lse", "gate")
 #: Arrays of sums over such rows.
 SUMS = ("received", "moments")
 
-#: What `meta` has of each token of a response (docs/trace-format.md).
+#: Entries of `meta` for each token of a response (docs/trace-format.md).
 LOGPROBS = ("response_logprobs", "mean_logprobs")
 
 #: Labels of a prompt; they become columns of tables.
@@ -159,7 +159,7 @@ def ranges(numbers: Sequence[int], separator: str = ",") -> str:
     return separator.join(spans)
 
 
-#: What a schedule has beside interval and prefill; results have it among their parameters.
+#: Further options of a schedule; results have them among their parameters.
 PREFILL = ("compress", "prefill_chunk")
 
 

@@ -37,7 +37,7 @@ SAMPLE = "sample-smollm2"
 #: The option for a sweep over the chosen trace instead of a run.
 HERE = "the chosen trace, replayed here"
 
-#: What a policy has behind its eviction, and what it does without.
+#: Kinds of pieces behind an eviction, and the effect of leaving each out.
 BEHIND = {"reader": "reads all", "codec": "exact", "merger": "evicts"}
 
 #: Options of experiments by name, whose help and defaults widgets have.

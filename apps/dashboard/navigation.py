@@ -16,7 +16,7 @@ PAGES = {
     "segments": segments,
     "compare": compare,
 }
-#: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
+#: Choices of the sidebar for a page; a page whose numbers are a run's has no trace.
 SHOWN = {"compare": RUN, "response": (*RUN, *HEAD)}
 
 #: Less room above titles and between parts, nothing cut in boxes and numbers, and links to pages on

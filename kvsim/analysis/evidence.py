@@ -12,12 +12,12 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import is_live
 
-#: What the model did, live or judged, then what single layers lose; the best evidence first.
+#: Metrics that rank, the best evidence first: of the model, live or judged, then of single layers.
 EVIDENCE = ("response_kl", "weighted_error", "layer_error", "output_error")
 #: Outcomes of a live run.
 OUTCOMES = ("response_kl", "nll_increase", "top_agreement", "answer_right")
 
-#: What it is worth where no live run says it: the lowest and the highest rank correlation of 16
+#: Worth of each metric without a live run: the lowest and the highest rank correlation of 16
 #: policies with live KL at one budget, of three budgets on two models (docs/fidelity.md).
 WORTH = {
     "response_kl": (0.99, 1.0),

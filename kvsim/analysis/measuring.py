@@ -50,7 +50,7 @@ def measure(
 
     Metrics of decisions at events (`Metric.notes`: segments and quotas of `ams`) need a record with
     internals, `kvsim.replay(..., internals=True)`; without them only their proxies have values. A
-    metric that a trace is too short for has no rows (`Analysis.left_out`).
+    metric that a trace is too short for has no rows.
 
     Args:
         trace: a trace, its path or URL, or an `Analysis` of it with another k, rule or cut.
@@ -178,7 +178,7 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
             trace.read("q" if name in ROWS else name, slice(0, 0))
 
 
-#: What `Metric.arrays` names beside arrays: the first of the rows that a metric reads.
+#: Names in `Metric.arrays` of rows instead of arrays: the first row that a metric reads.
 ROWS: Mapping[str, Callable[[int], int]] = {
     "all_rows": lambda _: 0,
     "last_windows": lambda n_pos: n_pos - 4 * default_window(n_pos),

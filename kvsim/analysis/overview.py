@@ -18,7 +18,7 @@ SUMMARY = (
     *("retained_iou", "needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 
-#: What the model itself says, live or as a judge of the replay.
+#: Metrics of the predictions of the model, live or as a judge of the replay.
 PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
 
 #: The same of a running model.

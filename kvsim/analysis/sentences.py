@@ -164,7 +164,7 @@ def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
 
 
 def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
-    """What the prompts show where they are too few to say more."""
+    """Describe the values of too few prompts for a test."""
     first, one = verdict.first, verdict.prompts == 1
     most = "highest" if scale.higher else "lowest"
     has = "share" if len(first) > 1 else "has"
@@ -185,7 +185,7 @@ def _could(verdict: Verdict) -> str:
 
 
 def bound(value: float | None, metric: str, scale: Scale) -> str:
-    """By how much a policy is worse at most, `12 %` or in the unit; empty without a bound."""
+    """Format the most by which a policy is worse, `12 %` or in the unit; empty without a bound."""
     if value is None:
         return ""
     if scale.relative:
@@ -205,7 +205,7 @@ def _listed(names: Sequence[str], last: str = "and") -> str:
 
 
 def basis(comparison: Comparison) -> str:
-    """What the metric of a comparison is worth here, and what weaker evidence says."""
+    """Say how good the evidence of a comparison is, and where weaker evidence differs."""
     rows = comparison.table.drop_nulls("rank")
     levels, metric = {*comparison.table["fidelity"]}, comparison.metric
     kind = {"closed": "of live runs", "judged": "of the replay's kept sets, judged by the model"}
@@ -242,7 +242,7 @@ def basis(comparison: Comparison) -> str:
     return f"{'. '.join(parts)}."
 
 
-#: Said before a run and after it.
+#: The remark on too few prompts, before a run and after it.
 FEW = (
     f"Fewer than {FEWEST} prompts say nothing about other prompts; record {ENOUGH} (kvsim capture "
     "--prompts FILE.jsonl)"

@@ -17,7 +17,7 @@ from kvsim.analysis.arrays import Bools, Floats, Ints, Strings
 
 #: Chance of a false exclusion from a set, a false bound or a false sentence.
 ALPHA = 0.05
-#: What of it the screen of clearly worse policies costs.
+#: The part of it that the screen of clearly worse policies costs.
 SCREEN = 0.01
 #: Chance that `needed` prompts show a difference as large as the measured one.
 POWER = 0.8

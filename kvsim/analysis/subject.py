@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Subjected:
-    """What metrics read, and what is computed from it once for all of them.
+    """The input of metrics, and results that several of them share, computed once.
 
     given: results by the function that computes them; those given at first replace its defaults.
     """

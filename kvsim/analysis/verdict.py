@@ -1,4 +1,4 @@
-"""What prompts say of policies at one budget: from values by prompt to a `Verdict`.
+"""Verdicts on policies at one budget, from values by prompt.
 
 Values are those of `kvsim.analysis.comparison`, the statistics those of `significance`; the English
 is in `sentences`.
@@ -48,7 +48,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What prompts say of the policies at one budget, over all tasks or in one.
+    """The outcome for the policies at one budget, over all tasks or in one.
 
     standings: of the ranked policies, by rank, columns of `kvsim.analysis.comparison.compare` by
     name; from 6 prompts on with `could_be_best`. equal: whether several have the best mean and no

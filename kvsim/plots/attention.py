@@ -90,7 +90,7 @@ def overlap_curves(
 def _overlaps(
     trace: Trace, layers: Sequence[int], window: int | None, tops: Sequence[float]
 ) -> Floats:
-    """As `_BLOCKS`, then chance for a set and for the union; [7, share], mean over the layers."""
+    """Mean over layers of `_BLOCKS`, then chance for a set and for the union; [7, share]."""
     found = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
     rows = [(*x.before, x.union, x.equal_budget, x.chance, x.chance_union) for x in found]
     mean: Floats = np.mean(rows, axis=0)

@@ -19,7 +19,7 @@ from kvsim.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
+#: Replays of `kvsim plot` for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
 REPLAYS: Final[dict[str, Literal["sweep", "plans", "once"]]] = {
     "table": "sweep",

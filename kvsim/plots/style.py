@@ -119,7 +119,7 @@ def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """As `series`, distinguished by dashes instead of markers."""
+    """Return styles like those of `series`, with dashes instead of markers."""
     return {
         name: {**style, "marker": "", "linestyle": DASHES[place % len(DASHES)]}
         for place, (name, style) in enumerate(series(names).items())

@@ -49,7 +49,7 @@ def _traces(study: Study) -> str:
 
 
 def trace_averages(study: Study, table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
-    """As `averages`, of all traces, those without a row included."""
+    """Return `averages` that count all traces, those without a row included."""
     return averages(table, by).with_columns(of=pl.lit(len(study.traces)))
 
 

@@ -250,7 +250,7 @@ def attention_gaps(
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:
-    """Of a key in m of `count` windows in random order, by m: returns by gap, and any gap at all.
+    """Expected returns by gap, and the chance of any gap, of a key in m of `count` random windows.
 
     [count + 1, count - 1] and [count + 1]. Two tops g windows apart with none between can start at
     count - g - 1 places; the other m - 2 are outside. Without any gap the tops are one run.

@@ -17,7 +17,7 @@ from kvsim.core.trace import Trace
 
 
 class WithChance(NamedTuple):
-    """Of one layer after its last event, [H]; `chance` is that of random sets of the size."""
+    """Values of one layer after its last event, [H], and those of random sets of the same size."""
 
     value: Floats
     chance: Floats

@@ -102,7 +102,7 @@ def _peak(*, share: bool) -> Values:
     return cells
 
 
-#: What a pass of the model says of a replay (`kvsim.runner.judging`).
+#: Metrics of a pass of the model under the kept sets of a replay (`kvsim.runner.judging`).
 JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
 #: The metric that has a row for each token: the same KL as `response_kl`, which ranks.
 KL_TOKENS = "response_kl_tokens"

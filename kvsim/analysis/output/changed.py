@@ -6,7 +6,6 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads, Weights, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import Codec
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 
@@ -22,7 +21,7 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     gone: after which row each entry of a layer has left, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
-    if isinstance(stored_piece(record.storage), Codec):
+    if "stored" in record.facts.access:
         return min(begin, first_row(record, trace))
     return begin if record.reads is None else min(begin, record.reads.first)
 

@@ -138,8 +138,7 @@ def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints
     pools = 1 if policy.allocator.shared in ("heads", "all") else heads
     shape = layers, pools, len(events)
     even = isinstance(policy.layer_budgets, Even) and policy.allocator.shared not in ACROSS_LAYERS
-    even &= policy.so_far is None
-    if not events or (even and record.selection is None):
+    if not events or (even and policy.so_far is None and record.selection is None):
         return np.full(shape, record.budget * (heads // pools)), record.budget
     of_heads = np.sort(record.evicted_at, axis=-1).reshape(layers * heads, -1)
     before, after = (

@@ -11,7 +11,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.studies.claims.claim import ALL, Claim
 from kvsim.studies.claims.evidence import Cells, Evidence, untraced
 
-#: What claims on the selection layer need.
+#: The missing input of claims on the selection layer.
 _NEVER = untraced("selection_layer", " (in three layers ASL selects nowhere)")
 
 

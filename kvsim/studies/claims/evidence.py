@@ -332,7 +332,7 @@ def _main(metric: str) -> str:
 
 
 def _distinct(settings: Sequence[tuple[PolicySetting, ...]]) -> list[str]:
-    """What distinguishes each of several settings or couples; of a single one nothing."""
+    """Return the part that distinguishes each of several settings or couples; empty for one."""
     sides = ([str(side) for side in each] for each in zip(*settings, strict=True))
     return max(sides, key=lambda names: len({*names})) if len(settings) > 1 else [""]
 

@@ -1,4 +1,4 @@
-"""What a report says of the papers' claims."""
+"""The section of a report on the claims of the papers."""
 
 from __future__ import annotations
 

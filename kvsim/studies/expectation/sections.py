@@ -1,4 +1,4 @@
-"""What a report says of expected and observed attention, and of how queries are distributed."""
+"""Sections of a report on expected and observed attention, and on the distribution of queries."""
 
 from __future__ import annotations
 

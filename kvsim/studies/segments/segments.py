@@ -55,7 +55,7 @@ class Segments:
         return share(self.entries.sum(-1), self.count.sum(-1))
 
     def chance(self, form: Callable[[Ints, Ints], Floats]) -> Floats | None:
-        """Of random sets of the same size, by a form of `kept.chance`; [H, E]."""
+        """Return the value of random sets of the same size, by a form of `kept.chance`; [H, E]."""
         drawn = self.positions
         return None if drawn is None else form(drawn, drawn - self.entries)
 
