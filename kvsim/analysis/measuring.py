@@ -18,7 +18,7 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.analysis.table import RowArrays, blocks_of, table_of
 from kvsim.core.arguments import listed
-from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.checks import resolve_device
 from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -79,7 +79,6 @@ def measure(
         TraceError: anything but traces and records, or a record of another trace.
     """
     device = resolve_device(device)
-    check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     trace = trace if isinstance(trace, Analysis) else as_trace(trace)
     references = {"optimum": optima, "unprotected": unprotected}

@@ -20,6 +20,11 @@ SO_FAR = "so-far"
 EXPECTED = f"entries (128), a share (25%, 25%{SO_FAR}) or bytes (64MiB)"
 
 
+def budget_at(policy: Policy, tokens: int, budget: int) -> int:
+    """Return the budget of an event after so many tokens, of a policy whose budget is given."""
+    return budget if policy.so_far is None else max(1, int(tokens * policy.so_far + 1e-9))
+
+
 def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, int]:
     """Return the entries per KV head of a budget on a trace, and the policy under that budget.
 

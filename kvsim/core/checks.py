@@ -147,13 +147,6 @@ def check_meta(meta: Any, where: str) -> None:
         ) from error
 
 
-def check_progress(progress: Any) -> Any:
-    """Return a progress, None for False. Raises PolicyError for one that cannot be called."""
-    if progress not in (None, False) and not callable(progress):
-        raise PolicyError(f"progress is {reprlib.repr(progress)}; expected a function or None")
-    return progress or None
-
-
 def resolve_device(device: Any, *, here: bool = True) -> str:
     """Return the name of a device; `auto` is cuda where PyTorch finds a GPU, else cpu.
 

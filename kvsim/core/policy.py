@@ -185,10 +185,6 @@ class Policy:
         """Whether entries are rounded once they leave an exact window."""
         return isinstance(self.storage, Codec)
 
-    def budget_at(self, tokens: int, budget: int) -> int:
-        """Return the budget of an event after so many tokens, of a policy whose budget is given."""
-        return budget if self.so_far is None else max(1, int(tokens * self.so_far + 1e-9))
-
     def protection(self, budget: int, *, enforced: bool = True) -> Protection:
         """Return the union of what the policy, its scorer and its allocator ask to protect.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+from kvsim.core.budgets import budget_at
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.merging import Store
@@ -188,7 +189,7 @@ class Block:
         end = setting.ends[max(0, bisect_right(setting.ends, row + 1) - 1)]
         if end == setting.prompt_len and policy.so_far is None:
             return setting
-        budget = policy.budget_at(row + 1, setting.budget)
+        budget = budget_at(policy, row + 1, setting.budget)
         held = policy.protection(budget).size(end)
         return replace(setting, prompt_len=end, budget=budget, protected=held)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from kvsim.core.budgets import budget_at
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import BOUNDED, Run
@@ -63,7 +64,7 @@ def check_cell(
     ends = schedule.ends(trace.prompt_len, trace.header.context_len)
     if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         rows = schedule.rows(*trace.extent)
-        first = policy.budget_at((rows[0] if rows else trace.n_pos - 1) + 1, budget)
+        first = budget_at(policy, (rows[0] if rows else trace.n_pos - 1) + 1, budget)
         check_budget(
             policy,
             first,
@@ -75,7 +76,7 @@ def check_cell(
             end=ends[-1],  # at which most is protected
         )
         least = policy.reads.least
-        event = next((row for row in rows if row >= policy.budget_at(row + 1, budget)), least)
+        event = next((row for row in rows if row >= budget_at(policy, row + 1, budget)), least)
         if event + 1 < least:
             raise PolicyError(
                 f"{policy.name}: the first event that evicts fires after {event + 1} rows; "
@@ -197,7 +198,7 @@ def remarks(
             "smaller one"
         )
         return
-    acts = any(row >= policy.budget_at(row + 1, budget) for row in events)
+    acts = any(row >= budget_at(policy, row + 1, budget) for row in events)
     if budget < trace.n_pos and policy.bounded and fires and not acts:
         first = f"; the first event fires after row {events[0]}" if events else ""
         yield (
@@ -205,7 +206,7 @@ def remarks(
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
         return
-    small = policy.budget_at((events[0] if events else trace.n_pos - 1) + 1, budget)
+    small = budget_at(policy, (events[0] if events else trace.n_pos - 1) + 1, budget)
     if of_policy := remark_of(policy, small):
         yield of_policy
     # else rows of the question or of later chunks see what is left

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
-from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.parts import by_query_head
 from kvsim.core.policy import Policy, PolicyLike, Schedule
@@ -86,7 +86,6 @@ def replay(
     """
     trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
-    check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
     entries = 0
     if isinstance(budget, str):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.subject import LiveSubject
-from kvsim.core.checks import check_progress
 from kvsim.core.options import takes_options
 from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike
@@ -82,7 +81,7 @@ def live(
             (`kvsim.runner.recorded`).
         KvsimError: what `replay_all` raises.
     """
-    show = check_progress(progress)
+    show: Any = progress or None
     named = isinstance(model, str | Path)
     load = (lambda _: load_model(model)) if named else (lambda _: (model, tokenizer))
     plan, loops = plan_live(load, traces=traces, policies=policies, budgets=budgets, **options)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import by_model, models_of
-from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.checks import resolve_device
 from kvsim.core.options import takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
@@ -70,7 +70,7 @@ def sweep(
         TraceError: a trace that cannot be opened, or two traces with one name.
         OutputError: a folder that cannot be written, or has the run of another grid.
     """
-    show = check_progress(progress)
+    show: Any = progress or None
     plan = Plan.of(grid_of(config, **options))
     return plan.finish(plan.begin(), executor=executor, progress=show)
 
@@ -96,7 +96,7 @@ def replay_all(
         progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.ReplayOptions`.
     """
-    show = check_progress(progress)
+    show: Any = progress or None
     given = dict[str, Any](options, traces=traces, policies=policies, budgets=budgets)
     usual = {"records": True, "metrics": EVERYTHING}
     plan = Plan.of(grid_of(defaults=usual, where="replay_all", **given))

@@ -27,32 +27,14 @@ from kvsim.testing.loops import Doubt
 from kvsim.testing.loops.event import Floats, Ints
 from reference.event import pool
 
-#: The parameters of every propagation and preset.
-PROPAGATIONS: dict[str, dict[str, Any]] = {
-    "asl_2pass": {
-        "tau": 0.3,
-        "window": 32,
-        "pool": "avg",
-        "pool_kernel": 7,
-        "first_layer": None,
-        "look_back": 8,
-    },
-    "fastkv": {
-        "layer": None,
-        "rows": 2048,
-        "window": 8,
-        "pool": "max",
-        "pool_kernel": 7,
-        "kv_before": "budget",
-    },
-    "gemfilter": {"layer": None, "pool_kernel": 5},
-    "pyramidinfer": {"recent": 0.2, "ratio": 0.9, "sink": 4, "least": 64},
+#: The parameters of every propagation.
+PROPAGATIONS: dict[str, str] = {
+    "asl": "tau window pool pool_kernel first_layer look_back kv_before",
+    "asl_2pass": "tau window pool pool_kernel first_layer look_back",
+    "fastkv": "layer rows window pool pool_kernel kv_before",
+    "gemfilter": "layer pool_kernel",
+    "pyramidinfer": "recent ratio sink least",
 }
-PROPAGATIONS["asl"] = PROPAGATIONS["asl_2pass"] | {"kv_before": "budget"}
-PROPAGATIONS["fastkv@proportional"] = PROPAGATIONS["fastkv"] | {"rows": 0.2}
-
-#: Those that nothing is put behind: no entry leaves but with its row.
-ALONE = ("asl_2pass", "gemfilter", "pyramidinfer")
 
 
 @dataclass(frozen=True)

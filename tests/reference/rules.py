@@ -173,7 +173,7 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     """Take a policy apart; calibration rows may also be an array."""
     names, given = policy.split("+"), dict(params or {})
     calibration = next((given.pop(x) for x in [*given] if x.endswith("calibration")), None)
-    propagation = names.pop(0) if names[0] in PROPAGATIONS else None
+    propagation = names.pop(0) if names[0].partition("@")[0] in PROPAGATIONS else None
     inner = CATALOGUE.get((names or [propagation or ""])[-1].partition("@")[0])
     if inner is not None and not inner.innermost and inner.default:
         names.append(inner.default)
@@ -189,7 +189,7 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     allocator = names.pop(0) if names and _known(OUTER, names[0])[0] is None else None
     wrappers = [_values(_known(OUTER, x)[1], y) for x, y in zip(names, wrapping, strict=True)]
     outer = {} if allocator is None else _values(_known(OUTER, allocator)[1], built.allocator)
-    across = _values(" ".join(PROPAGATIONS.get(propagation or "", ())), built.propagation)
+    across = _values(_known(PROPAGATIONS, propagation) if propagation else "", built.propagation)
     pieces = (outer, *wrappers, *own)
     return Chain(built, allocator, tuple(names), scorer, pieces, propagation, across)
 
