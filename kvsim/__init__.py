@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from kvsim.recorder import capture as capture
     from kvsim.runner.judgments import judge as judge
     from kvsim.samples import sample_trace as sample_trace
-    from kvsim.store import open_trace as open_trace
-    from kvsim.store import save_trace as save_trace
+    from kvsim.store.reader import open_trace as open_trace
+    from kvsim.store.writer import save_trace as save_trace
     from kvsim.studies.referee.ruling import conform as conform
     from kvsim.sweeps.closed_loop import live as live
     from kvsim.sweeps.driver import sweep as sweep
@@ -57,12 +57,12 @@ _HOME = {
     "judge": "runner.judgments",
     "live": "sweeps.closed_loop",
     "measure": "analysis.measuring",
-    "open_trace": "store",
+    "open_trace": "store.reader",
     "policy": "policies",
     "read_run": "analysis.folder",
     "replay": "engine.replay",
     "sample_trace": "samples",
-    "save_trace": "store",
+    "save_trace": "store.writer",
     "sweep": "sweeps.driver",
 }
 

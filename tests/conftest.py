@@ -289,7 +289,7 @@ def no_layout():
 @pytest.fixture
 def small_demo(monkeypatch, tmp_path_factory):
     """Make demos of this process small: short texts and no figures."""
-    from kvsim.store import save_trace
+    from kvsim.store.writer import save_trace
     from kvsim.studies.language import demo
     from kvsim.studies.language.tasks import prompts
     from traces import random_trace

@@ -5,8 +5,9 @@ import pytest
 import kvsim
 from kvsim.errors import TraceNotFoundError
 from kvsim.samples import SAMPLES
-from kvsim.store import describe, open_trace, verify
 from kvsim.store.group import CheckedStore
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 
 #: The SHA-256 of what each trace says and of all its numbers.
 DIGESTS = {

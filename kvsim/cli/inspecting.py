@@ -85,7 +85,7 @@ def _in_folder(given: str) -> list[Path]:
 
 def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:
     """Return what a trace says of itself, and with `deep` its check; or problems."""
-    from kvsim.store import describe, verify
+    from kvsim.store.verification import describe, verify
 
     try:
         facts = describe(path)

@@ -37,7 +37,7 @@ def report(
     """
     from kvsim.analysis.folder import is_run
     from kvsim.report import METRICS, write_report
-    from kvsim.store import open_trace
+    from kvsim.store.reader import open_trace
 
     paths = paths_of(given)
     runs = [x for x in paths if is_run(x) or Path(x).suffix == ".parquet"]

@@ -24,7 +24,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
 from kvsim.policies.model import described, differ, model_of
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 
 _WAYS = (
     'give calibration="prefix:64" (the first 64 rows of each trace), another trace of the same '

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from kvsim.recorder.forward import one_piece
 from kvsim.recorder.latent import caches_heads
 from kvsim.schema import CHUNK
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
 

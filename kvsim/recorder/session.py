@@ -41,7 +41,7 @@ from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import STEPS, Step
 from kvsim.recorder.tokenization import response_text, token_strings
 from kvsim.schema import LOGPROBS, SUMS, axes_of
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
 

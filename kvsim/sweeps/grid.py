@@ -29,8 +29,8 @@ from kvsim.policies import as_policy, variants
 from kvsim.policies.fit import fitted
 from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
-from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
+from kvsim.store.reader import open_trace
 from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.folder import check_output
 from kvsim.sweeps.terms import PAPER, Terms, check_names, shared_terms

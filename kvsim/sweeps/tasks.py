@@ -23,7 +23,7 @@ from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, KvsimError, TraceError, error_line
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 from kvsim.sweeps.cells import Cell, Outcome, Progress, Replays, compute, failure
 from kvsim.sweeps.code import of_kvsim
 from kvsim.sweeps.outcome import Failure

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kvsim
-from kvsim import store
 from kvsim.analysis.output.error import output_error
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
@@ -15,6 +14,7 @@ from kvsim.core.policy import Inputs, Policy, Scorer
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
+from kvsim.store.verification import verify
 from traces import changed
 
 N, DIM, QHEADS, HEADS = 40, 8, 4, 2
@@ -309,5 +309,5 @@ def test_a_trace_keeps_its_formulas(names, tmp_path):
     assert again.formulas == trace.formulas
     assert again.ropes == trace.ropes
     assert again.digest == trace.digest
-    assert store.verify(path, deep=True).ok
+    assert verify(path, deep=True).ok
     assert torch.equal(again.attention(0, [30]), trace.attention(0, [30]))

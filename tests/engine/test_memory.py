@@ -13,7 +13,7 @@ import kvsim
 from kvsim.engine.layers import apart, layers_per_block
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies.naming import names
-from kvsim.store import describe
+from kvsim.store.verification import describe
 from traces import random_trace
 
 BUDGET = 96 << 20

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import kvsim
-from kvsim import store
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
+from kvsim.store.verification import verify
 from traces import changed
 
 LAYERS, QHEADS, HEADS, N, DIM, PROMPT = 4, 4, 2, 30, 8, 14
@@ -154,7 +154,7 @@ def test_a_stored_trace_says_who_reads_what(tmp_path):
     assert (
         again.digest == trace.digest != make(owners=(), k=trace.read("k"), v=trace.read("v")).digest
     )
-    assert store.verify(path, deep=True).ok
+    assert verify(path, deep=True).ok
     record = kvsim.replay(again, kvsim.policy("tova"), 9)
     assert np.array_equal(record.evicted_at, kvsim.replay(trace, "tova", 9).evicted_at)
 

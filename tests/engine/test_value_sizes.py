@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvsim
-from kvsim import store
 from kvsim.core.attention import Formula, attend
 from kvsim.errors import TraceError
+from kvsim.store.verification import verify
 from kvsim.testing import loops
 from kvsim.testing.strategies import make_case
 from reference import composition, metrics
@@ -116,7 +116,7 @@ def test_stored_traces_are_the_same(size, tmp_path):
 
     assert stored.digest == trace.digest
     assert torch.equal(stored.read("v"), trace.read("v"))
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
     assert (stored.dim, stored.value_dim, stored.entry_size) == (8, size, 8 + size)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import kvsim
 from kvsim.recorder.cache import cache_of
-from kvsim.store import verify
+from kvsim.store.verification import verify
 
 pytestmark = pytest.mark.real
 

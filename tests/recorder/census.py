@@ -35,8 +35,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvsim
-from kvsim import store
 from kvsim.errors import KvsimError
+from kvsim.store.verification import verify
 
 PROMPT, NEW, SECONDS = 120, 20, 60.0
 
@@ -192,7 +192,7 @@ def examine(name: str) -> dict[str, Any]:
                 "error": max(trace.meta["capture_check"]["max_relative_error"]),
                 "forward": _forward(model, trace),
             }
-            verified = store.verify(out, deep=True).ok
+            verified = verify(out, deep=True).ok
             exact = verified and (found["forward"] or 0.0) < 1e-3
             return found if exact else found | {"result": "wrong"}
         except KvsimError as error:

@@ -12,8 +12,10 @@ from families import ids
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, Turn, capture, capture_many, contexts
 from kvsim.runner.judgments import judge
-from kvsim.store import TraceWriter, open_trace, verify
 from kvsim.store import layout as stored_layout
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import verify
+from kvsim.store.writer import TraceWriter
 
 #: Tokens of the context, which end within a block.
 N, NEW, BUDGET = 300, 12, 150

@@ -9,7 +9,7 @@ import torch
 
 from kvsim.errors import MemoryLimitError
 from kvsim.recorder import Prompt, Turn, capture_many, capturing
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from small_model import small, words_tokenizer
 
 LENGTHS = (12, 40, 3, 25)

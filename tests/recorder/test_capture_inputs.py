@@ -18,7 +18,7 @@ from kvsim.core.options import declared
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder import Options, capture
 from kvsim.recorder.options import select_layers
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from kvsim.studies.layers.ranking import ranking
 
 ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")

@@ -8,7 +8,7 @@ from recorder_models import exact_attention, small
 import kvsim.tiny
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from kvsim.studies.language import tasks
 from small_model import words_tokenizer
 

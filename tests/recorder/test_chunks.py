@@ -9,10 +9,10 @@ import torch
 
 import kvsim
 from families import Family
-from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.runner.decoding import RunningModel
 from kvsim.runner.judging import Judge
+from kvsim.store.verification import verify
 from live_runs import judged_logits, run_live
 
 CHUNK, PROMPT, LENGTH, BUDGET = 16, 40, 60, 24
@@ -44,7 +44,7 @@ def test_a_row_sees_its_own_chunk_alone(kernel, tmp_path):
 
     assert [formula.chunk for formula in trace.formulas] == [CHUNK] * 3 + [None]
     assert [len(rope.inv_freq) for rope in trace.ropes] == [8] * 3 + [0]
-    assert store.verify(trace.path, deep=True).ok
+    assert verify(trace.path, deep=True).ok
     q, k, v, out = (x.double().numpy() for x in (*map(trace.read, "qkv"), trace.full()[0]))
     for layer in range(4):
         for row in range(0, LENGTH, 7):

@@ -5,7 +5,7 @@ import pytest
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from small_model import bytes_tokenizer, small
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import families
 import kvsim
 from families import FAMILIES, NEW, PROMPT, Family, ids
-from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.positions import context_length
+from kvsim.store.verification import verify
 
 CASES = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.kernels]
 PROJECTIONS = ("o_proj", "dense", "c_proj")
@@ -186,7 +186,7 @@ def test_bfloat16_is_stored_exactly(name, tmp_path):
         assert torch.equal(found, found.bfloat16().float())
         assert trace.header.source_dtypes[array] == "bfloat16"
     assert max(trace.meta["capture_check"]["max_relative_error"]) < 5e-2
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "smollm3", "mistral"])
@@ -196,7 +196,7 @@ def test_a_stored_trace_is_whole(name, tmp_path):
 
     again = kvsim.open_trace(tmp_path / "a.zarr")
 
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
     assert (again.formulas, again.ropes) == (trace.formulas, trace.ropes)
     assert again.digest == recorded(name, FAMILIES[name].kernels[0])[1].digest
     if name == "mistral":
@@ -256,7 +256,7 @@ def test_dynamic_frequencies_are_those_of_the_whole_text(tmp_path):
     for trace in (long, short):
         found = torch.tensor(trace.ropes[0].inv_freq, dtype=torch.float64)
         assert torch.allclose(found, ntk(trace.n_pos), rtol=1e-5)
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_the_stream_and_the_projections_are_the_models_own(name, tmp_path):
     assert gap(swapped, outputs) > 0.1
     assert torch.equal(stored.read("residual"), memory.read("residual"))
     assert torch.equal(stored.read("o_proj"), memory.read("o_proj"))
-    assert store.verify(stored.path, deep=True).ok
+    assert verify(stored.path, deep=True).ok
 
 
 def test_the_stream_begins_as_the_model_begins(tmp_path):
@@ -475,7 +475,7 @@ def test_the_stream_begins_as_the_model_begins(tmp_path):
         assert torch.equal(trace.read("residual")[0, 1], trace.read("residual")[0, 2]) == (
             name != "gpt2"
         )
-        assert store.verify(trace.path, deep=True).ok
+        assert verify(trace.path, deep=True).ok
 
 
 def test_a_model_with_other_layers_beside_attention_gets_their_caches():

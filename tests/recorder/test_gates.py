@@ -7,11 +7,11 @@ import torch
 
 import kvsim
 from families import Family, ids
-from kvsim import store
 from kvsim.analysis.output.error import output_error
 from kvsim.engine.source import TraceSource
 from kvsim.policies.criticalkv import projected_size
 from kvsim.recorder.hooks import attention_modules
+from kvsim.store.verification import verify
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "num_dense_layers": 1}
 AFMOE = Family("Afmoe", "", changes={**EXPERTS, "layer_types": ["full_attention"] * 2})
@@ -56,7 +56,7 @@ def test_the_gate_is_the_models_own(tmp_path):
     assert torch.equal(stored.read("gate"), gate)
     assert torch.equal(stored.read("o_proj"), trace.read("o_proj"))
     assert stored.meta["notes"] == []
-    assert store.verify(stored.path, deep=True).ok
+    assert verify(stored.path, deep=True).ok
 
 
 def test_the_layer_error_is_that_of_the_gated_output():

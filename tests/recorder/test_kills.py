@@ -8,7 +8,7 @@ import pytest
 from interrupted_captures import RESPONSE, ids, names, record
 
 from kvsim.recorder import Prompt, capture_many
-from kvsim.store import verify
+from kvsim.store.verification import verify
 from small_model import small
 
 KILLED = """

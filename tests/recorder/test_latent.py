@@ -10,13 +10,13 @@ import transformers
 from recorder_models import LATENT, LATENT_SIZES, latent, small
 
 import kvsim
-from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture_many
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.latent import caches_heads
 from kvsim.recorder.positions import indexed
 from kvsim.runner.model import RunningModel
+from kvsim.store.verification import verify
 
 PROMPT, N = 270, 290
 IDS = torch.randint(0, 256, (N,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -128,7 +128,7 @@ def test_traces_say_that_entries_are_latents(name, kernel, tmp_path):
     assert {rope.rotary_dim for rope in trace.ropes} == {8}
     layout = "interleaved" if name == "deepseek_v2" else "half"
     assert {rope.layout for rope in trace.ropes} == {layout}
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -189,7 +189,7 @@ def test_a_probe_and_sensitivity_are_in_the_same_form(tmp_path):
     assert trace.read("probe_q").shape[1::2] == (4, 32)
     assert len(trace.header.layer_sensitivity) == 2
     assert min(trace.header.layer_sensitivity) > 0
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
 
 
 def test_a_model_whose_keys_do_not_follow_from_latents_is_refused():

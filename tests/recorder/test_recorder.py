@@ -10,7 +10,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.modules import attention_modules
-from kvsim.store import verify
+from kvsim.store.verification import verify
 
 
 def test_generation_equals_one_teacher_forced_forward():

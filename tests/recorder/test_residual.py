@@ -15,7 +15,7 @@ from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from kvsim.studies.language import tasks
 
 

@@ -12,7 +12,7 @@ from kvsim.cli import app
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder.modules import attention_modules
-from kvsim.store import describe, verify
+from kvsim.store.verification import describe, verify
 from kvsim.studies.language.tasks import prompts as pages
 from small_model import small, words_tokenizer
 

@@ -11,7 +11,8 @@ from recorder_models import build, four_layers
 
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.store import TraceWriter, open_trace
+from kvsim.store.reader import open_trace
+from kvsim.store.writer import TraceWriter
 from small_model import TEMPLATE, words_tokenizer
 
 

@@ -13,9 +13,9 @@ from recorder_models import several_axes
 
 import kvsim
 from families import Family, ids
-from kvsim import store
 from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import attention_modules
+from kvsim.store.verification import verify
 
 THETA = 1e4
 ROPE = {"rope_type": "default", "rope_theta": THETA}
@@ -211,7 +211,7 @@ def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp
         "queries and keys of layers 0-1 are rotated in an unknown way, so policies that read them "
         "before RoPE are refused"
     )
-    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert verify(tmp_path / "a.zarr", deep=True).ok
     assert kvsim.replay(trace, "tova", 16).events
     with pytest.raises(NeedsError, match="before RoPE, which this model rotates in an unknown way"):
         kvsim.replay(trace, "expected_attention", 16)

@@ -9,7 +9,8 @@ from compacting import compacted
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
-from kvsim.store import open_trace, verify
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import verify
 from small_model import small
 
 PROMPT, RESPONSE = 700, 100

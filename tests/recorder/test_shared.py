@@ -5,10 +5,10 @@ import torch
 from shared_models import MODELS, OWNERS, shared
 from transformers import DynamicCache
 
-from kvsim import store
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.hooks import attention_modules
+from kvsim.store.verification import verify
 
 IDS = [(7 * i * i + 3 * i) % 64 for i in range(60)]
 
@@ -22,7 +22,7 @@ def test_readers_are_recorded_with_the_entries_that_they_read(name, kernel, tmp_
     trace = capture(model, None, IDS, max_new_tokens=6, out=tmp_path / "a.zarr")
 
     assert trace.owners == OWNERS
-    assert store.verify(trace.path, deep=True).ok
+    assert verify(trace.path, deep=True).ok
     cache, given = DynamicCache(config=model.config), {}
     handles = [
         module.o_proj.register_forward_pre_hook(

@@ -7,10 +7,10 @@ import torch
 from sized_models import MODELS, SIZES, sized
 
 import kvsim
-from kvsim import store
 from kvsim.analysis.measuring import choose
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import intercepting
+from kvsim.store.verification import describe, verify
 
 IDS = [(7 * i * i + 3 * i) % 64 for i in range(60)]
 
@@ -31,9 +31,9 @@ def test_each_layer_has_its_own_heads_and_dimensions(name, tmp_path):
     future = torch.ones(trace.n_pos, trace.n_pos, dtype=torch.bool).triu(1)
 
     assert trace.sizes == memory.sizes == SIZES[name]
-    assert (trace.meta["notes"], store.describe(trace.path)["format"]) == ([], 6)
+    assert (trace.meta["notes"], describe(trace.path)["format"]) == ([], 6)
     assert trace.digest == memory.digest
-    assert store.verify(trace.path, deep=True).ok
+    assert verify(trace.path, deep=True).ok
     for layer, call in seen.items():
         for array in ("q", "k", "v", "attn_out"):
             stored = of_layer(trace, array, layer)

@@ -8,7 +8,7 @@ import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, read_prompts
 from kvsim.recorder.spans import located
-from kvsim.store import describe
+from kvsim.store.verification import describe
 from small_model import bytes_tokenizer, small, words_tokenizer
 
 #: A token of each byte, and merges that cross words.

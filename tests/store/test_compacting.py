@@ -19,7 +19,8 @@ from kvsim.errors import NeedsError, TraceError
 from kvsim.policies import ACCESS, CATALOGUE, names
 from kvsim.policies.naming import access_names
 from kvsim.policies.pyramidkv import Pyramid
-from kvsim.store import describe, open_trace, verify
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 
 PROMPT, CONTEXT, TOKENS, STAY = 850, 840, 890, 300
 LEFT_OUT = (256, 512)

@@ -14,8 +14,10 @@ from zarr.codecs import BloscCodec, BytesCodec, GzipCodec
 import kvsim
 from damage import assign, change_byte, edit, edit_header, flip, reseal
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.store import layout, open_trace, verify
+from kvsim.store import layout
 from kvsim.store.group import seal
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import verify
 from saved_traces import make, projected, same
 
 CHUNK = "k/c/1/0/0/0"
@@ -246,7 +248,7 @@ BOMBS = {
 CHILD = """
 import resource, sys
 from kvsim.errors import TraceError
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 open_trace(sys.argv[1]).read("k")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

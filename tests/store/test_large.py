@@ -21,7 +21,7 @@ CHILD = """
 import functools, json, resource, sys
 import torch
 import kvsim
-from kvsim import store
+from kvsim.store.verification import verify
 from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.core.header import Header
 
@@ -74,14 +74,14 @@ header = Header(
 small = kvsim.Trace.from_arrays(
     *torch.randn(3, 1, 1, 600, dim), prompt_len=500, rope=Rope.default(dim)
 )
-store.verify(kvsim.save_trace(small, path + ".small"), deep=True)
+verify(kvsim.save_trace(small, path + ".small"), deep=True)
 kvsim.measure(
     small, kvsim.replay(small, kvsim.policy("snapkv"), 64, interval=16), metrics=["output_error"]
 )
 before = peak()
 kvsim.save_trace(kvsim.Trace(Made(), header), path)
 said["written"] = peak() - before
-said["ok"] = store.verify(path).ok
+said["ok"] = verify(path).ok
 trace = kvsim.open_trace(path)
 record = kvsim.replay(
     trace, kvsim.policy("snapkv"), 1024, interval=256, memory=int(sys.argv[2])

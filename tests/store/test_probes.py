@@ -12,7 +12,8 @@ from kvsim.core.probe import Chunk
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture
 from kvsim.recorder.repetition import repetition
-from kvsim.store import describe, open_trace, verify
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 from small_model import small, words_tokenizer
 
 CONTEXT, PROMPT, NEW = 50, 56, 6

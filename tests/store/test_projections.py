@@ -12,9 +12,10 @@ from damage import edit_header, flip, reseal
 from kvsim.core.digest import array_fingerprint
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.store import describe, open_trace, verify
 from kvsim.store.index import find_traces
 from kvsim.store.projections import Facts, move_projections, store_projections
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 from saved_traces import elsewhere
 from small_model import small, words_tokenizer
 

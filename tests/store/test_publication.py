@@ -11,7 +11,7 @@ from interrupted_captures import PROMPT, names, record, stopping
 from kvsim import files
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import check_writable
-from kvsim.store import open_trace
+from kvsim.store.reader import open_trace
 
 
 def snapshot(folder):

@@ -6,7 +6,9 @@ import torch
 
 import kvsim
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.store import describe, layout, open_trace, verify
+from kvsim.store import layout
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 from saved_traces import elsewhere, projected, same
 
 

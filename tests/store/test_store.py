@@ -12,7 +12,10 @@ from kvsim.core.attention import causal_attention
 from kvsim.core.parts import by_query_head
 from kvsim.errors import TraceError
 from kvsim.schema import FORMAT_VERSION, axes_of
-from kvsim.store import TraceWriter, describe, layout, open_trace, verify
+from kvsim.store import layout
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
+from kvsim.store.writer import TraceWriter
 from saved_traces import N, files, make, projected, same
 from traces import random_arrays, random_trace
 

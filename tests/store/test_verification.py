@@ -9,7 +9,9 @@ import zarr
 
 import kvsim
 from damage import flip, reseal
-from kvsim.store import describe, open_trace, verification, verify
+from kvsim.store import verification
+from kvsim.store.reader import open_trace
+from kvsim.store.verification import describe, verify
 from saved_traces import N
 from traces import random_arrays
 

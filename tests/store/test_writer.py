@@ -8,7 +8,9 @@ import zarr
 
 import kvsim
 from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store import TraceWriter, open_trace, writer
+from kvsim.store import writer
+from kvsim.store.reader import open_trace
+from kvsim.store.writer import TraceWriter
 from saved_traces import N, make
 
 

@@ -78,7 +78,7 @@ def cost(
     measure the selection layer on a trace.
     """
     from kvsim.core.arguments import resolve_budget
-    from kvsim.store import open_trace
+    from kvsim.store.reader import open_trace
     from kvsim.studies.cost.accounting import estimate
     from kvsim.studies.cost.model import Model
 

@@ -97,7 +97,7 @@ def _check_target(out: Path) -> None:
 
 def _demo(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Do all steps in a folder, say on the way, and return what `--json` prints."""
-    from kvsim.store import open_trace
+    from kvsim.store.reader import open_trace
 
     trace, facts = _record(folder, say)
     tiny = _compare(trace, folder, TINY_HEAD, say)
