@@ -44,34 +44,31 @@ def info(
     """
     from kvsim.analysis.folder import is_run
 
-    parts = {}
+    documents: list[Mapping[str, Any]] = []
     for given in traces:
         if is_run(given):
             document, table, shown = describe_run(given)
-            parts[given] = [document]
+            documents.append(document)
             if not as_json:
                 echo_run(document, table, shown, whole=show_text)
             continue
-        parts[given] = [_facts(path, deep=deep) for path in _in_folder(given) or paths_of([given])]
-    documents = [facts for part in parts.values() for facts in part]
-    bad = [facts for facts in documents if facts.get("problems")]
-    problem = show.one_line(bad[0]["problems"][0]) if bad else ""
-    if len(bad) == len(documents) == 1 and "check" not in bad[0]:
-        raise Stop(f"error: {problem}", 2)
+        inside = _in_folder(given)
+        part = [_facts(path, deep=deep) for path in inside or paths_of([given])]
+        documents += part
+        if len(traces) == len(part) == 1 and part[0].keys() == {"path", "problems"}:
+            raise Stop(f"error: {show.one_line(part[0]['problems'][0])}", 2)
+        if as_json:
+            continue
+        if inside:
+            _echo_list(given, part)
+        else:
+            for facts in part:
+                _echo_facts(facts)
     if as_json:
-        show.echo_json(show.document(documents))
-    else:
-        for given, part in parts.items():
-            if is_run(given):
-                continue
-            if _in_folder(given):
-                _echo_list(given, part)
-            else:
-                for facts in part:
-                    _echo_facts(facts)
-    if bad:
+        show.echo_json(documents[0] if len(documents) == 1 else {"traces": documents})
+    if bad := [facts for facts in documents if facts.get("problems")]:
         of = f"{len(bad)} of {plural(len(documents), 'trace')}: " if len(documents) > 1 else ""
-        raise Stop(f"error: {of}{problem}", 2)
+        raise Stop(f"error: {of}{show.one_line(bad[0]['problems'][0])}", 2)
 
 
 def _in_folder(given: str) -> list[Path]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -228,19 +230,11 @@ def keys_of(
 
 
 def build_policies(names: Sequence[str], settings: Iterable[str] | None) -> list[Policy]:
-    """Build the policies by name, one for each combination of settings (`settings_of`)."""
+    """Build the policies by name, one for each combination of settings (`policies_of`)."""
     from kvsim.sweeps.grid import adapted
 
     given, others = keys_of(settings, ("fit", "protect"))
     return adapted(policies_of(names, others), **given)
-
-
-def policies_of(names: Sequence[str], settings: Iterable[str]) -> list[Policy]:
-    """Return the policies by name, one for each combination of their settings."""
-    from kvsim.policies import variants
-
-    of_each = settings_of(names, settings).items()
-    return [each for name, lists in of_each for each in variants(name, lists)]
 
 
 def experiment(
@@ -254,57 +248,58 @@ def experiment(
     return {**options, **given} | ({"policies": policies_of(names, others)} if names else {})
 
 
-def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, list[Value]]]:
-    """Return for each policy its settings, a list of values for each key.
+def policies_of(names: Sequence[str], settings: Iterable[str]) -> list[Policy]:
+    """Return the policies by name, one for each combination of values of their settings.
 
     `snapkv.window=8,16` is of every policy with a part of this name, `adakv+snapkv.window=8` of
     this one, `window=8` of each that has the key; the narrower one wins. Raises PolicyError if no
     policy has the key.
     """
-    from kvsim.policies import parameters, policy
+    from kvsim.policies import parameters, policy, variants
     from kvsim.policies.naming import canonical, parts_of
 
     names = [canonical(name) for name in names]
     keys_of = {name: policy(name).params if ":" in name else parameters(name) for name in names}
     titles = {title.lower() for name in names for title, _ in parts_of(name)}
-    ranked = []
+    taken: dict[str, list[tuple[int, str, list[Value]]]] = {name: [] for name in names}
     for text in settings:
         left, equals, right = text.partition("=")
         pairs = [parse_set(f"{left}{equals}{value}") for value in right.split(",")]
         key, values = pairs[0][0], [value for _, value in pairs]
-        found = [(*taken, name) for name in names for taken in _taken(name, key, keys_of, titles)]
-        if not found:
-            keys = dict.fromkeys(key for of_policy in keys_of.values() for key in of_policy)
-            typed, *listed = (each.replace("scorer__", "scorer.") for each in (key, *keys))
+        places = {name: _place(name, key, keys_of[name], titles) for name in names}
+        if not any(places.values()):
+            keys = dict.fromkeys((key, *chain(*keys_of.values())))
+            typed, *listed = (each.replace("scorer__", "scorer.") for each in keys)
             raise PolicyError(
                 f"--set {typed}: none of {', '.join(names)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
-        ranked += [(rank, name, taken, values) for rank, taken, name in found]
-    out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
-    for _, name, taken, values in sorted(ranked, key=lambda each: each[0]):
-        out[name][taken] = values
-    return out
+        for name, place in places.items():
+            taken[name] += [(*place, values)] if place else []
+    return [
+        each
+        for name, of_name in taken.items()
+        for each in variants(name, {key: x for _, key, x in sorted(of_name, key=itemgetter(0))})
+    ]
 
 
-def _taken(
-    name: str, key: str, keys_of: Mapping[str, Collection[str]], titles: Collection[str]
-) -> Iterator[tuple[int, str]]:
-    """Yield how narrow a key of `--set` is for a policy, and the parameter that it takes for it."""
+def _place(
+    name: str, key: str, keys: Collection[str], titles: Collection[str]
+) -> tuple[int, str] | None:
+    """Return how narrow a key of `--set` is for a policy, and the parameter that it stands for."""
     from kvsim.policies import has_parameter
     from kvsim.policies.naming import parts_of
 
-    def has(bare: str) -> bool:
-        return bare in keys_of[name] or (":" not in name and has_parameter(name, bare))
-
-    if has(key):
-        yield 0, key
-    elif key.lower().startswith(f"{name.lower()}.") and has(bare := key[len(name) + 1 :]):
-        yield 2, bare
-    else:
-        for title, of_part in parts_of(name):
-            base = title.partition("@")[0]
-            for each in {title} if base.lower() in titles else {title, base}:
-                bare = key[len(each) + 1 :]
-                if key.lower().startswith(f"{each.lower()}.") and bare in of_part:
-                    yield 1, of_part[bare]
+    for rank, lead in ((0, ""), (2, f"{name}.")):
+        bare = key[len(lead) :]
+        if key.lower().startswith(lead.lower()) and (
+            bare in keys or (":" not in name and has_parameter(name, bare))
+        ):
+            return rank, bare
+    for title, of_part in parts_of(name):
+        base = title.partition("@")[0]
+        for each in {title} if base.lower() in titles else {title, base}:
+            bare = key[len(each) + 1 :]
+            if key.lower().startswith(f"{each.lower()}.") and bare in of_part:
+                return 1, of_part[bare]
+    return None

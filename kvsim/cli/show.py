@@ -79,11 +79,6 @@ def echo_json(document: object) -> None:
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def document(each: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the JSON document of one trace, or of several."""
-    return each[0] if len(each) == 1 else {"traces": each}
-
-
 def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> None:
     """Print a table without lines; columns from `right` on are numbers, unless `right` is 0.
 
