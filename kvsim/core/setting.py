@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.lazy import Tensor
@@ -122,6 +122,7 @@ class Setting:
         longest: returns, for a number of tokens, the most entries that a head holds before an
             event, if every layer gets the budget.
         windowed: layers whose window or chunks are shorter than the text; they are not replayed.
+        scorer_protection: returns what the scorer protects at a budget, for the allocator.
         events: rows after which events fire, for clairvoyant scorers.
         protected_ends: how many first and how many most recent positions are protected, likewise.
         response: the first row after the prompt, likewise.
@@ -136,6 +137,7 @@ class Setting:
     protected: int = 0
     longest: Callable[[int], int] = int
     windowed: tuple[int, ...] = ()
+    scorer_protection: Any = None
     events: tuple[int, ...] = ()
     protected_ends: tuple[int, int] = (0, 0)
     response: int = 0

@@ -62,8 +62,6 @@ class View:
         #: index of each layer of the block in the trace, int [L]
         self.layers = layers
         self._budget, self._reads_budget = torch.full_like(layers, setting.budget)[:, None], False
-        #: what the scorer protects at a budget, for the allocator
-        self.scorer_protection: Callable[[int], Any]
 
     @property
     def budget(self) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from kvsim.core.budgets import budget_at
 from kvsim.core.entries import Entries
@@ -91,7 +93,6 @@ class Block:
         layers: Sequence[int],
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
-        self._scorer_protection = cache(policy.scorer.protection)
         keys = source.keys
         self.layers = torch.tensor(layers, device=keys.device)
         n, heads = keys.shape[:2]
@@ -102,6 +103,17 @@ class Block:
         self._next = 0  # first position not yet appended
         first = setting.ends[0] - 1
         self.store = Store(policy.storage, source, self.evicted_at, first, self._placed)
+
+    def fire(self, rows: Iterable[int], internals: bool | frozenset[str]) -> Iterator[Plans]:
+        """Fire the events after rows; yields decisions, by position in the text, on request."""
+        at = self.source.positions.cpu().numpy()
+        for row in rows:
+            choice = self.choose(row)
+            for decided in choice.plans(internals) if internals else ():
+                pos = np.where(decided.pos < 0, -1, at[decided.pos])
+                yield replace(decided, row=int(at[row]), pos=pos)
+            self.apply(choice)
+            del choice  # the next event's attention takes its place
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer."""
@@ -144,7 +156,6 @@ class Block:
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
         protected = protected_by(partial(policy.protection, enforced=False), view)
-        view.scorer_protection = self._scorer_protection
         plan = policy.allocator.plan(view, values, protected)
         if not policy.allocator.enforces:
             protected = torch.zeros_like(protected)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ def run(
             if by_row and internals is not True and schedule.interval == 1 and goes_by_rows(block):
                 replay_rows(block, rows)
             else:
-                plans += _fire(block, rows, internals, positions)
+                plans += block.fire(rows, internals)
             result = placed(block.evicted_at.cpu().numpy(), positions, trace.n_pos)
             for layer, of_layer in zip(part.layers, result, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
@@ -158,19 +158,6 @@ def run(
         positions="slot" if restarted else policy.positions,
         internals=tuple(plans),
     )
-
-
-def _fire(
-    block: Block, rows: Sequence[int], internals: bool | frozenset[str], at: NDArray[np.int64]
-) -> Iterator[Plans]:
-    """Fire events after rows, which are at positions `at`; yields decisions on request."""
-    for row in rows:
-        choice = block.choose(row)
-        for decided in choice.plans(internals) if internals else ():
-            pos = np.where(decided.pos < 0, -1, at[decided.pos])
-            yield replace(decided, row=int(at[row]), pos=pos)
-        block.apply(choice)
-        del choice  # the next event's attention takes its place
 
 
 def record_of_run(
@@ -224,6 +211,7 @@ def setting_of(
         longest=partial(schedule.longest, trace.prompt_len, budget, context_len=context_len),
         windowed=trace.windowed,
         events=tuple(schedule.rows(*part.extent)),
+        scorer_protection=cache(policy.scorer.protection),
         protected_ends=(protection.first(last), protection.recent),
         response=part.prompt_len,
         policy=policy.name,

@@ -147,7 +147,7 @@ class AMS(Allocator):
         if self.mode == "strict":
             return Plan(quotas.units, parts.group, columns=columns, notes=notes)
         # what the scorer protects ranks first in its segment, and so uses up the segment's quota
-        first = protected_by(view.scorer_protection, view)
+        first = protected_by(view.setting.scorer_protection, view)
         candidates = select(scores, quotas.units, first, view.live, parts.group)
         notes["quota"] = quotas.units
         notes["segment"] = parts.group

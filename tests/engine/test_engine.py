@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
+from kvsim.core.policy import Allocator, Plan, Policy, Schedule, Scorer, Scores
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.schema import NEVER
@@ -80,67 +80,6 @@ def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
 
 
 @dataclass(frozen=True)
-class Broken(Scorer):
-    """Scores NaN for one entry of one head."""
-
-    columns: ClassVar[dict[str, float]] = {}
-    per_row: ClassVar[bool] = True
-
-    def score(self, view):
-        """NaN for head 1 of the block's second layer."""
-        out = view.pos.double().clone()
-        out[1, 1, 2] = torch.nan
-        return out
-
-    def protection(self, budget):
-        """Nothing."""
-        return Protection()
-
-
-@pytest.mark.parametrize("interval", [1, 4])
-def test_a_nan_score_is_an_error_that_names_policy_row_layer_and_head(interval):
-    """In both ways of replaying."""
-    with pytest.raises(ScoreError, match="broken: NaN score at row 9, layer 1, head 1"):
-        kvsim.replay(make_trace(), Policy("broken", Broken()), budget=7, interval=interval)
-
-
-@dataclass(frozen=True)
-class Odd(Scorer):
-    """Scores as it is told to."""
-
-    kind: str
-
-    columns: ClassVar[dict[str, float]] = {}
-    per_row: ClassVar[bool] = True
-
-    def score(self, view):
-        """Infinite, of half precision, or for some entries only."""
-        score = view.pos.double()
-        if self.kind == "infinite":
-            return score + torch.inf
-        return score.half() if self.kind == "half" else score[..., :3]
-
-    def protection(self, budget):
-        """Nothing."""
-        return Protection()
-
-
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("infinite", "infinite score at row 9, layer 0, head 0"),
-        ("half", r"torch.float16 .*expected torch.float32 or torch.float64 \[2, 2, 10\]"),
-        ("short", r"\[2, 2, 3\]; expected"),
-    ],
-)
-def test_scores_that_cannot_rank_every_entry_are_refused(kind, message, interval):
-    """An infinite score is no protection; scores are float32 or better, one for every entry."""
-    with pytest.raises(ScoreError, match=message):
-        kvsim.replay(make_trace(), Policy("odd", Odd(kind)), budget=7, interval=interval)
-
-
-@dataclass(frozen=True)
 class Mistaken(Scorer):
     """Makes a mistake."""
 
@@ -150,30 +89,37 @@ class Mistaken(Scorer):
     per_row: ClassVar[bool] = True
 
     def score(self, view):
-        """Read the future or another column, or return another column or one of another shape."""
-        score = view.pos.double()
+        """Read or return what is not allowed, or scores that cannot rank every entry."""
+        score = view.pos.double().clone()
         if self.kind == "future":
             view.queries(range(view.row + 2))
         if self.kind == "column":
             score = score + view["old"]
+        if self.kind == "nan":
+            score[1, 1, 2] = torch.nan
+        wrong = {"infinite": score + torch.inf, "half": score.half(), "short": score[..., :3]}
         columns = {"new": {"old": score}, "shape": {"age": score[..., :3]}, "none": {"age": None}}
-        return Scores(score, columns.get(self.kind, {}))
+        return Scores(wrong.get(self.kind, score), columns.get(self.kind, {}))
 
 
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "error", "message"),
     [
-        ("future", "^mine: reads row 10 at the event after row 9; a score may use rows up to"),
-        ("column", "^mine: reads a column 'old' that it does not declare; it declares age; add"),
-        ("new", "^mine: returns a column 'old'"),
-        ("shape", r"^mine: returns a column 'age' \[2, 2, 3\] at row 9"),
-        ("none", r"^mine: returns a column 'age' \[\] at row 9"),
+        ("future", PolicyError, "reads row 10 at the event after row 9; a score may use rows up"),
+        ("column", PolicyError, "reads a column 'old' that it does not declare; it declares age;"),
+        ("new", PolicyError, "returns a column 'old'"),
+        ("shape", PolicyError, r"returns a column 'age' \[2, 2, 3\] at row 9"),
+        ("none", PolicyError, r"returns a column 'age' \[\] at row 9"),
+        ("nan", ScoreError, "NaN score at row 9, layer 1, head 1"),
+        ("infinite", ScoreError, "infinite score at row 9, layer 0, head 0"),
+        ("half", ScoreError, r"scores at row 9 are torch.float16 .*float64 \[2, 2, 10\]"),
+        ("short", ScoreError, r"scores at row 9 are .*\[2, 2, 3\]; expected"),
     ],
 )
-def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval):
+def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, error, message, interval):
     """One line that begins with the policy, in both ways of replaying."""
-    with pytest.raises(PolicyError, match=message) as caught:
+    with pytest.raises(error, match=f"^mine: {message}") as caught:
         kvsim.replay(make_trace(), Policy("mine", Mistaken(kind)), budget=7, interval=interval)
 
     assert "\n" not in str(caught.value)
