@@ -51,7 +51,7 @@ class _Layer:
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
         self.formula, self.ropes = call.formula, ropes
-        self.latent = call.up is not None
+        self.facts = call.facts
         self.origin: list[Tensor] = []
         self.factors: list[float] = []
         self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
@@ -186,7 +186,6 @@ class BlockRecorder:
         layers = [self.layers[number] for number in self.layer_ids]
         errors = [layer.error for layer in layers]  # the largest of a head and block
         check = {"max_relative_error": errors, "tolerance": self.allowed}
-        latent = {"latent": layers[0].shape[3]} if layers[0].latent else {}
         owners = tuple(self.layer_ids.index(layer.owner) for layer in layers)
         return replace(
             header,
@@ -194,7 +193,7 @@ class BlockRecorder:
             ropes=tuple(layer.ropes[0] for layer in layers),
             owners=owners if owners != tuple(range(len(layers))) else (),
             sizes=self.sizes,
-            meta={**header.meta, "capture_check": check, **latent},
+            meta={**header.meta, "capture_check": check, **layers[0].facts},
         )
 
     def _first(self, call: KernelCall) -> _Layer:
@@ -235,14 +234,12 @@ class BlockRecorder:
         end, dtype = call.k.shape[1], compute_dtype(call.q.dtype)
         if rope == UNKNOWN:
             return
-        if call.up is not None and call.k.shape == call.v.shape:  # latents, which are not rotated
+        if not call.rotated:
             layer.ropes = [NO_ROPE]
             return
         size = call.hidden.shape[1]
         same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(call.hidden)
-        # a latent, which no position rotates, is longer than what one does
-        part = slice(None if call.up is None else -call.v.shape[2])
-        q, keys = (x[..., part] for x in call.again(same.expand(end - start, -1)))
+        q, keys = (x[..., : call.rotated] for x in call.again(same.expand(end - start, -1)))
         layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
         query, key = layer.origin
         # keys of another layer do not depend on the input

@@ -20,7 +20,6 @@ from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.counting import ModelSize
 from kvsim.recorder.head import LOGITS
 from kvsim.recorder.hooks import REPEATED, KernelCall
-from kvsim.recorder.latent import absorbed_size
 from kvsim.recorder.loading import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name, kernel_sizes
 from kvsim.recorder.options import Options
@@ -28,6 +27,7 @@ from kvsim.recorder.prompts import Prompt, naming
 from kvsim.recorder.sensitivity import LOGITS as SENSITIVITY
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
+from kvsim.recorder.sizes import layer_size
 from kvsim.recorder.steps import Projections, Stream
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, by_array, resident_bytes
@@ -79,7 +79,7 @@ def outline(session: Session) -> KernelCall:
     """Return a kernel call of a capture's first layer, of two rows without numbers."""
     model, layer = session.model, session.layer_ids[0]
     plain = kernel_sizes(model)[layer]
-    qheads, heads, dim, value_dim = absorbed_size(attention_modules(model)[layer], plain)
+    qheads, heads, dim, value_dim = layer_size(model, layer)
     hidden, dtype = model.config.get_text_config().hidden_size, model.dtype
 
     def rows(heads: int, dim: int, dtype: torch.dtype = dtype) -> Tensor:

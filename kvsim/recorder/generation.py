@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -61,49 +60,46 @@ def generate(
     one. begun: a cache, and how many rows at the beginning of the prompt have run over it.
     """
     out = Generated([*ids], [], [], [])
-    tokens, turns = out.tokens, deque(later)
-    start, most = len(tokens), len(tokens) + new_tokens
-    total = most + sum(len(question) + n for question, n in later)
+    tokens = out.tokens
+    total = len(tokens) + new_tokens + sum(len(question) + n for question, n in later)
     generator = torch.Generator().manual_seed(choice.seed)
-    choose = choice.begin(start, new_tokens, generator)
     cache, ran = begun or (full_cache(model), 0)
-    inputs = tokens[ran:]
 
-    def forward(*, last: bool) -> Tensor:
+    def forward(*, last: bool = False) -> Tensor:
         """Run the new tokens; return the logits [V] of the last one."""
-        logits, first = Tensor(), len(tokens) - len(inputs)
-        rows = step if first > ran else chunk
-        for end, of_chunk in run_chunks(model, cache, inputs, first, 1, rows):
+        nonlocal ran
+        logits, rows = Tensor(), chunk if ran < len(ids) else step
+        for end, of_chunk in run_chunks(model, cache, tokens[ran:], ran, 1, rows):
             progress(total if last and end == len(tokens) else end, total)
             logits = of_chunk
+        ran = len(tokens)
         return logits[-1]
 
     with torch.no_grad(), evaluating(model):
-        while True:
-            ended: Ended | None = None
-            if len(tokens) > start and tokens[-1] in stop:
-                ended = "eos"
-            elif completed(tokens, start):
-                ended = "stop"
-            if ended or len(tokens) == most:
-                out.ended.append(ended)
-                if not turns:
-                    before_last(len(tokens))
-                    forward(last=True)
-                    return out
-                question, count = turns.popleft()
-                question = following(question, tokens[-1], stop)
-                out.questions.append((len(tokens), len(tokens) + len(question)))
-                tokens += question
-                inputs += question
-                start, most = len(tokens), len(tokens) + count
-                choose = choice.begin(start, count, generator)
-            logits = forward(last=False)
-            inputs = [choose(logits, tokens)]
-            tokens += inputs
-            if not later:
-                target = torch.tensor([inputs], device=logits.device)
-                out.scores.extend(log_likelihoods(logits[None], target))
+        for question, count in [((), new_tokens), *later]:
+            if question:
+                begin = len(tokens)
+                tokens += following(question, tokens[-1], stop)
+                out.questions.append((begin, len(tokens)))
+            start = len(tokens)
+            choose = choice.begin(start, count, generator)
+            while True:
+                ended: Ended | None = None
+                if len(tokens) > start and tokens[-1] in stop:
+                    ended = "eos"
+                elif completed(tokens, start):
+                    ended = "stop"
+                if ended or len(tokens) == start + count:
+                    break
+                logits = forward()
+                tokens.append(choose(logits, tokens))
+                if not later:
+                    target = torch.tensor([tokens[-1:]], device=logits.device)
+                    out.scores.extend(log_likelihoods(logits[None], target))
+            out.ended.append(ended)
+        before_last(len(tokens))
+        forward(last=True)
+    return out
 
 
 def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:

@@ -92,11 +92,21 @@ class KernelCall:
         return self.k.shape[1] - self.q.shape[1]
 
     @property
+    def rotated(self) -> int:
+        """The first dimensions of queries and keys, which positions may rotate: no latent is."""
+        return self.k.shape[2] - (0 if self.up is None else self.v.shape[2])
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What the header of a trace says of entries."""
+        return {} if self.up is None else {"latent": self.v.shape[2]}
+
+    @property
     def cached(self) -> tuple[Tensor, Tensor]:
         """Entries as the model adds them to its cache: latent and rotated part, or keys, values."""
         if self.up is None:
             return self.k, self.v
-        return self.v, self.k[..., : -self.v.shape[2]]
+        return self.v, self.k[..., : self.rotated]
 
 
 class _Interceptor:

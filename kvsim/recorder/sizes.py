@@ -19,6 +19,11 @@ def size_of(call: KernelCall) -> Size:
     return call.q.shape[0], call.k.shape[0], call.k.shape[2], call.v.shape[2]
 
 
+def layer_size(model: PreTrainedModel, layer: int) -> Size:
+    """Return the size of the kernel calls of a layer."""
+    return absorbed_size(attention_modules(model)[layer], kernel_sizes(model)[layer])
+
+
 def layer_sizes(
     model: PreTrainedModel, layers: Collection[int], *whole: object
 ) -> tuple[Size, ...]:
@@ -27,8 +32,7 @@ def layer_sizes(
     whole: rows that repeat the context and rows left out, as far as they are wanted; what is stored
     of them has one shape for all layers, so that CaptureError is raised where these differ.
     """
-    modules, sizes = attention_modules(model), kernel_sizes(model)
-    found = [absorbed_size(modules[layer], sizes[layer]) for layer in sorted(layers)]
+    found = [layer_size(model, layer) for layer in sorted(layers)]
     if len({*found}) == 1:
         return ()
     if any(whole):

@@ -121,9 +121,9 @@ class Projections(Step):
     ignored, and so is a layer without a projection of a usual name, or with one that is no plain
     matrix (CaptureError).
 
-    blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, but of latent
-    attention products with the projection from the latent to values. gated: whether something acts
-    on the output of a kernel before its projection.
+    blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, or products
+    with `KernelCall.up`. gated: whether something acts on the output of a kernel before its
+    projection.
     """
 
     option, arrays = "o_proj", ("o_proj", "gate")
@@ -189,8 +189,8 @@ class Projections(Step):
     def _gate(self, call: KernelCall) -> Tensor | None:
         """Return what the projection gets where the kernel returns 1, like `call.out`.
 
-        None in a model without gates, and of latents. The check of the projection finds a norm, and
-        a gate of those.
+        None in a model without gates, and where there is a `KernelCall.up`; the check of the
+        projection finds a gate of these, and a norm.
         """
         if not self.gated or call.up is not None:
             return None

@@ -4,13 +4,11 @@ import functools
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import linear
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvsim
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option
 from kvsim.recorder.modules import attention_modules
 from tests.hybrids import HYBRIDS, hybrid, newer
 
@@ -97,51 +95,6 @@ def test_attention_of_hybrids_follows_from_configuration_and_weights(name):
         for array, expected in made.items():
             actual = trace.read(array, slice(place, place + 1))[0].double()
             torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * expected.abs().max())
-
-
-@newer
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_trace_has_what_the_cache_of_the_model_holds(name):
-    """Keys and values are those in a cache that the model fills, also behind the prompt."""
-    model, trace = recorded(name)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(trace.tokens[None], use_cache=True, **cache_option(model, cache))
-
-    for place, number in enumerate(trace.layer_ids):
-        for array, part in {
-            "k": cache.layers[number].keys,
-            "v": cache.layers[number].values,
-        }.items():
-            actual = trace.read(array, slice(place, place + 1))
-            torch.testing.assert_close(actual, part, rtol=0, atol=2e-5 * float(part.abs().max()))
-
-
-@pytest.mark.parametrize("prefix", ["Bart", "MBart", "Marian", "Pegasus", "Blenderbot", "OPT"])
-def test_cross_attention_that_is_never_called_is_no_attention(prefix):
-    """Decoders of translation models record by themselves."""
-    config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=64,
-        d_model=48,
-        hidden_size=48,
-        decoder_layers=2,
-        encoder_layers=1,
-        num_hidden_layers=2,
-        decoder_attention_heads=4,
-        num_attention_heads=4,
-        decoder_ffn_dim=64,
-        ffn_dim=64,
-        pad_token_id=0,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=63,
-        word_embed_proj_dim=48,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-
-    assert kvsim.capture(model, None, ids(20), max_new_tokens=4).layer_ids == (0, 1)
 
 
 def test_layers_that_hold_keys_without_the_kernel_are_refused():
