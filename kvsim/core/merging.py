@@ -10,13 +10,13 @@ stay, e that leave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
-from kvsim.core.storing import Codec, Stored, advance, round_marked
+from kvsim.core.storing import Codec, advance, round_marked
 from kvsim.schema import NEVER
 
 if TYPE_CHECKING:
@@ -127,15 +127,6 @@ def unknown(keys: Tensor) -> Tensor:
 def events(evicted_at: Tensor) -> list[int]:
     """The rows after which an entry leaves, ascending."""
     return [row for row in evicted_at.unique().tolist() if row != NEVER]
-
-
-def merged(
-    merger: Merger, gone: Tensor, exact: Sequence[Tensor]
-) -> tuple[list[Stored], Iterator[tuple[int, Tensor]]]:
-    """Keys and values of a layer, and `folds`, which overwrites them event by event."""
-    always = torch.full_like(gone, -1)
-    stored = [Stored(numbers, numbers.clone(), always) for numbers in exact]
-    return stored, folds(merger, stored[0].rounded, stored[1].rounded, gone)
 
 
 class Store:

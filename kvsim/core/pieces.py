@@ -60,6 +60,19 @@ _FORMER = {
         "ordinal": "`ordinal` in its entry",
         "yields": "the label of its scorer",
     },
+    "Propagation": {
+        "counts": "forecast",
+        "restarts": 'caches = "again"',
+        "alone": 'caches = "all"',
+        **dict.fromkeys(("bounded", "exact"), "effect"),
+        "window_rows": "reads = Inputs(rows=...)",
+    },
+    "Reader": {
+        "fitted": "at",
+        "bounded": 'effect = "none"',
+        "weighted": "weights",
+        **dict.fromkeys(("count", "vote"), "chosen"),
+    },
 }
 
 
@@ -100,7 +113,7 @@ class Inputs:
 class Run(NamedTuple):
     """What a check knows of a run; for a reader, `trace.prompt_len` is where it begins to read.
 
-    trace: None where sizes alone are known, so that only propagations are checked.
+    trace: None where sizes alone are known, so that only what drops rows is checked.
     """
 
     n_layers: int

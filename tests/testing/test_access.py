@@ -10,11 +10,10 @@ import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import fidelity
-from kvsim.core import storing
 from kvsim.core.merging import Merger, Shares
 from kvsim.core.reading import Reader, best
 from kvsim.core.record import record_document
-from kvsim.core.storing import Clock, Codec, Spec
+from kvsim.core.storing import Codec, Spec
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
@@ -273,13 +272,6 @@ def test_a_codec_of_the_users_own_is_measured_before_it_is_stored(record, tmp_pa
     assert record_document(stored)["codec"]["name"] == Halves().label
     with pytest.raises(PolicyError, match="measure it where it was replayed"):
         output_error(CASE.trace(), [stored])
-
-
-def test_entries_leave_the_window_by_its_clock():
-    """Four at a time, once three stay: after the row that completes them."""
-    gone = torch.full((1, 1, 16), storing.NEVER, dtype=torch.int32)
-    after = storing.stored_after(gone, Clock(exact=3, step=4), 1)[0, 0]
-    assert after[:12].tolist() == [6] * 4 + [10] * 4 + [14] * 4
 
 
 def test_values_behind_a_reader_or_a_codec_are_open_loop():

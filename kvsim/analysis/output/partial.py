@@ -16,7 +16,7 @@ from itertools import pairwise
 from kvsim.analysis.output.changed import first_moved, first_row, log_weights
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.merging import Merger, events, merged
+from kvsim.core.merging import Merger, events, folds
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
 from kvsim.core.storing import Stored, rounded
@@ -39,12 +39,13 @@ def partial(
 
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """
-    exact, folds = (layer.k, layer.v), iter(list[tuple[int, Tensor]]())
+    exact, changes = (layer.k, layer.v), set[int]()
     stored = [Stored.as_recorded(x) for x in exact]
     storage, last = stored_piece(record.storage), first_row(record, trace) - 1
-    changes: set[int] = set()
     if isinstance(storage, Merger):
-        stored, folds = merged(storage, gone, exact)
+        always = torch.full_like(gone, -1)
+        stored = [Stored(x, x.clone(), always) for x in exact]
+        folding = folds(storage, stored[0].rounded, stored[1].rounded, gone)
         changes = {row + 1 for row in events(gone) if row + 1 < end}
     elif storage is not None:
         stored = rounded(storage, trace, record.layers[index], gone, last, exact)
@@ -53,7 +54,7 @@ def partial(
     for start, stop in pairwise(sorted(cuts | changes)):
         rows = slice(start, stop)
         if start in changes:
-            next(folds)
+            next(folding)
         if record.reads is None or start < record.reads.first:
             read = visible(gone, rows)
         else:
