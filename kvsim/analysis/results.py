@@ -89,8 +89,7 @@ def model_labels(models: Mapping[str, str]) -> dict[str, str | None]:
 
 def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
     """Return a Table with `model_labels` in its column `model` where several have one name."""
-    names = model_labels(models).items()
-    labels = {trace: x for trace, x in names if x and not models[trace].startswith(f"{x}@")}
+    labels = {trace: label for trace, label in model_labels(models).items() if label}
     model = pl.col("trace").replace_strict(labels, default=pl.col("model"), return_dtype=pl.String)
     return table.with_columns(model=model)
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _HOME = {"NEEDED": "records", "save": "style"}
 
-__all__ = [*FIGURES, *_HOME]  # noqa: PLE0604 - the names of the registry, once
-
 
 def __getattr__(name: str) -> Any:
     """Import a figure on first use."""
-    if name not in __all__:
+    if name == "__all__":
+        return [*FIGURES, *_HOME]
+    if name not in FIGURES and name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module(f"{__name__}.style").draw_in_notebooks()
     home = f"{__name__}.{_HOME[name]}" if name in _HOME else FIGURES[name].module
@@ -40,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *FIGURES, *_HOME})

@@ -20,6 +20,7 @@ from kvsim.analysis.kept.retention import last_event
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
+from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -27,7 +28,6 @@ from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
     caption,
-    drawn_records,
     legend_of,
     name_axes,
     short_text,
@@ -86,7 +86,7 @@ def bursts(
     records: a strip each; policies, budgets or both. The event is the earliest of the records' last
     events in the layer, so that all policies have evicted by then.
     """
-    trace, records = as_trace(trace).part(), drawn_records(records)
+    trace, records = as_trace(trace).part(), listed(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     row, strips = strips_after(trace, records, layer=layer, head=head)
     first, last = _stretch(strips)

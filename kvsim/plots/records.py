@@ -19,6 +19,7 @@ from kvsim.analysis.kept.states import has_reads, read_entries
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
+from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
@@ -30,7 +31,6 @@ from kvsim.plots.style import (
     MISSED,
     UNREAD,
     caption,
-    drawn_records,
     legend_of,
     name_axes,
     short_text,
@@ -60,7 +60,7 @@ def retention_map(
     The number is the mean retained mass of rows after the prompt. A
     bar marks the needle of the prompt, if it has one.
     """
-    trace, records = as_trace(trace).part(), drawn_records(records)
+    trace, records = as_trace(trace).part(), listed(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)

@@ -7,8 +7,9 @@ name, the first line of its docstring and its arguments are read from the text o
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -29,8 +30,10 @@ REPLAYS: Final[dict[str, Literal["sweep", "plans", "once"]]] = {
     "evictions": "once",
 }
 #: Keywords that the command line can set, each with its option.
-OPTIONS: Final = {"metrics": "metric", "layer": "layer", "layers": "layer", "head": "head"}
-OPTIONS["by"] = "by"
+OPTIONS: Final = {name: name for name in ("layer", "head", "by")} | {
+    "layers": "layer",
+    "metrics": "metric",
+}
 
 
 def figure(
@@ -139,9 +142,23 @@ class _Figures(Registry[Figure]):
         return declared_in(point.module, Path(str(spec and spec.origin)))[point.attr]
 
 
-_OWN = {
-    name: each
-    for file in sorted(Path(__file__).parent.glob("*.py"))
-    for name, each in declared_in(f"{__package__}.{file.stem}", file).items()
-}
-FIGURES: Final = _Figures("figure", "kvsim.figures", (Figure,), _OWN)
+class _Folder(Mapping[str, Figure]):
+    """The figures of this folder, which are read when one is looked up."""
+
+    @cached_property
+    def _figures(self) -> dict[str, Figure]:
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        each = (declared_in(f"{__package__}.{file.stem}", file) for file in files)
+        return {name: figure for figures in each for name, figure in figures.items()}
+
+    def __getitem__(self, name: str) -> Figure:
+        return self._figures[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._figures)
+
+    def __len__(self) -> int:
+        return len(self._figures)
+
+
+FIGURES: Final = _Figures("figure", "kvsim.figures", (Figure,), _Folder())

@@ -34,8 +34,6 @@ from matplotlib.ticker import (
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval, averages
-from kvsim.core.arguments import listed
-from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.schema import size_in_bytes
@@ -75,14 +73,6 @@ def save(figure: Figure, path: str | Path, *, overwrite: bool = False) -> Path:
     check_output(target, overwrite=overwrite, advice="give another path, or overwrite=True")
     write_file(target, picture(figure, form), overwrite=overwrite)
     return target
-
-
-def drawn_records(given: Record | Sequence[Record]) -> list[Record]:
-    """Return one record or several as a list; raise PolicyError where there is none to draw."""
-    records = listed(given)
-    if not records:
-        raise PolicyError("no records were given, so there is nothing to draw; give one or more")
-    return records
 
 
 def picture(figure: Figure, form: str) -> bytes:

@@ -36,7 +36,6 @@ from kvsim.plots.style import (
     bare_series,
     caption,
     counted,
-    drawn_records,
     finish,
     log_if_crowded,
     log_ticks,
@@ -226,7 +225,7 @@ def middle_coverage(
     layer, head: all by default.
     """
     traces = as_traces(traces)
-    records = drawn_records(records)
+    records = listed(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
         every = (kept_coverage(of_layer) for of_layer in gone)
@@ -313,7 +312,7 @@ def position_density(
     layer, head: all by default.
     """
     traces = as_traces(traces)
-    records = drawn_records(records)
+    records = listed(records)
 
     def density(gone: list[_Ints]) -> Floats | None:
         layers = filter(None, map(retained_positions, gone))

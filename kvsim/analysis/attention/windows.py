@@ -147,11 +147,9 @@ def window_overlap(
     width = default_window(trace.n_pos) if window is None else window
     domain = trace.n_pos - 4 * width
     if width < 1 or domain < 1 or layer in trace.windowed:
-        local = trace.formulas[layer].local or "no window"
         raise TraceError(
-            f"{trace.name}: four windows of {width} rows leave {max(0, domain)} keys before them, "
-            f"and layer {layer} has {local}; expected keys that all four see: give a smaller "
-            "window, a longer trace, or a layer that sees the whole text"
+            f"{trace.name}, layer {layer}: expected keys that four windows of {width} rows see; "
+            "give a smaller window, a longer trace, or a layer that sees the whole text"
         )
     blocks = row_blocks(domain, trace.n_pos, width)
     scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]

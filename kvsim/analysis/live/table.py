@@ -16,7 +16,6 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import RowArrays, blocks_of, table_of
-from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -47,13 +46,9 @@ def measure_live(
             elif entry.kind == "sets":
                 blocks += blocks_of(subject, name, entry, events=events)
             elif output is not None and (name != "layer_error" or output.added is not None):
-                measured = replace(subject, output=partial(_same, output))
+                measured = replace(subject, output=partial(getattr, forced, "output"))
                 blocks += blocks_of(measured, name, entry, events=events)
     return table_of(blocks)
-
-
-def _same(output: OutputDeviation) -> OutputDeviation:
-    return output
 
 
 def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
