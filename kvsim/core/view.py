@@ -146,7 +146,7 @@ class View:
         return self._source.formula
 
     def array(self, name: str) -> Tensor:
-        """Return an array that the scorer's `needs` names, as `Source.array` has it."""
+        """Return an array that the scorer's `reads.arrays` names, as `Source.array` has it."""
         return self._source.array(name)
 
     @property
@@ -250,8 +250,8 @@ class View:
         if stop > self.row + 1 and not self.setting.clairvoyant:
             raise PolicyError(
                 f"{self.setting.policy}: reads row {stop - 1} at the event after row {self.row}; a "
-                "score may use rows up to the event, and only one that declares itself "
-                f"`clairvoyant` later ones, see {GUIDE}"
+                "score may use rows up to the event, and only one with `reads = "
+                f"Inputs(future=True)` later ones, see {GUIDE}"
             )
 
     def logits(self, last: int) -> Tensor:

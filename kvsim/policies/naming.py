@@ -93,13 +93,8 @@ def _default(name: str) -> Policy | None:
 
 def _built(name: str, params: dict[str, Any]) -> Policy:
     protect = params.pop("protect", Protection())
-    if isinstance(protect, Mapping):
-        with suppress(TypeError):
-            protect = Protection(**protect)
-    if not isinstance(protect, Protection):
-        raise PolicyError(
-            f"{name}: protect is {protect!r}; expected Protection(sink=..., recent=..., prompt=...)"
-        )
+    with suppress(TypeError):  # said below, as of anything else
+        protect = Protection(**protect) if isinstance(protect, Mapping) else protect
     chain, behind = _parse(name)
     *outer, innermost = chain
     routed = _route(name, chain + behind, params)
@@ -129,7 +124,8 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
         piece = entry.piece(**{**entry.params, **quarter, **level})
         built = replace(built, **{"reader" if entry.kind == "reader" else "storage": piece})
     title = built.name if innermost.own and not outer and not behind else name
-    built = replace(built, name=title, protect=built.protect | protect)
+    named = replace(built, name=title, protect=protect)
+    built = replace(named, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)
     return replace(built, lengths=lengths, scaled=scaled)
 

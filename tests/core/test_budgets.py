@@ -137,10 +137,10 @@ def test_a_grown_budget_is_the_same_live_and_in_a_sweep():
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("50so-far", "expected a share such as 50%so-far"),
+        ("50so-far", r"expected entries \(128\), a share \(25%, 25%so-far\)"),
         ("0%so-far", "expected a share above 0%"),
-        ("64MB@int3", "expected bytes such as 64MiB, or 64MiB@DTYPE with one of float32"),
-        ("64QB", "expected bytes such as 64MiB"),
+        ("64MB@int3", r"or bytes \(64MiB, 64MiB@float32"),
+        ("64QB", "or bytes"),
         ("10B", "an entry of each head takes 64 bytes in 2 layers; expected at least as many"),
         ("many", r"expected entries \(128\), a share \(25%, 25%so-far\) or bytes"),
     ],

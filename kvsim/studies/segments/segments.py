@@ -4,7 +4,7 @@ After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3; docs/metrics.md def
 Two kinds, which are never compared: "ams", the segments that the policy noted at an event, and
 "proxy_run", maximal runs of consecutive positions that are still there after it.
 
-An allocator is measured if `Allocator.notes` names what its plans note: `segment_length` [L, H, S],
+An allocator is measured if its plans note `segment_length` [L, H, S],
 entries of the segments that follow each other in the live ones, 0 for none; `quota_by_mass`,
 `quota_minimum` (shares of the budget), `infeasible` and `suffix_mass` [L, H].
 """
