@@ -25,6 +25,11 @@ def budget_at(policy: Policy, tokens: int, budget: int) -> int:
     return budget if policy.so_far is None else max(1, int(tokens * policy.so_far + 1e-9))
 
 
+def sharing(trace: Trace) -> int:
+    """Layers with entries of their own that see the whole text and share a budget; at least 1."""
+    return max(1, len({*trace.owners} - {*trace.windowed}))
+
+
 def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, int]:
     """Return the entries per KV head of a budget on a trace, and the policy under that budget.
 
@@ -49,7 +54,7 @@ def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, i
     if not re.fullmatch(r".*[bB](@\w+)?", text) or count is None or number is None:
         return policy, resolve_budget(budget, trace.n_pos, EXPECTED)
     trace = trace.part()
-    layers = max(1, len({*trace.owners} - {*trace.windowed}))
+    layers = sharing(trace)
     heads = trace.n_qheads if policy.per_query_head else trace.n_heads
     entry = layers * heads * trace.entry_size * number
     if count < entry:

@@ -120,11 +120,6 @@ class Header:
         return tuple(self.meta.get("response_logprobs", ()))
 
     @property
-    def mean_logprobs(self) -> tuple[float, ...]:
-        """Mean log-likelihood over the vocabulary at each token of the response; else none."""
-        return tuple(self.meta.get("mean_logprobs", ()))
-
-    @property
     def layer_sensitivity(self) -> tuple[float, ...]:
         """For each layer the KL in nats that its error causes over that error squared; else none.
 
@@ -177,20 +172,15 @@ class Header:
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         heads, value_dim = shapes["v"][1::2]
         largest, meta = (n_qheads, heads, dim, value_dim), self.meta
-        fits = not self.sizes or _are_sizes(self.sizes, n_layers, largest)
-        yield (
-            "sizes",
-            self.sizes,
-            fits,
-            f"(heads, KV heads, dim, value_dim) each, at most {largest}",
-        )
+        sizes, says = self.sizes, f"(heads, KV heads, dim, value_dim) each, at most {largest}"
+        yield "sizes", sizes, not sizes or _are_sizes(sizes, n_layers, largest), says
         end = self.prompt_len
         yield "prompt_len", end, 1 <= end <= n_pos, f"1 to {n_pos}, the number of tokens"
         context = end if self.context_len is None else self.context_len
         yield "context_len", context, 1 <= context <= end, f"1 to {end}, as the prompt has"
         ends = [end, *chain(*self.questions), *[n_pos] * bool(self.questions)]
-        fits = all(len(each) == 2 for each in self.questions)
-        fits = fits and all(type(b) is int and a < b for a, b in pairwise(ends))
+        fits = {2} >= {*map(len, self.questions)} and {int} >= {*map(type, ends)}
+        fits = fits and all(a < b for a, b in pairwise(ends))
         yield "questions", self.questions, fits, f"[start, stop] of each between {end} and {n_pos}"
         sums, left_out = [name for name in SUMS if name in shapes], self.left_out
         if left_out is None:
@@ -199,7 +189,7 @@ class Header:
             start, stop = left_out
             fits = start % CHUNK == stop % CHUNK == 0 and 0 < start < stop < context
             yield "left_out", left_out, fits, f"whole blocks of {CHUNK} rows from {CHUNK} on"
-            fits = {"attn_out", "lse"} <= shapes.keys() and shapes.get("received", ())[2:] == (
+            fits = {"attn_out", "lse", "received"} <= {*shapes} and shapes["received"][2:] == (
                 stop,
             )
             yield "left_out", left_out, fits, "outputs, log-sum-exp, and attention received"
@@ -234,16 +224,19 @@ class Header:
             fits = owner == layer or (own and not self.formulas[layer].sinks)
             yield "owners", owners, fits, "earlier layers with entries of their own and one formula"
         latent = meta.get("latent")
-        for rope, (formula, (n_qheads, heads, dim, value_dim)) in zip(
-            self.ropes, alike, strict=True
-        ):
+        for rope, (formula, size) in zip(self.ropes, alike, strict=True):
+            n_qheads, heads, dim, value_dim = size
             own = (latent, heads, value_dim) == (value_dim, 1, min(value_dim, dim))
-            fits = latent is None or own
-            yield "latent", latent, fits, f"{value_dim}, of a single KV head with keys as long"
-            width = rope.rotary_dim or 0
-            yield "rotary_dim of rope", width, width <= dim, f"at most the {dim} of a head"
-            n_sinks = len(formula.sinks)
-            yield "number of sinks", n_sinks, n_sinks in (0, n_qheads), f"{n_qheads}, or none"
+            yield (
+                "latent",
+                latent,
+                latent is None or own,
+                f"{value_dim}, of a single KV head with keys as long",
+            )
+            n = rope.rotary_dim or 0
+            yield "rotary_dim of rope", n, n <= dim, f"at most the {dim} of a head"
+            n = len(formula.sinks)
+            yield "number of sinks", n, n in (0, n_qheads), f"{n_qheads}, or none"
 
 
 def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
@@ -259,12 +252,12 @@ def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
 
 def _are_spans(spans: Any, prompt_len: int) -> bool:
     """Whether these are lists of pairs of positions of the prompt by name."""
-    return isinstance(spans, dict) and all(
-        isinstance(each, list | tuple)
-        and all(isinstance(span, list | tuple) for span in each)
-        and all([*map(type, span)] == [int, int] for span in each)
-        and all(0 <= start < stop <= prompt_len for start, stop in each)
-        for each in spans.values()
+    several = spans.values() if isinstance(spans, dict) else [[None]]
+    return all(isinstance(each, list | tuple) for each in several) and all(
+        isinstance(span, list | tuple)
+        and [*map(type, span)] == [int, int]
+        and 0 <= span[0] < span[1] <= prompt_len
+        for span in chain(*several)
     )
 
 

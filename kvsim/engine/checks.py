@@ -6,14 +6,14 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from kvsim.core.budgets import budget_at
+from kvsim.core.budgets import budget_at, sharing
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import BOUNDED, Run
 from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
-from kvsim.engine.layers import layers_per_block, sharing
+from kvsim.engine.layers import layers_per_block
 from kvsim.engine.source import ended, windows
 from kvsim.errors import BudgetError, NeedsError, PolicyError
 from kvsim.policies.fit import remark_of

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from kvsim.core.budgets import sharing
 from kvsim.core.lazy import torch
 from kvsim.core.parameters import integer
 from kvsim.core.parts import of_rows
@@ -43,11 +44,6 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
     for number in known:
         check_unwindowed(trace, number)
     return known
-
-
-def sharing(trace: Trace) -> int:
-    """Layers with entries of their own that see the whole text and share a budget; at least 1."""
-    return max(1, len({*trace.owners} - {*trace.windowed}))
 
 
 def apart(policy: Policy) -> bool:

@@ -133,7 +133,7 @@ class RecordedCheck:
             mean[rows] = logits.log_softmax(-1).clamp(min=-1000).mean(-1)
         size = most.maximum(-least)
         if trace.header.response_logprobs:
-            means = torch.tensor(trace.header.mean_logprobs, device=own.device)
+            means = torch.tensor(trace.meta.get("mean_logprobs", ()), device=own.device)
             expected = torch.tensor(trace.header.response_logprobs, device=own.device)
             gap = (own - total - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)

@@ -137,9 +137,7 @@ class _Check:
         with self._noting():
             if stored.projections is not None:
                 stored.projections.check(layer)
-        if not {"q", "k", "v"} <= arrays.keys():
-            return
-        if self.deep:
+        if self.deep and {"q", "k", "v"} <= arrays.keys():
             self._recompute(layer, arrays)
 
     def _recompute(self, layer: int, arrays: dict[str, torch.Tensor]) -> None:
@@ -178,15 +176,14 @@ class _Check:
             self._judge("lse", layer, float(largest["lse"]), of_layer)
 
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        digest, axes = ContentDigest(), AXES[name]
+        digest, axes = ContentDigest(), [axis for axis in AXES[name] if axis != "layer"]
         if "pos" in axes:
-            axis = axes.index("pos") - ("layer" in axes)
-            digest.update_all(name, layer, as_array(values), axis)
+            digest.update_all(name, layer, as_array(values), axes.index("pos"))
         else:
             digest.update(name, layer, as_array(values))
         recorded = self.stored.attributes["checksums"].get(name, [])[layer : layer + 1]
         if recorded != digest.checksums()[name]:
-            place = f" in layer {layer}" if "layer" in axes else ""
+            place = f" in layer {layer}" if "layer" in AXES[name] else ""
             self.problems.append(
                 f"{self.stored.where}: the checksum of {name}{place} is not the recorded one; the "
                 "array was changed after recording"
