@@ -17,7 +17,7 @@ an effect size and no test, since a test rejects any model at thousands of sampl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -175,10 +175,10 @@ def expected_and_observed(
     where there are no two samples behind the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
-    if not sink + 2 <= cut < trace.n_pos:
+    if not sink + 2 <= cut < trace.n_pos or trace.windowed:
         raise PolicyError(
             f"{trace.name}: attention after row {cut} of {trace.n_pos} cannot be compared; "
-            f"expected at least {sink + 2} rows before it, and rows after it"
+            f"expected {sink + 2} rows before it, rows after it, and no sliding windows"
         )
     layers = []
     with torch.inference_mode():
@@ -260,47 +260,12 @@ def ks_by_chance(n: int) -> float:
     return float(normal_ks(drawn).mean())
 
 
-@dataclass(frozen=True)
-class Queries:
-    """The queries of a trace, and the attention that they are expected to pay.
+def prompt_expectation(analysis: Analysis) -> Expectation | None:
+    """Return expected and observed attention on the keys of the prompt of an analysed trace.
 
-    cut: where the past ends, of whose keys attention is expected; the end of the prompt if None.
-
-    An analysis that the trace is too short for, or that is not defined where layers have sliding
-    windows or several sizes, is None or empty.
+    None where it cannot be compared (`expected_and_observed`).
     """
-
-    trace: Trace
-    device: str = "cpu"
-    cut: int | None = None
-
-    @cached_property
-    def expectation(self) -> Expectation | None:
-        """Attention on the keys of the past: what later rows do and what is expected of them."""
-        trace = self.trace
-        cut = trace.prompt_len if self.cut is None else self.cut
-        if not SINK + 2 <= cut < trace.n_pos or trace.windowed:
-            return None
-        return expected_and_observed(trace, cut, sink=SINK, device=self.device)
-
-    @cached_property
-    def projections(self) -> Mapping[int, Projections]:
-        """Projections of queries on keys, with the sinks' (0) and without them (`SINK`)."""
-        return {
-            skip: key_projections(self.trace, skip=skip, device=self.device)
-            for skip in (0, SINK)
-            if self.trace.n_pos >= skip + 2 and not self.trace.windowed
-        }
-
-    @cached_property
-    def distance(self) -> Floats | None:
-        """Distance from normal of queries before RoPE, behind the sinks; [layer, qhead, dim]."""
-        trace = self.trace
-        if trace.n_pos < SINK + LEAST_SAMPLES or len(trace.readable) < trace.n_layers:
-            return None
-        return state_normality(trace, skip=SINK)
-
-
-def queries(analysis: Analysis) -> Queries:
-    """Return the queries of an analysed trace; the past is its prompt."""
-    return Queries(analysis.trace, analysis.device)
+    trace, cut = analysis.trace, analysis.trace.prompt_len
+    if not SINK + 2 <= cut < trace.n_pos or trace.windowed:
+        return None
+    return expected_and_observed(trace, cut, sink=SINK, device=analysis.device)

@@ -32,9 +32,8 @@ from kvsim.plots.style import (
 from kvsim.studies.expectation.expectation import (
     STEPS,
     Expectation,
-    Queries,
     expected_and_observed,
-    queries,
+    prompt_expectation,
 )
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
@@ -137,13 +136,8 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
     """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
     tables = []
     for trace in traces:
-        own = Queries(trace, cut=trace.n_pos // 5)
-        if own.expectation is None:
-            raise PolicyError(
-                f"{trace.name}: attention cannot be compared with what is expected; expected more "
-                "than 30 tokens and no sliding windows"
-            )
-        tables.append(measure(Analysis(trace, given={queries: own}), metrics=metrics))
+        analysis = Analysis(trace, given={prompt_expectation: expected_and_observed(trace)})
+        tables.append(measure(analysis, metrics=metrics))
     return in_order(tables)
 
 

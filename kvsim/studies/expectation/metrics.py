@@ -10,14 +10,21 @@ from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import STEPS, ks_by_chance, queries
+from kvsim.studies.expectation.expectation import (
+    LEAST_SAMPLES,
+    STEPS,
+    key_projections,
+    ks_by_chance,
+    prompt_expectation,
+    state_normality,
+)
 
 
 def _expected(steps: Sequence[str]) -> Callable[[Analysis], Iterator[Cells]]:
     """Rank correlations after some steps; the variant of several is the step."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
-        if (expectation := analysis.of(queries).expectation) is not None:
+        if (expectation := analysis.of(prompt_expectation)) is not None:
             for step in steps:
                 for layer, by_head in enumerate(expectation.spearman[STEPS.index(step)]):
                     yield Cells(layer, by_head, "qhead", step if len(steps) > 1 else "")
@@ -26,16 +33,21 @@ def _expected(steps: Sequence[str]) -> Callable[[Analysis], Iterator[Cells]]:
 
 
 def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
-    for skip, projections in analysis.of(queries).projections.items():
+    trace = analysis.trace
+    for skip in (0, SINK) if not trace.windowed else ():
+        if trace.n_pos < skip + 2:
+            continue
+        projections = key_projections(trace, skip=skip, device=analysis.device)
         off = np.abs(np.median(projections.gap - projections.normal_gap, axis=(1, 2)))
         for layer, value in enumerate(off):
             yield Cells(layer, value.reshape(1), variant=f"skip={skip}")
 
 
 def _distance(analysis: Analysis) -> Iterator[Cells]:
-    distance = analysis.of(queries).distance
-    for layer, by_head in enumerate(() if distance is None else distance):
-        chance = np.full(len(by_head), ks_by_chance(analysis.trace.n_pos - SINK))
+    trace = analysis.trace
+    short = trace.n_pos < SINK + LEAST_SAMPLES or len(trace.readable) < trace.n_layers
+    for layer, by_head in enumerate(() if short else state_normality(trace, skip=SINK)):
+        chance = np.full(len(by_head), ks_by_chance(trace.n_pos - SINK))
         yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
 
 

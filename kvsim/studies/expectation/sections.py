@@ -11,7 +11,7 @@ from kvsim import plots
 from kvsim.report.html import image, lines, section
 from kvsim.report.study import Section, Study
 from kvsim.report.traces import Column, by_layer, places
-from kvsim.studies.expectation.expectation import STEPS, queries
+from kvsim.studies.expectation.expectation import STEPS, prompt_expectation
 
 #: Layers at most in a figure with a panel and in one with a row each.
 _PANELS, _ROWS = 7, 4
@@ -28,7 +28,7 @@ def _expectation(study: Study) -> str:
         "those of the prompt. Fidelity: exact."
     )
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
-    first = study.first.of(queries).expectation
+    first = study.first.of(prompt_expectation)
     shown, fewer = (places(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
     steps = partial(plots.agreement_steps, study.table, layers=shown)
     pictures = [image("Agreement by step", steps)]

@@ -14,9 +14,8 @@ from kvsim.analysis.attention.agreement import pearson, places, spearman
 from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import (
     STEPS,
-    Queries,
     expected_and_observed,
-    queries,
+    prompt_expectation,
 )
 from kvsim.testing.strategies import cases
 
@@ -110,7 +109,7 @@ def test_tables_hold_what_the_arrays_do():
     """Each row is found again under its step, layer and query head."""
     found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
     sample = kvsim.open_trace(kvsim.sample_trace())
-    analysis = Analysis(sample, given={queries: Queries(sample, cut=60)})
+    analysis = Analysis(sample, given={prompt_expectation: expected_and_observed(sample, 60)})
     table = kvsim.measure(analysis, metrics=["expectation_steps"])
 
     assert table.height == 96

@@ -17,10 +17,9 @@ from kvsim.plots import (
 )
 from kvsim.studies.expectation.expectation import (
     STEPS,
-    Queries,
     expected_and_observed,
     key_projections,
-    queries,
+    prompt_expectation,
     state_normality,
 )
 from tests.plots.test_plots_sets import lines
@@ -41,7 +40,10 @@ def found():
 def measured(*names):
     """A Table of some metrics of the two prompts."""
     traces = [made(seed, name) for seed, name in enumerate("ab")]
-    analyses = [Analysis(trace, given={queries: Queries(trace, cut=24)}) for trace in traces]
+    analyses = [
+        Analysis(trace, given={prompt_expectation: expected_and_observed(trace, 24)})
+        for trace in traces
+    ]
     return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 
