@@ -7,7 +7,6 @@ import torch
 from compacting import compacted
 
 import kvsim
-from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import verify
@@ -55,11 +54,3 @@ def test_a_judge_needs_tokens_and_kept_sets_alone(tmp_path):
     ]
 
     assert tables[0].drop("trace").equals(tables[1].drop("trace"))
-
-
-def test_a_capture_of_other_rows_is_not_kept(tmp_path):
-    """`resume` compares what is left out."""
-    record(tmp_path / "few.zarr", rows="response+64")
-
-    with pytest.raises(CaptureError, match=r"its rows is .response.64"):
-        record(tmp_path / "few.zarr", resume=True)
