@@ -144,9 +144,10 @@ class Policy:
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
-        more = [f"{len(params) - _SHOWN} more"] * (len(params) > _SHOWN)
+        if len(params) > _SHOWN:
+            params[_SHOWN:] = [f"{len(params) - _SHOWN} more"]
         after = f"after {schedule(**vars(self.schedule))!r}"
-        return f"Policy({', '.join([repr(self.name), *params[:_SHOWN], *more, after])})"
+        return f"Policy({', '.join([repr(self.name), *params, after])})"
 
     @property
     def columns(self) -> Mapping[str, float]:

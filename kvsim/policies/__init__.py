@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kvsim.policies.entry import Entry
     from kvsim.policies.naming import (
         access_names,
-        as_policies,
-        declared,
         has_parameter,
         names,
         parameters,
@@ -44,9 +42,7 @@ __all__ = [
     "Description",
     "Entry",
     "access_names",
-    "as_policies",
     "as_policy",
-    "declared",
     "describe",
     "has_parameter",
     "names",

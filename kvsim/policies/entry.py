@@ -141,7 +141,7 @@ class Entry:
     @property
     def variants(self) -> list[str]:
         """Its presets by name, `scaled` among them if it has lengths."""
-        return [*self.presets, *["scaled"] * bool(self.meant_for)]
+        return [*self.presets, "scaled"] if self.meant_for else [*self.presets]
 
     @property
     def parameters(self) -> dict[str, Parameter]:

@@ -9,14 +9,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from kvsim.core.arguments import listed
-from kvsim.core.parameters import Length, Parameter
+from kvsim.core.parameters import Length
 from kvsim.core.parameters import parameters as fields_of
 from kvsim.core.policy import (
     Even,
     Everything,
     Policy,
-    PolicyLike,
     Protection,
     Schedule,
     Scorer,
@@ -24,7 +22,7 @@ from kvsim.core.policy import (
 )
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
-from kvsim.policies import as_policy, foreign
+from kvsim.policies import foreign
 from kvsim.policies.access import ACCESS
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.entry import Entry, load
@@ -43,12 +41,6 @@ class Part(NamedTuple):
     accepts: Mapping[str, Any]
     own: bool = False
     written: bool = True
-
-
-def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
-    """Return one policy or several as `Policy` objects (`as_policy`)."""
-    several: list[PolicyLike] = listed(given)
-    return [as_policy(each) for each in several]
 
 
 def variants(name: str, settings: Mapping[str, Iterable[Any]]) -> list[Policy]:
@@ -189,8 +181,10 @@ def _lengths(
         for name in meant_for.keys() - given:
             values = [getattr(x, name) for x in built.levels[depth] if hasattr(x, name)]
             if values and type(values[0]) is int:
-                every.append(Length(depth, name, values[0], meant_for[name], alike))
-                scaled += every[-1:] * scales
+                length = Length(depth, name, values[0], meant_for[name], alike)
+                every.append(length)
+                if scales:
+                    scaled.append(length)
     return tuple(sorted(every)), tuple(sorted(scaled))
 
 
@@ -225,20 +219,15 @@ def entry_of(name: str) -> Entry:
 
 def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
-    return tuple(declared(name))
-
-
-def declared(name: str) -> dict[str, Parameter]:
-    """The parameters that `policy` takes for `name`, as their pieces declare them."""
     chain, behind = _parse(name)
-    return {full: each for part, _, full, each in _keys(chain + behind) if not part.own}
+    return tuple(full for part, _, full in _keys(chain + behind) if not part.own)
 
 
 def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
     chain, behind = _parse(name)
     parts = chain + behind
-    keys = [(part, key, full) for part, key, full, _ in _keys(parts)]
+    keys = [*_keys(parts)]
     return [
         (part.name, {key: full for of, key, full in keys if of is part})
         for part in parts
@@ -246,13 +235,13 @@ def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     ]
 
 
-def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Any]]:
-    """Parts from the outside in, with each parameter's name, its key in `policy`, and itself."""
-    last: dict[str, int] = {}
+def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str]]:
+    """Parts from the outside in, with each parameter's name, and its key in `policy`."""
+    further: dict[str, int] = {}
     for depth, part in enumerate(parts):
-        for key, parameter in part.accepts.items():
-            yield part, key, "scorer__" * (last.get(key, -1) + 1) + key, parameter
-        last |= dict.fromkeys(part.accepts, depth)
+        for key in part.accepts:
+            yield part, key, "scorer__" * further.get(key, 0) + key
+        further |= dict.fromkeys(part.accepts, depth + 1)
 
 
 def has_parameter(name: str, key: str) -> bool:

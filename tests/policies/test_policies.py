@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 import kvsim
-from kvsim.core.policy import Protection, Schedule
+from kvsim.core.policy import Allocator, LayerBudgets, Policy, Protection, Schedule, Scorer
 from kvsim.core.record import bounds_of
 from kvsim.engine.checks import check_budget
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
-from kvsim.policies.naming import declared, parts_of
+from kvsim.policies.naming import parts_of
 from kvsim.testing.strategies import make_case
 
 
@@ -53,6 +53,9 @@ for x in [x for name, x in sys.modules.items() if name.startswith("kvsim")]: pri
         "__init__"
     }
     assert sum(len(x.read_text("utf-8").splitlines()) for x in files) < 3_500
+    for kind, most in ((Scorer, 10), (Allocator, 10), (LayerBudgets, 10), (Policy, 25)):
+        members = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
+        assert len([name for name in members if name[0] != "_"]) <= most, kind
 
 
 @pytest.mark.parametrize("name", names())
@@ -214,7 +217,7 @@ def test_a_policy_of_the_users_own_is_a_part_like_others(monkeypatch):
 
     assert (plain.scorer.sink, plain.reader.sink, plain.reader.page) == (7, 4, 8)
     assert (further.scorer.sink, further.reader.sink) == (3, 7)
-    assert [key for key in declared("mine:own+infllm") if "sink" in key] == ["scorer__sink"]
+    assert [key for key in parameters("mine:own+infllm") if "sink" in key] == ["scorer__sink"]
     with pytest.raises(PolicyError, match="no parameter 'scorer__more'"):
         kvsim.policy("mine:own+infllm", scorer__more=1)
 

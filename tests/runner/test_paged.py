@@ -172,7 +172,7 @@ def live_policies():
     out = {}
     for name in (*names(), *COMPOSED):
         try:
-            declared = kvsim.policies.declared(name)
+            declared = kvsim.policies.parameters(name)
             policy = kvsim.policy(name, **{x: y for x, y in SIZES.items() if x in declared})
             policy = replace(policy, schedule=policy.schedule.override(INTERVAL, prefill=True))
             check_budget(policy, BUDGET, prompt_len=PROMPT, n_layers=2)
