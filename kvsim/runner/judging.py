@@ -26,14 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.output.changed import first_moved
-from kvsim.core.merging import Merger
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.policies.naming import stored_piece
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.forward import evaluating, last_logits
 from kvsim.recorder.head import Predictions
@@ -124,7 +122,7 @@ class Judge:
     ) -> Iterator[tuple[list[int], Predictions, NDArray[np.float64]]]:
         """Yield the numbers of records that are judged together, and what `_judge` predicts."""
         kinds = []
-        for number, record in enumerate(records, 1):
+        for record in records:
             if record.trace != self.trace.name or record.n_pos != self.trace.n_pos:
                 raise PolicyError(
                     f"{record.policy}: the record is of {record.n_pos} tokens of {record.trace}; "
@@ -132,38 +130,29 @@ class Judge:
                 )
             if reason := unjudged(record):
                 raise PolicyError(reason)
-            storage = stored_piece(record.storage)
             compared_from = first_compared(self.running, self.trace, [record.schedule])
             start = first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
-            merges = number * isinstance(storage, Merger)  # what mergers add differs by record
-            kinds.append((compared_from, start, storage is not None, merges))
+            kinds.append((compared_from, start))
         order = sorted(range(len(records)), key=kinds.__getitem__)
-        for (_, start, rounds, merges), group in groupby(order, kinds.__getitem__):
+        for (_, start), group in groupby(order, kinds.__getitem__):
             numbers, rows = [*group], max(1, self.trace.n_pos - start)
             self.check([records[numbers[0]].schedule])
-            size, single = self._together(start, rounded=rounds), self.running.has_states or merges
+            size = self._together(rows)
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-                times = 1 if single else -(-_LEAST // (rows * len(part)))
+                times = 1 if self.running.has_states else -(-_LEAST // (rows * len(part)))
                 outputs, moved = self._judge([records[i] for i in part * times], start)
                 before, outputs = self.trace.n_pos - 1 - outputs.shape[1], outputs[: len(part)]
                 yield part, Predictions(outputs, before, self.running.head), moved[: len(part)]
 
-    def _together(self, start: int, *, rounded: bool = False) -> int:
-        """Records of a batch, whose rows begin at `start`; they may add half of the room."""
+    def _together(self, rows: int) -> int:
+        """Records of a batch, each of so many rows; they may add half of the room."""
         if self.running.has_states:  # they go from row to row, also from one record to the next
             return 1
-        model, trace = self.running.model, self.trace
-        config = model.config.get_text_config()
+        model, config = self.running.model, self.running.model.config.get_text_config()
         # about twenty activations of the hidden size, and logits where all are computed at once
         of_row = 20 * config.hidden_size
         of_row += config.vocab_size if self.running.head.kind is None else 0
-        # which rows see an entry, where it is, and what it is stored as
-        of_entry = max(
-            10 * qheads + rounded * 4 * heads * (dim + value_dim)
-            for qheads, heads, dim, value_dim in trace.sizes
-        )
-        numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
-        return max(1, int(self._room // 2 // (numbers * max(4, model.dtype.itemsize))))
+        return max(1, int(self._room // 2 // (rows * of_row * max(4, model.dtype.itemsize))))
 
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.

@@ -293,7 +293,7 @@ def test_records_together_are_each_alone(monkeypatch, rows):
             assert (one.forced.agreement == alone.forced.agreement).all()
         moved.append(one.forced.kl.any())
     assert moved.count(False) == 2  # of the full cache
-    assert small._together(trace.prompt_len) == 1 < judge._together(trace.prompt_len)
+    assert small._together(99) == 1 < judge._together(99)
 
 
 def test_rows_before_an_eviction_are_those_of_the_full_cache():
