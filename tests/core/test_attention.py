@@ -1,4 +1,4 @@
-"""Partial attention, its merge and the rotary embedding, against loops from the formulas."""
+"""Partial attention and the rotary embedding, against loops from the formulas."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsim.core import attention
-from kvsim.core.attention import Formula, Rope, attend, merge
+from kvsim.core.attention import Formula, Rope, attend
 
 
 def naive(q, k, v, scale, seen):
@@ -55,21 +55,6 @@ def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
     torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
     assert bool((out[1, :, 4] == 0).all())
-
-
-def test_parts_merge_to_the_attention_over_their_union():
-    """Splitting the entries anywhere, also into nothing and all, changes nothing."""
-    q, k, v = example()
-    out, lse = attend(q, k, v, Formula(0.3))
-
-    for cut in (0, 1, 7, 13):
-        parts = [
-            attend(q, k[:, :, s], v[:, :, s], Formula(0.3)) for s in (slice(cut), slice(cut, None))
-        ]
-        merged_out, merged_lse = merge(*parts[0], *parts[1])
-
-        torch.testing.assert_close(merged_out, out, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(merged_lse, lse, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

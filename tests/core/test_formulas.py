@@ -17,7 +17,7 @@ from kvsim.schema import NEVER
 from kvsim.store.verification import verify
 from traces import changed
 
-N, DIM, QHEADS, HEADS = 40, 8, 4, 2
+N, DIM, VALUES, QHEADS, HEADS = 40, 8, 6, 4, 2
 SINKS = (0.5, -1.0, 2.0, 0.0)
 
 FORMULAS = {
@@ -44,9 +44,9 @@ def naive(q, k, v, formula, seen):
     total = math.fsum(math.exp(x) for x in z.values())
     total += 0.0 if sink is None else math.exp(sink)
     if not total:
-        return np.zeros(len(q)), -math.inf, {}
+        return np.zeros(VALUES), -math.inf, {}
     weights = {p: math.exp(x) / total for p, x in z.items()}
-    out = sum((w * v[p] for p, w in weights.items()), np.zeros(len(q)))
+    out = sum((w * v[p] for p, w in weights.items()), np.zeros(VALUES))
     return out, math.log(total), weights
 
 
@@ -62,9 +62,9 @@ def before(row, formula):
 
 
 def arrays(seed=0, layers=1, dtype=torch.float64):
-    """q, k, v with attention that is far from uniform."""
+    """q, k, v with attention that is far from uniform, and values of another size than keys."""
     made = torch.Generator().manual_seed(seed)
-    shapes = (layers, QHEADS, N, DIM), (layers, HEADS, N, DIM), (layers, HEADS, N, DIM)
+    shapes = (layers, QHEADS, N, DIM), (layers, HEADS, N, DIM), (layers, HEADS, N, VALUES)
     return [torch.randn(shape, generator=made, dtype=dtype) * 1.5 for shape in shapes]
 
 
@@ -109,15 +109,16 @@ def test_full_attention_equals_the_definition(name, rows, kernel, monkeypatch):
             assert math.isclose(float(lse[i, row]), expected[1], abs_tol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["softcap", "sinks"])
-def test_parts_merge_and_sinks_count_once(name):
+@pytest.mark.parametrize("cut", [0, 1, 13, N - 1])
+@pytest.mark.parametrize("name", WHOLE)
+def test_parts_merge_and_sinks_count_once(name, cut):
     """Parts that merge and then meet the sinks give what all entries give at once."""
     formula = FORMULAS[name]
     q, k, v = (x[0].unflatten(0, (HEADS, -1)) for x in arrays())
     whole = attend(q, k, v, formula)
 
     parts = [
-        attend(q, k[:, :, part], v[:, :, part], formula) for part in (slice(0, 13), slice(13, N))
+        attend(q, k[:, :, part], v[:, :, part], formula) for part in (slice(cut), slice(cut, N))
     ]
     merged = merge(*parts[0], *parts[1])
 

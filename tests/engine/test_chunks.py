@@ -18,21 +18,24 @@ SNAPKV = kvsim.policy("snapkv", window=4)
 
 
 @pytest.mark.parametrize(
-    ("compress", "prefill", "rows"),
+    ("compress", "prefill", "chunk", "rows"),
     [
-        ("prompt", True, [14, 29, 44, 49, 59, 69, 79]),
-        ("context", True, [14, 29, 39, 59, 69, 79]),
-        ("both", True, [14, 29, 39, 49, 59, 69, 79]),
-        ("prompt", False, [59, 69, 79]),
+        ("prompt", True, 15, [14, 29, 44, 49, 59, 69, 79]),
+        ("context", True, 15, [14, 29, 39, 59, 69, 79]),
+        ("both", True, 15, [14, 29, 39, 49, 59, 69, 79]),
+        ("prompt", False, 15, [59, 69, 79]),
+        ("prompt", True, None, [49, 59, 69, 79]),
+        ("context", True, None, [39, 59, 69, 79]),
+        ("both", True, None, [39, 49, 59, 69, 79]),
     ],
 )
-def test_rows_of_events(compress, prefill, rows):
+def test_rows_of_events(compress, prefill, chunk, rows):
     """Chunks end after every 15 rows and where the context and the prompt end."""
-    schedule = Schedule(10, prefill, compress, prefill_chunk=15)
+    schedule = Schedule(10, prefill, compress, chunk)
 
     assert schedule.rows(50, 80, 40) == rows
     record = kvsim.replay(
-        TRACE, "knorm", 20, interval=10, prefill=prefill, compress=compress, prefill_chunk=15
+        TRACE, "knorm", 20, interval=10, prefill=prefill, compress=compress, prefill_chunk=chunk
     )
     assert record.events == [row for row in rows if row >= 20]
     assert (record.schedule, record.facts.own_schedule) == (schedule, False)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.core.policy import Schedule
 from kvsim.errors import KvsimError, NeedsError, PolicyError
 from kvsim.testing.strategies import make_case
 
@@ -14,28 +13,6 @@ CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed
 def trace(context_len=40):
     """The case with a context."""
     return CASE.trace(context_len)
-
-
-@pytest.mark.parametrize(
-    ("compress", "interval", "rows"),
-    [
-        ("prompt", 10, [49, 59, 69, 79]),
-        ("context", 10, [39, 59, 69, 79]),
-        ("both", 10, [39, 49, 59, 69, 79]),
-        ("context", None, [39]),
-        ("both", None, [39, 49]),
-    ],
-)
-def test_rows_of_events(compress, interval, rows):
-    """The event of the context moves or joins the first one, and no other."""
-    schedule = Schedule(interval, compress=compress)
-
-    assert schedule.rows(50, 80, 40) == rows
-    record = kvsim.replay(
-        trace(), kvsim.policy("knorm"), 20, interval=interval or 99, compress=compress
-    )
-    assert record.events == rows
-    assert record.schedule.compress == compress
 
 
 def test_budget_holds_after_the_context_and_not_after_the_question():
