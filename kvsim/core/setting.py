@@ -6,9 +6,10 @@ whole sequence, d head dimension, D of the residual stream.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.lazy import Tensor
@@ -16,16 +17,43 @@ from kvsim.core.lazy import Tensor
 T = TypeVar("T")
 
 
-class Source(Protocol):
-    """Keys, values and queries of a block of layers, of one formula and one rotary embedding."""
+class Source(ABC):
+    """Keys, values and queries of a block of layers, of one formula and one rotary embedding.
+
+    Attributes:
+        compacted: only live entries are held, in the slots of `Entries`; else all positions.
+        rope: the model's rotary embedding.
+        formula: attention formula of the layers.
+        n_rows: rows of the whole sequence, those after the event included.
+        positions: of each row in the text, by which RoPE rotated it; int [T].
+    """
+
+    compacted: bool = False
+    rope: Rope
+    formula: Formula
+    n_rows: int
+    positions: Tensor
+    _memo: dict[Hashable, Any]
 
     @property
-    def compacted(self) -> bool:
-        """Whether only live entries are held, in the slots of `Entries`; else all positions."""
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """[L, H, T, d], after RoPE."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """[L, H, T, d]."""
+
+    @property
+    def exact_keys(self) -> Tensor:
+        """The keys before they are rounded, [L, H, T, d]."""
+        return self.keys
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, Source]]] | None:
         """Yields places and sources of layers that are held at once; None where all are."""
+        return None
 
     def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
         """First rows, and what was summed over them; None where the queries of all are held.
@@ -33,40 +61,20 @@ class Source(Protocol):
         NeedsError where there are more of them than `stop`. name: `received` [L, H, G, n] or
         `moments` [L, H, G, 1 + d, d].
         """
-
-    @property
-    def rope(self) -> Rope:
-        """The model's rotary embedding."""
-
-    @property
-    def formula(self) -> Formula:
-        """Attention formula of the layers."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the whole sequence, those after the event included."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Position of each row in the text, by which RoPE rotated it; int [T]."""
+        return None
 
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
-        """Return `compute()`, which may be kept (`View.memo`)."""
+        """Return `compute()`, kept unless other replays may share it (`View.memo`)."""
+        if shared:
+            return compute()
+        if key not in self._memo:
+            self._memo[key] = compute()
+        kept: T = self._memo[key]
+        return kept
 
-    @property
-    def keys(self) -> Tensor:
-        """[L, H, T, d], after RoPE."""
-
-    @property
-    def values(self) -> Tensor:
-        """[L, H, T, d]."""
-
-    @property
-    def exact_keys(self) -> Tensor:
-        """The keys before they are rounded, [L, H, T, d]."""
-
+    @abstractmethod
     def array(self, name: str) -> Tensor:
         """Return another array, by the query heads of each KV head; NeedsError without it.
 
@@ -75,15 +83,19 @@ class Source(Protocol):
         probe_chunks [chunk, 3]: the first position of each, the one behind it, and its rows.
         """
 
+    @abstractmethod
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE."""
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] and log-sum-exp of these rows, full cache."""
+        raise NotImplementedError
 
+    @abstractmethod
     def writable(self, which: int) -> Tensor:
         """The keys (0) or values (1), to be overwritten; [L, H, T, d]."""
 
+    @abstractmethod
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Drop what left at an event.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.setting import Source
 from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.sources import SharedEntries
 from kvsim.core.trace import Trace
@@ -47,7 +48,7 @@ def ended(trace: Trace, prompt_len: int) -> Trace:
     return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
 
 
-class TraceSource:
+class TraceSource(Source):
     """Keys, values and queries of some layers of a trace on one device.
 
     Args:
@@ -61,9 +62,6 @@ class TraceSource:
         PolicyError: a layer with entries masked out by its window or chunks, for which a View has
             no mask.
     """
-
-    #: `kvsim.core.setting.Source`
-    compacted = False
 
     def __init__(
         self,
@@ -104,14 +102,9 @@ class TraceSource:
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
         """Return `compute()`, kept here or, unless keys and values were overwritten, shared."""
-        if shared and self._exact_keys is not None:
-            return compute()
-        if shared:
+        if shared and self._exact_keys is None:
             return self._trace.memo((*key, self._place), compute, self._most)
-        if key not in self._memo:
-            self._memo[key] = compute()
-        kept: T = self._memo[key]
-        return kept
+        return super().memo(key, compute, shared=shared)
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, TraceSource]]] | None:

@@ -7,7 +7,7 @@ are the source that the block's View reads from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvsim.core.probe import Probe
+from kvsim.core.setting import Source
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.hooks import kernel_mask
@@ -95,7 +96,7 @@ class Table:
         self._lengths = [self._array.shape[2]] * len(self._lengths)
 
 
-class LiveSource:
+class LiveSource(Source):
     """Cache of a block of layers of a running model, as the source of its View.
 
     Keys and values are in the slots of the block's entries. Queries are kept as long as an event
@@ -117,8 +118,7 @@ class LiveSource:
         run: rows that went through each of the readers.
     """
 
-    #: `kvsim.core.setting.Source`
-    compacted, parts = True, None
+    compacted = True
 
     def __init__(
         self,
@@ -158,20 +158,6 @@ class LiveSource:
         # after the last event that acted
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
         self._padded, self._count = False, 0
-
-    def memo(
-        self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
-    ) -> T:
-        """Return `compute()`, kept unless it is shared: each run has other rows."""
-        if shared:
-            return compute()
-        if key not in self._memo:
-            self._memo[key] = compute()
-        kept: T = self._memo[key]
-        return kept
-
-    def sums(self, name: str, stop: int) -> None:
-        """Return None: all queries are held."""
 
     @property
     def keys(self) -> Tensor:
@@ -233,10 +219,6 @@ class LiveSource:
                 "so that a live run keeps them"
             )
         return computable(self._grouped(rows))
-
-    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Only scorers of the future read it, and they are refused before a model runs."""
-        raise NotImplementedError(f"attention of rows {start}..{stop - 1} over the full cache")
 
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the entries [H, w, d] of new rows to a layer of the block; returns all it has."""
