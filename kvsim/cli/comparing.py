@@ -9,7 +9,6 @@ import typer
 
 from kvsim.cli import plotting, shared, show
 from kvsim.cli.runs import fidelity_line
-from kvsim.cli.shared import OptionError
 from kvsim.cli.tabulating import PARTS, Form, echo_forms, echo_means
 from kvsim.schema import merged, plural
 
@@ -65,8 +64,14 @@ def compare(
     And how much worse each may be, by task where the order depends on it. Fewer than 6 prompts say
     nothing about other prompts.
     """
-    if as_json and form != "table":
-        raise OptionError(f"--json and --format {form} were both given; expected one of them")
+    means = bool(by) or len(metric or ()) > 1
+    one = "is of one metric that ranks; leave it, or --by, out"
+    conflicts = {
+        f"--json and --format {form} were both given; expected one": as_json and form != "table",
+        f"--against {one}": means and against is not None,
+        f"--margin {one}": means and margin is not None,
+    }
+    shared.refuse(conflicts)
 
     from kvsim.analysis.comparison import compare as compared
     from kvsim.analysis.evidence import shared as shared_metric
@@ -75,10 +80,7 @@ def compare(
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
-    if by or len(metric or ()) > 1:
-        asked = {"against": against, "margin": margin}
-        for name in (name for name, value in asked.items() if value is not None):
-            raise OptionError(f"--{name} is of one metric that ranks; leave it, or --by, out")
+    if means:
         echo_means(data.table, data.remarks, metric, by or (), form, as_json=as_json)
         return
     ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in data.runs])

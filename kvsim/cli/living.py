@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.options import takes
-from kvsim.cli.replaying import begun, show_run
+from kvsim.cli.replaying import begun, echo_plan, show_run
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace

@@ -325,5 +325,4 @@ def _swept(traces: Sequence[Trace], given: Mapping[str, Any], metrics: Sequence[
         first = run.failures[0]
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
-    remarks = [*(record.remark for record in run.records), *run.notes]
-    return Data(traces, run.records, run.table, remarks)
+    return Data(traces, run.records, run.table, run.remarks)

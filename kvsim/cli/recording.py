@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kvsim.cli import shared
-from kvsim.cli.forecasts import echo_forecast
 from kvsim.cli.inspecting import answers_text, layers_text, length_text, size_text
 from kvsim.cli.options import takes
 from kvsim.cli.shared import OptionError
-from kvsim.cli.show import echo_error, echo_json, echo_notes
+from kvsim.cli.show import echo_error, echo_forecast, echo_json, echo_notes
 from kvsim.core.parameters import parameters
 from kvsim.errors import local_path
 from kvsim.recorder.options import Options
@@ -84,7 +83,14 @@ def capture(
     Several prompts make one trace each. Interrupted or killed, the complete traces stay, and
     --resume records the others.
     """
-    _check_prompts(model, prompt, prompts, limit)
+    example = "; `kvsim prompts > prompts.jsonl` writes some for it" * (model in MODELS)
+    none = f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{example}"
+    conflicts = {
+        "both --prompt and --prompts are given; expected one of them": prompt and prompts,
+        none: prompt is None and prompts is None,
+        "--limit is given without a file of prompts; give --prompts FILE": limit and not prompts,
+    }
+    shared.refuse(conflicts)
     given = Options(**options, progress=True)
 
     from kvsim.files import check_writable
@@ -137,16 +143,6 @@ def capture(
         for trace, at in zip(traces, paths, strict=True)
     ]
     _report(facts, as_json=as_json)
-
-
-def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:
-    if prompt is not None and prompts is not None:
-        raise OptionError("both --prompt and --prompts are given; expected one of them")
-    if prompt is None and prompts is None:
-        example = "; `kvsim prompts > prompts.jsonl` writes some for it" if model in MODELS else ""
-        raise OptionError(f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{example}")
-    if limit is not None and prompts is None:
-        raise OptionError("--limit is given without a file of prompts; give --prompts FILE.jsonl")
 
 
 def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:

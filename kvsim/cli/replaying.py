@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.options import takes
 from kvsim.cli.runs import document_of, echo_document
 from kvsim.cli.shared import Stop
@@ -69,6 +68,20 @@ def replay(
     required = () if metrics in (None, EVERYTHING) else metrics
     shown = required or available(SUMMARY, planned.traces)
     show_run(run, planned.traces, shown, out, as_json=as_json, required=required)
+
+
+def echo_plan(plan: Plan, *, as_json: bool) -> None:
+    """Print what is left of a plan of replays or live runs."""
+    from kvsim.sweeps.folder import Parts
+    from kvsim.sweeps.forecast import forecast
+    from kvsim.sweeps.pool import processes
+
+    out, again = plan.options["out"], plan.options["overwrite"]
+    rest = plan.tasks if again else Parts(out, plan.description).left(plan.tasks)
+    jobs = processes(plan.options["jobs"], plan.flops, len(rest), plan.traces)
+    counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
+    counts |= {"tasks_left": len(rest), "jobs": jobs}
+    show.echo_forecast(forecast(plan, rest), out, counts, as_json=as_json)
 
 
 def begun(plan: Plan) -> Parts:

@@ -86,6 +86,12 @@ class OptionError(KvsimError, ValueError):
     """An option with a bad value."""
 
 
+def refuse(conflicts: Mapping[str, object]) -> None:
+    """Raise OptionError with the first of these sentences whose value is true."""
+    for sentence in (sentence for sentence, holds in conflicts.items() if holds):
+        raise OptionError(sentence)
+
+
 def parse_ranges(text: str, option: str, expected: str) -> list[int]:
     """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
     numbers = numbers_in(text)

@@ -7,10 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal as size
 from rich.table import Table
 
 from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
@@ -18,6 +20,7 @@ from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
 if TYPE_CHECKING:
     import polars as pl
 
+    from kvsim.store.forecast import Forecast
     from kvsim.sweeps.outcome import Failure
 
 #: Metrics with a shorter column name, and the format of their values.
@@ -282,3 +285,29 @@ def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
 
     with progress_bar(unit) as show:
         yield lambda done, total, label: show(done, total, visible(label))
+
+
+def echo_forecast(
+    forecast: Forecast, folder: Path | None, counts: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Print a forecast; folder: of the outputs, None without. counts: of cells, traces, tasks."""
+    from kvsim.store.forecast import free_bytes
+
+    facts, fields = forecast.describe(), dict[str, str]()
+    free = None if folder is None else free_bytes(folder)
+    if as_json:
+        echo_json({**counts, **facts, "free": free})
+        return
+    if counts:
+        tasks = f"{counts['tasks_left']} of {counts['tasks']} left"
+        fields["cells"] = f"{counts['cells']} on {plural(counts['traces'], 'trace')}"
+        fields["tasks"] = f"{tasks}, {plural(counts['jobs'], 'job')}"
+    if free is not None:
+        arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
+        most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
+        files = f" in {facts['files']} files" * bool(facts["files"])
+        fields["disk"] = f"{size(facts['bytes'])}{files}{most}, {size(free)} free"
+    fields["memory"] = size(facts["memory"])
+    if facts["device_memory"]:
+        fields["memory"] += f" of the CPU, {size(facts['device_memory'])} of the GPU"
+    echo_fields(fields)

@@ -108,16 +108,16 @@ def grid_of(
 ) -> Grid:
     """Return the grid of a YAML file (docs/sweeps.md) or a mapping, and of keywords.
 
-    config: paths of traces are those seen from the folder of the file, and may have wildcards; its
-    values are as `--set` takes them. options: replace those of config; None stands for a default.
-    of: declares the keys. defaults: replace those that are declared. Raises ConfigError, which
-    begins with the path or `where`, for an unknown key or another kind of value.
+    config: its paths are those seen from the folder of the file, those of traces may have
+    wildcards; its values are as `--set` takes them. options: replace those of config; None stands
+    for a default. of: declares the keys. defaults: replace those that are declared. Raises
+    ConfigError, which begins with the path or `where`, for an unknown key or another kind of value.
     """
     document, folder = config or {}, Path()
     if isinstance(config, str | Path):
         where = str(config)
         document = _document(config)
-        folder = folder if "traces" in options else Path(config).parent
+        folder = Path(config).parent
     if not isinstance(document, Mapping):
         kind = type(document).__name__
         raise ConfigError(f"{where}: it holds a {kind}; expected keys such as traces and policies")
@@ -137,10 +137,12 @@ def grid_of(
             raise ConfigError(f"{where}: {key}{flag} is missing; expected one or several")
     checked = given_options(of, read, where)
     if checked["out"] is not None:
-        check_output(local_path(checked["out"], OutputError), overwrite=checked["overwrite"])
+        out = local_path(checked["out"], OutputError)
+        checked["out"] = out if "out" in options else folder / out
+        check_output(checked["out"], overwrite=checked["overwrite"])
     policies = adapted(checked.pop("policies"), fit=checked["fit"], protect=checked["protect"])
     return Grid(
-        traces=tuple(_paths(checked.pop("traces"), folder)),
+        traces=tuple(_paths(checked.pop("traces"), Path() if "traces" in options else folder)),
         policies=tuple(policies),
         budgets=checked.pop("budgets"),
         options=checked,

@@ -17,7 +17,6 @@ import kvsim
 from kvsim.cli import GONE, main
 from kvsim.cli.shared import parse_set
 from kvsim.errors import KvsimError
-from kvsim.schema import size_in_bytes
 from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps.grid import _Loader, _values
 from traces import random_trace
@@ -83,22 +82,6 @@ def test_values_of_settings(text, expected):
 
     assert (key, value) == (key, configured) == expected
     assert type(value) is type(configured) is type(expected[1])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2GB", 2 * 10**9),
-        ("1GiB", 2**30),
-        ("500mb", 500 * 10**6),
-        ("1.5 kB", 1500),
-        ("4096", 4096),
-        ("12B", 12),
-    ],
-)
-def test_sizes(text, expected):
-    """Decimal and binary units, in any case."""
-    assert size_in_bytes(text) == expected
 
 
 def kvsim_process(program, *arguments, **options):

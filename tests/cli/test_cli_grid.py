@@ -47,7 +47,8 @@ def test_a_grid_is_replayed(run, grid):
 
 def test_a_plan_counts_and_writes_nothing(run, grid, tmp_path):
     """Cells, tasks and bytes; no folder appears."""
-    status, out, _ = run("replay", grid, "--plan", "--out", "x", "--json")
+    (tmp_path / grid).write_text(f"{GRID}out: x\n")
+    status, out, _ = run("replay", grid, "--plan", "--json")
 
     told = json.loads(out)
     assert (status, told["cells"], told["traces"], told["tasks"], told["jobs"]) == (0, 12, 2, 2, 1)

@@ -9,7 +9,6 @@ import pytest
 from command_line import OWN, one_line
 
 import kvsim
-from kvsim.analysis.output.metrics import REGRET
 from kvsim.store.records import read_records
 
 
@@ -47,24 +46,6 @@ def test_replay_writes_a_run_and_json(printed, trace, tmp_path):
     results = pl.read_parquet(out / "results.parquet")
     wiped = results.filter((pl.col("metric") == "wipeout") & (pl.col("layer") == 0))
     assert sorted(wiped["event"].unique()) == record.events
-
-
-def test_regret_has_a_column(run, printed, trace, tmp_path):
-    """By how much the optimum retains more is shown, and written to the results, if it is named."""
-    arguments = ["replay", trace, "--policy", "full,random", "--budget", "16", "--interval", "16"]
-
-    text = printed(*arguments, "--metric", ",".join(REGRET))
-    assert "regret" in text
-    assert "regret: mass that the best possible kept sets retain on the same terms" in text
-    _, without, _ = run(*arguments)
-    assert "regret" not in without
-
-    more = ["--metric", ",".join(("missing_mass", *REGRET)), "--out", tmp_path / "x", "--json"]
-    full, random = json.loads(printed(*arguments, *more))["cells"]
-    assert full["regret"] is None
-    assert 0 < random["regret"] < random["missing_mass"]
-    results = pl.read_parquet(tmp_path / "x" / "results.parquet")
-    assert set(results["metric"]) == {"missing_mass", *REGRET}
 
 
 def test_every_policy_protects_what_is_asked_for(printed, trace, tmp_path):
