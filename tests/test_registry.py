@@ -12,6 +12,7 @@ import kvsim
 from kvsim import registry
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.registry import METRICS
+from kvsim.plots.registry import FIGURES, Figure
 from kvsim.registry import Registry
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +137,23 @@ def test_a_taken_name_is_refused(tmp_path):
     )
     assert [tova[0], codec[0], other[0]] == [2, 2, 0]
     assert "'int8' is declared by kvsim and by third 2.0" in codec[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def bars(table): pass", "no function bars is under kvsim.plots.registry.figure"),
+        ("import nothing_here\n@figure(metrics=NAMES)\ndef bars(table): pass", "ValueError"),
+        ("def bars(:", "SyntaxError"),
+    ],
+)
+def test_a_function_that_declares_no_figure_is_refused(declared, tmp_path, text, reason):
+    """The error names it and its package; the file is read and not run."""
+    declared("figures", "bars", "rival:bars")
+    (tmp_path / "rival.py").write_text(text)
+
+    with pytest.raises(kvsim.KvsimError, match=f"figure 'bars' of rival .*{reason}"):
+        _ = type(FIGURES)("figure", "kvsim.figures", (Figure,), {})["bars"]
 
 
 def test_code_of_a_package_that_raises_is_named(declared):

@@ -26,10 +26,7 @@ from kvsim.errors import PolicyError, TraceError
 from kvsim.store.opening import TraceLike, as_trace
 
 #: Records that metrics compare with (`Metric.beside`).
-BESIDE = {
-    "optimum": "optimum",
-    "unprotected": "optimum without protected entries",
-}
+BESIDE = ("optimum", "unprotected")
 
 #: Called with (metrics done, metrics, current metric).
 Progress = Callable[[int, int, str], None]
@@ -154,8 +151,8 @@ def choose(
             of_trace = ", ".join(choose(None, records=False))
             reason = f"is about a record, and only a trace was given; give one, or {of_trace}"
         elif entry.beside and entry.beside not in beside:
-            reason = f"compares with the {BESIDE[entry.beside]}, which was not replayed; give "
-            reason += "it as a metric of `kvsim replay` or kvsim.sweep"
+            reason = "compares with the optimum, which was not replayed; give it as a metric of "
+            reason += "`kvsim replay` or kvsim.sweep"
         if reason:
             raise PolicyError(f"{name} {reason}")
     return chosen

@@ -139,7 +139,10 @@ def declared_in(module: str, file: Path) -> dict[str, Figure]:
 class _Figures(Registry[Figure]):
     def _read(self, point: EntryPoint) -> Any:
         spec = find_spec(point.module) or import_module(point.module).__spec__
-        return declared_in(point.module, Path(str(spec and spec.origin)))[point.attr]
+        figures = declared_in(point.module, Path(str(spec and spec.origin)))
+        if point.attr not in figures:
+            raise AttributeError(f"no function {point.attr} is under kvsim.plots.registry.figure")
+        return figures[point.attr]
 
 
 class _Folder(Mapping[str, Figure]):
