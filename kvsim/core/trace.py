@@ -31,7 +31,6 @@ from kvsim.core.checks import (
     in_memory,
     missing_array,
 )
-from kvsim.core.digest import array_fingerprint
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
@@ -336,6 +335,8 @@ class Trace:
         if self._base is not None:
             return f"{self._base.fingerprint}/per_query_head"
         if self._fingerprint is None:
+            from kvsim.core.digest import array_fingerprint  # noqa: PLC0415  when it is asked for
+
             facts = self.source, self.header, self.dtype, self.token_text
             self._fingerprint = array_fingerprint(*facts)
         return self._fingerprint

@@ -48,24 +48,19 @@ class Facts:
     checksums: Sequence[str]
 
     @classmethod
-    def of(
-        cls, shape: Sequence[int], dtype: str, source_dtype: str, checksums: Sequence[str]
-    ) -> Self:
-        """Return the facts with their digest."""
-        content = {"shape": [*shape], "dtype": dtype, "source_dtype": source_dtype}
-        digest = document_digest({**content, "checksums": [*checksums]})
-        return cls(digest, [*shape], dtype, source_dtype, [*checksums])
+    def of(cls, **content: Any) -> Self:
+        """Return the facts with their digest; content: those that the digest is of."""
+        return cls(document_digest(content), **content)
 
     @classmethod
     def named(cls, meta: Mapping[str, Any], where: str) -> Self | None:
         """Return the facts in the provenance of a trace, None without; TraceError if they vary."""
         if meta.get(KEY) is None:
             return None
-        given = dict(object_at(meta, KEY))
-        digest = given.pop("digest", None)
+        content = {key: x for key, x in object_at(meta, KEY).items() if key != "digest"}
         with suppress(TypeError):
-            facts = cls.of(**given)
-            if facts.digest == digest and PROJECTIONS.fullmatch(facts.folder):
+            facts = cls.of(**content)
+            if asdict(facts) == meta[KEY] and PROJECTIONS.fullmatch(facts.folder):
                 return facts
         raise TraceError(
             f"{where}: meta.{KEY} is {short_repr(meta[KEY])}, expected shape, types and checksums "
@@ -88,11 +83,10 @@ class StoredProjections:
         if root is None:
             raise TraceNotFoundError(f"{path} holds no output projections")
         self.store.check_root(root)
-        if root["attributes"].get(KEY) != asdict(facts):
-            raise self._changed("its attributes differ from those in the trace")
         self.array = read_arrays(self.store, root)[ARRAY]
-        if (self.array.shape, self.array.dtype.name) != (tuple(facts.shape), facts.dtype):
-            raise self._changed(f"they are {self.array.dtype} {self.array.shape}")
+        found = root["attributes"].get(KEY), self.array.shape, self.array.dtype.name
+        if found != (asdict(facts), tuple(facts.shape), facts.dtype):
+            raise self._changed(f"they are {self.array.dtype} {self.array.shape}, or others")
 
     def read(self, layers: slice) -> Tensor:
         """Return some layers [layer, qhead, dim, hidden] as stored."""
@@ -122,12 +116,13 @@ def find_projections(
     facts = Facts.named(meta, where)
     if facts is None:
         return None
-    if isinstance(path, str) and is_url(path):
-        with suppress(TraceNotFoundError):
-            return StoredProjections(facts, f"{path.rstrip('/').rpartition('/')[0]}/{facts.folder}")
-        return None
-    folder = Path(os.path.realpath(path)).parent / facts.folder
-    return StoredProjections(facts, folder) if folder.is_dir() else None
+    if not is_url(path):
+        folder = Path(os.path.realpath(path)).parent / facts.folder
+        return StoredProjections(facts, folder) if folder.is_dir() else None
+    with suppress(TraceNotFoundError):
+        url = str(path).rstrip("/").rpartition("/")[0]
+        return StoredProjections(facts, f"{url}/{facts.folder}")
+    return None
 
 
 def store_projections(
@@ -153,7 +148,8 @@ def store_projections(
     digest = ContentDigest()
     for number in range(shape[0]):
         digest.update(ARRAY, number, layer(number))
-    facts = Facts.of(shape, name, source_dtype, digest.checksums()[ARRAY])
+    checksums = digest.checksums()[ARRAY]
+    facts = Facts.of(shape=[*shape], dtype=name, source_dtype=source_dtype, checksums=checksums)
     if not (folder / facts.folder).exists():
         path, chunks = draft / facts.folder, (1, *shape[1:])
         group = create_group(path)

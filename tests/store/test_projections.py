@@ -151,7 +151,8 @@ def test_other_projections_are_found_by_verify(trace, tmp_path):
 
 def test_facts_that_do_not_fit_their_digest_are_refused():
     """Whatever is in the place of the facts of a trace."""
-    facts = asdict(Facts.of([2, 4, 8, 32], "float32", "bfloat16", ["0" * 64] * 2))
+    content = {"shape": [2, 4, 8, 32], "dtype": "float32", "source_dtype": "bfloat16"}
+    facts = asdict(Facts.of(**content, checksums=["0" * 64] * 2))
 
     assert asdict(Facts.named({"projections": facts}, "t")) == facts
     assert Facts.named({}, "t") is None
