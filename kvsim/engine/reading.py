@@ -150,10 +150,8 @@ class Period:
                 "numbers of entries; expected 'kv' or 'query', or an eviction that leaves each "
                 "head as many"
             )
-        return Pages(
-            *(self.keys, self.values, self.live, trace.formulas[layer], layer),
-            *(self.pos, trace, budget, of_layer),
-        )
+        formula, held = trace.formulas[layer], (self.keys, self.values, self.live)
+        return Pages(*held, formula, layer, self.pos, trace, budget, of_layer)
 
 
 def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import Reader, highest, shared
@@ -14,11 +15,9 @@ class Ends(Reader):
     """The first `sink` entries, the last `local` ones and the row's own are read, in whole pages.
 
     `share` of the budget, these entries included, is what a row reads; it chooses at least one
-    page. Subclasses declare these three as fields. usual: where `local` is None, which part of what
-    a row reads is local (numerator, denominator), and whether that is without the first entries.
+    page. Subclasses declare these three as fields.
     """
 
-    usual: ClassVar[tuple[int, int, bool]]
     sink: int
     local: int | None
     share: float
@@ -28,10 +27,12 @@ class Ends(Reader):
         changes: dict[str, Any] = {"local": self._window(budget)}
         return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses
 
+    @abstractmethod
+    def usual(self, entries: int) -> int:
+        """How many of the entries that a row reads are the last ones, where `local` is None."""
+
     def _window(self, budget: int) -> int:
-        numerator, denominator, behind_sink = self.usual
-        entries = int(self.share * budget) - self.sink * behind_sink
-        return self.local or max(1, entries * numerator // denominator)
+        return self.local or max(1, self.usual(int(self.share * budget)))
 
     def between(self, visible: Tensor, budget: int) -> Tensor:
         """The pages that are no first and no last ones of visible [..., P], bool."""

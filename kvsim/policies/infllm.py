@@ -44,7 +44,10 @@ class InfLLM(Ends):
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
     reads = Inputs(trace=True)  # votes are of rows that need not be resident any more
-    usual = (2, 3, False)
+
+    def usual(self, entries: int) -> int:
+        """Two thirds."""
+        return 2 * entries // 3
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Products with the mean representative of each block [H, G, w, P]."""

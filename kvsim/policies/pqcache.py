@@ -46,7 +46,9 @@ class PQCache(Ends):
     heads: Heads = "kv"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    usual = (1, 2, True)
+    def usual(self, entries: int) -> int:
+        """Half of what is read behind the first entries."""
+        return (entries - self.sink) // 2
 
     def check(self, run: Run) -> None:
         """Raise PolicyError where the parts of a key would differ in size."""

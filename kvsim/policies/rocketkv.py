@@ -89,7 +89,8 @@ class RocketKV(Reader):
         """Two 16-bit numbers per channel, one of which a row reads of those that it uses."""
         if self.tokens == NEVER:
             return 0.0, 0.0
-        return 32.0 * dim * (self.page != 1), 16.0 * (self.channels or dim)
+        held = 0.0 if self.page == 1 else 32.0 * dim
+        return held, 16.0 * (self.channels or dim)
 
 
 def split(prompt: int, budget: int) -> int:

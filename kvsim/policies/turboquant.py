@@ -88,8 +88,8 @@ class TurboQuant(Codec):
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers, and 16 for each norm, smallest number and step."""
         numbers = float(dim * self.bits_per_number)
-        of_key, of_value = 16 * (1 + (self.objective == "prod")), 16 * (1 + self.uniform_values)
-        return numbers + of_key, numbers + of_value
+        of_key = 32 if self.objective == "prod" else 16
+        return numbers + of_key, numbers + (32 if self.uniform_values else 16)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

@@ -45,9 +45,8 @@ class LiveReads:
         """
         reader, heads, first = self._reader, len(keys), self._sketch.prompt_len
         period = Period(keys, values, resident, reader.page)
-        pages = period.pages(
-            *(self._sketch, layer, reader, self._budget, self._of_layer[layer]),
-        )
+        of_layer = self._of_layer[layer]
+        pages = period.pages(self._sketch, layer, reader, self._budget, of_layer)
         out = torch.ones(*query.shape[:2], keys.shape[1], dtype=torch.bool, device=query.device)
         skip = max(0, first - start)
         q = query[:, skip:].unflatten(0, (heads, -1))

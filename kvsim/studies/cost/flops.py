@@ -108,16 +108,6 @@ def _gkv(p: Any, e: Event) -> Flops:
     return score + _similarity(e, e.n) if p.scale == "signed" else score
 
 
-def _rkv(p: Any, e: Event) -> Flops:
-    """The local score, and the redundancy of all keys, or of the candidates'."""
-    return _local(p, e) + _similarity(e, e.n - (e.w if p.variant == "ams" else 0))
-
-
-def _rpc(p: Any, e: Event) -> Flops:
-    """Attention, its sum over the window, mean over heads, pooling."""
-    return e.attention(e.w, e.h * (e.w + 1) + e.g * p.pool_kernel)
-
-
 def _cake(p: Any, e: Event) -> Flops:
     """Attention, mean over the window, and its variance (3) where it counts; pooling."""
     passes = 4 if e.prompt or p.decoding else 1
@@ -223,12 +213,6 @@ def _raas(p: Any, e: Event) -> Flops:
     return e.attention(w, e.h * w)
 
 
-def _criticalkv(_: Any, e: Event) -> Flops:
-    """W_o v of every query head, 2 H m d D, and its L1 norm, for m new entries."""
-    numbers = 2 * e.h * min(e.n, e.since) * e.model.hidden
-    return Flops(numbers * e.d, numbers)
-
-
 #: Pieces that compare alone, or compute a few numbers for each layer.
 _FREE = "Even Everything Uniform AdaKV Composed DMS Duo Full Growing HeadKV LUKV LaCache Pooled"
 #: By the names of kvsim's classes.
@@ -236,7 +220,11 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], Flops | None]] = {
     **dict.fromkeys([*_FREE.split(), "Pyramid", "StreamingLLM"], _entries(0)),
     **dict.fromkeys(["SnapKV", "FastKV"], _snapkv),
     **dict.fromkeys(["ASL", "TwoPass"], _asl),
-    **dict.fromkeys(["RPC", "AmsRPC"], _rpc),
+    # attention, its sum over the window, mean over heads, pooling
+    **dict.fromkeys(
+        ["RPC", "AmsRPC"],
+        lambda p, e: e.attention(e.w, e.h * (e.w + 1) + e.g * p.pool_kernel),
+    ),
     **dict.fromkeys(["KVzip", "KVCompose"], _kvzip),
     "AMS": _ams,
     "Cake": _cake,
@@ -245,7 +233,8 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], Flops | None]] = {
     "CapKV": _capkv,
     "ChunkKV": _entries(0, 2),  # sums over the heads and over the chunks
     "Compactor": _compactor,
-    "CriticalKV": _criticalkv,
+    # W_o v of every query head, 2 H m d D, and its L1 norm, for m new entries
+    "CriticalKV": lambda _, e: Flops(2 * e.h * e.d, 2 * e.h) * (min(e.n, e.since) * e.model.hidden),
     "CurDKV": _entries(4, 6),  # norms of keys and values (2 each), shares, what is made of them
     "DropKV": _dropkv,
     "ExpectedAttention": _expected_attention,
@@ -270,7 +259,8 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], Flops | None]] = {
     "Paged": lambda p, e: _entries(4 if p.reduction == "norms" else 0, 2)(p, e),
     "PyramidInfer": _pyramidinfer,
     "QFilter": lambda _, e: Flops(2 * e.g * e.n * e.d),  # a product of each key with the filter
-    "RKV": _rkv,
+    # the local score, and the redundancy of all keys, or of the candidates'
+    "RKV": lambda p, e: _local(p, e) + _similarity(e, e.n - (e.w if p.variant == "ams" else 0)),
     "RaaS": _raas,
     "Random": _entries(0, 1),  # one division for each entry; hashes are of integers
     "TOVA": lambda _, e: e.attention(1, e.h),  # of the last row, and its mean over the heads

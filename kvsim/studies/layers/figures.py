@@ -56,19 +56,20 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     shows how the layers would rank if no layer had selected.
     """
     named = len(curves) <= _NAMED
-    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(curves) * named)
-    several = len({x.trace for x in curves}) > 1, len({x.requested for x in curves}) > 1
+    figure, axis = single_panel(7.2, 3.7 + (0.17 * len(curves) if named else 0))
+    traces, sizes = {x.trace for x in curves}, {x.requested for x in curves}
     styles = series(map(str, range(len(curves)))).values()
     for curve, style in zip(curves, styles, strict=True):
         selected = curve.selected()
         layers = np.arange(curve.first_layer, curve.n_layers)
-        size = f"budget {curve.requested}"
-        parts = [curve.trace] * several[0] + [size] * (several[1] or not several[0])
+        name = f"budget {curve.requested}" if len(sizes) > 1 or len(traces) == 1 else ""
+        if len(traces) > 1:
+            name = f"{curve.trace}, {name}" if name else curve.trace
         end = f"selects after layer {selected}" if selected is not None else "never selects"
         look: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
         if named:
             look = {**style, "lw": 1.4, "ms": 3}
-            look["label"] = f"{', '.join(parts)}: {'fits the budget' if curve.fits else end}"
+            look["label"] = f"{name}: {'fits the budget' if curve.fits else end}"
         axis.plot(layers, curve.relative[layers], **look)
         if selected is not None:
             ring = look["color"] if named else SELECTED
@@ -82,14 +83,14 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     name_axes(axis, y="rank variance / that of the first tested layer")
     layer_axis(axis, max((curve.n_layers for curve in curves), default=1))
     terms: dict[str, set[Any]] = {
-        "budget": {curve.requested for curve in curves},
+        "budget": sizes,
         "window": {curve.rule.window for curve in curves},
         "first tested layer": {curve.first_layer for curve in curves},
         "look-back": {curve.look_back for curve in curves},
     }
     shared = ", ".join(f"{name} {each.pop()}" for name, each in terms.items() if len(each) == 1)
-    traces = trace_label(each.trace for each in curves)
-    text = f"{traces}: do ranks settle? circle: selection layer\n{shared}"
+    label = trace_label(each.trace for each in curves)
+    text = f"{label}: do ranks settle? circle: selection layer\n{shared}"
     if named:
         finish(figure, axis, text, ["exact"], columns=1)
     else:
