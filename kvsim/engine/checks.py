@@ -159,11 +159,9 @@ def _check_conflicts(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         policy.layer_budgets != Even() and "gives each layer a budget of its own",
         policy.across_layers and "compares layers",
     )
-    lengths, at_once = (
-        (trace.prompt_len, trace.header.context_len),
-        replace(schedule, prefill_chunk=None),
-    )
-    chunks = len(schedule.ends(*lengths)) > len(at_once.ends(*lengths))
+    lengths = trace.prompt_len, trace.header.context_len
+    at_once = replace(schedule, prefill_chunk=None).ends(*lengths)
+    chunks = len(schedule.ends(*lengths)) > len(at_once)
     context = schedule.compress.startswith(("context", "both"))
     question = context and (trace.header.context_len or 0) < trace.prompt_len
     shared = tuple(trace.owners) != tuple(range(trace.n_layers))

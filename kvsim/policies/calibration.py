@@ -91,19 +91,6 @@ class Calibration(str):
             x.flatten(1, 2).unflatten(1, (heads, -1)).to(view.keys.device) for x in of_view
         )
 
-    def check(self, policy: str, replayed: Trace) -> None:
-        """Raise PolicyError where queries of another trace do not fit the one that is replayed."""
-        if self.trace is None:
-            return
-        both = self.trace, replayed
-        sizes = [(x.layer_ids, x.n_qheads, [rope.rotary_dim for rope in x.ropes]) for x in both]
-        if sizes[0] != sizes[1] or differ(*map(model_of, both)):
-            mine, other = (f"{described(model_of(x))} of {x.n_qheads} query heads" for x in both)
-            raise PolicyError(
-                f"{policy}: calibration {self} is of {mine} and {replayed.name} of {other}; "
-                "expected a trace of the same model"
-            )
-
 
 @dataclass(frozen=True)
 class Sourced(Piece):
@@ -119,6 +106,17 @@ class Sourced(Piece):
     def source(self) -> Calibration:
         """The source of the calibration rows."""
         return cast("Calibration", self.calibration)
+
+    def check(self, run: Run) -> None:
+        """Raise PolicyError where the rows of another trace are of another model."""
+        both = self.source.trace or run.trace, run.trace
+        sizes = [(x.layer_ids, x.n_qheads, [rope.rotary_dim for rope in x.ropes]) for x in both]
+        if sizes[0] != sizes[1] or differ(*map(model_of, both)):
+            mine, other = (f"{described(model_of(x))} of {x.n_qheads} query heads" for x in both)
+            raise PolicyError(
+                f"{self.label}: calibration {self.source} is of {mine} and {run.trace.name} of "
+                f"{other}; expected a trace of the same model"
+            )
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,6 @@ class Calibrated(Sourced, Scorer):
         """Rows of the prefix, which must have been seen; or those that are still to come."""
         prefix = self.source.rows or 0
         return Inputs(first=prefix, least=max(1, prefix), future=self.source == "oracle")
-
-    def check(self, run: Run) -> None:
-        """The calibration queries come from the same model."""
-        self.source.check(self.label, run.trace)
 
     @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:

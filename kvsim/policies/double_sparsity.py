@@ -51,8 +51,8 @@ class DoubleSparsity(Sourced, Reader):
 
     def check(self, run: Run) -> None:
         """The calibration rows come from the same model, and before the first row that reads."""
+        super().check(run)
         trace = run.trace
-        self.source.check(self.label, trace)
         if (self.source.rows or 0) > trace.prompt_len:
             raise PolicyError(
                 f"{self.label}: calibration is {self.source}, and the prompt has "
