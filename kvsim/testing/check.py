@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,10 +90,11 @@ def check_policy(
             f"unknown invariant {name!r}{suggest(name, INVARIANTS)}; known: {', '.join(INVARIANTS)}"
         )
     phases = set(Phase) - ({Phase.explain} if shrink else {Phase.explain, Phase.shrink})
-    tried = Counter[str]()  # cases by invariant
-    decisions = 0
+    counts, decisions = list[int](), 0  # generated cases
 
     def attempt(tested: Collection[str], examples: int) -> None:
+        counts.append(0)
+
         @settings(
             max_examples=examples,
             deadline=None,
@@ -114,7 +114,7 @@ def check_policy(
                     raise InvariantError(
                         f"{subject.name} {verb} the invariant {name!r}: {error}\n  {trial}"
                     ) from error
-                tried[name] += 1
+            counts[-1] += 1
             decisions += trial.against_rule[1] if tested == [RULED] else 0
 
         # the same cases every time, but others for every policy
@@ -131,4 +131,4 @@ def check_policy(
                 f"{subject.name}: {plural(decisions, 'decision')} among entries compared with the "
                 f"rule, expected at least {LEAST_DECISIONS}; raise max_examples or max_n"
             )
-    return Passed(subject.name, tuple(passed), min(tried.values(), default=0), decisions)
+    return Passed(subject.name, tuple(passed), min(counts, default=0), decisions)

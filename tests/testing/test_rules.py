@@ -97,15 +97,14 @@ def test_a_rule_that_decides_nothing_does_not_pass():
 @pytest.mark.parametrize(
     "wrong",
     [
-        Rule(peak, interval=4, prefill=False),
-        Rule(peak, interval=3),
-        Rule(lambda event: peak(event, 0.9), interval=3, prefill=False),
-        Rule(lambda event: Scored(peak(event).values), interval=3, prefill=False),
+        replace(RULE, interval=4),
+        replace(RULE, prefill=True),
+        replace(RULE, score=lambda event: Scored(peak(event).values)),
     ],
-    ids=["interval", "prefill", "decay", "protection"],
+    ids=["interval", "prefill", "protection"],
 )
 def test_a_rule_that_differs_is_caught(wrong):
-    """Another schedule, another parameter and no protection each break `naive_replay`."""
+    """Another schedule and no protection each break `naive_replay`."""
     with pytest.raises(InvariantError, match="'naive_replay'"):
         check_policy(PEAK, rule=wrong, only=ONLY, max_examples=300, shrink=False)
 

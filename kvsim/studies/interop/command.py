@@ -38,12 +38,9 @@ def masks(
     read_run(run)
     records = read_records(run / RECORDS)
     names = list(dict.fromkeys(record.policy for record in records))
-    for name in policy or ():
-        if name not in names:
-            closest = suggest(name, names)
-            raise OptionError(
-                f"--policy {name!r} is not in {run}{closest}; it has {', '.join(names)}"
-            )
+    if lacking := next((name for name in policy or () if name not in names), None):
+        known = f"{', '.join(names)}{suggest(lacking, names)}"
+        raise OptionError(f"--policy {lacking!r} is not in {run}, expected some of {known}")
     every = [Masks.of(record) for record in records if record.policy in (policy or names)]
     write_masks(out, every, overwrite=overwrite)
     if as_json:
