@@ -12,7 +12,7 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.left_out import held_parts
 from kvsim.core.parameters import check_fields
-from kvsim.core.probe import ARRAYS, Chunk, Probe
+from kvsim.core.probe import ARRAYS, Probe
 from kvsim.core.probe import KEY as PROBE
 from kvsim.core.sources import Size
 from kvsim.errors import TraceError
@@ -135,11 +135,6 @@ class Header:
     def probe(self) -> Probe | None:
         """The chunks and tokens of its probe; None without one."""
         return Probe.of(self.meta)
-
-    @property
-    def probe_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of its probe; none without one."""
-        return () if self.probe is None else self.probe.chunks
 
     @property
     def uniform(self) -> bool:

@@ -82,7 +82,7 @@ def trace(tiny, presses):
 def test_sets_are_those_of_kvpress(presses, trace, layerwise, name, params):
     """One ranking over all layers, and one for each layer, with 4 sinks and chunks of 100."""
     _, scores, masked = presses[layerwise]
-    assert len(trace.header.probe_chunks) == 3
+    assert len(trace.header.probe.chunks) == 3
 
     record = kvsim.replay(trace, kvsim.policy(name, **params), BUDGET, internals=True)
 

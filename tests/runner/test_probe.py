@@ -89,5 +89,5 @@ def test_a_probe_beyond_the_context_of_the_model_is_refused():
     with pytest.raises(CaptureError, match="a probe of 860 rows take 1720 tokens"):
         capture(model, None, prompt, max_new_tokens=0, probe="repeat")
     trace = capture(model, None, prompt, max_new_tokens=0, probe="repeat:20")
-    assert trace.header.probe_chunks[-1].stop == len(prompt)
+    assert trace.header.probe.chunks[-1].stop == len(prompt)
     assert torch.isfinite(trace.read("probe_k")).all()

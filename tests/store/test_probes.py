@@ -39,7 +39,7 @@ def stored(tmp_path_factory):
 
 def test_rows_are_those_of_the_model_behind_the_context(stored):
     """Queries and keys of each chunk are those of one forward over the context and its rows."""
-    first, second = stored.header.probe_chunks
+    first, second = stored.header.probe.chunks
     assert (first, second) == (Chunk(0, 30, 30), Chunk(30, 50, 28))  # 8 tokens say where it starts
     probe, context = stored.header.probe, ids(CONTEXT)
     assert list(probe.tokens) == [*context[:30], *context[22:30], *context[30:]]
@@ -125,7 +125,7 @@ def test_arrays_and_their_description_must_fit():
     rope = kvsim.Rope.default(4)
     given = {"prompt_len": 6, "rope": rope, **repeated(q, k, 6)}
     trace = kvsim.Trace.from_arrays(q, k, k, **given)
-    assert trace.header.probe_chunks == (Chunk(0, 6, 6),)
+    assert trace.header.probe.chunks == (Chunk(0, 6, 6),)
     wrong = (
         {"meta": {}},
         {"probe_q": None, "probe_k": None},
