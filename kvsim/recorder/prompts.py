@@ -16,9 +16,10 @@ import torch
 from kvsim.core.header import fits_label
 from kvsim.core.parameters import AtLeast, check_fields
 from kvsim.errors import CaptureError, TextError, error_line
+from kvsim.files import DOCUMENT
 from kvsim.recorder.spans import Needle, needle_parts
 from kvsim.schema import LABELS
-from kvsim.store.metadata import ROOT_LIMIT, decode_document
+from kvsim.store.inputs import decode_document
 from kvsim.text.answers import check_answer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -164,7 +165,7 @@ def _check(part: Prompt | Turn, **more: Any) -> None:
         document = {"attributes": {"meta": {"turns": [{"answer_check": [value]}]}}}
         try:
             text = json.dumps(document, allow_nan=False, indent=2)
-            decode_document(text.encode("ascii"), ROOT_LIMIT // 8)
+            decode_document(text.encode("ascii"), DOCUMENT // 8)
         except (TypeError, ValueError, RecursionError) as error:
             raise CaptureError(
                 f"{name} cannot be stored as JSON ({error_line(error)}); change it or leave it out"

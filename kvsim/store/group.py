@@ -30,9 +30,9 @@ from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import KvsimError, TraceError, TraceNotFoundError, error_line
-from kvsim.files import LOCK
+from kvsim.files import DOCUMENT, LOCK
 from kvsim.schema import is_url, object_at
-from kvsim.store.metadata import ROOT_LIMIT, decode_document
+from kvsim.store.inputs import decode_document
 
 # few threads, because each keeps memory of what it has decoded
 zarr.config.set({"threading.max_workers": min(4, os.cpu_count() or 1)})
@@ -69,13 +69,13 @@ class CheckedStore(WrapperStore[Store]):
 
     def read_root(self) -> dict[str, Any] | None:
         """Read the document of the group and the manifest in it; None without a document."""
-        limit = RangeByteRequest(0, ROOT_LIMIT + 1)
+        limit = RangeByteRequest(0, DOCUMENT + 1)
         with reading(f"{self.where}: {ROOT}"):
             data = sync(self._store.get(ROOT, default_buffer_prototype(), limit))
             if data is None:
                 return None
             self._root = data.to_bytes()
-            return decode_document(self._root, ROOT_LIMIT)
+            return decode_document(self._root, DOCUMENT)
 
     def check_root(self, root: Mapping[str, Any]) -> None:
         """Check the seal of the document and the sizes of files, as far as they can be listed."""

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.digest import document_digest
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, error_line
 from kvsim.files import DOCUMENT, read_input
 
 #: Sizes and SHA-256 of files by their relative paths.
 Digests = Mapping[str, Mapping[str, Any]]
+
+#: Most values of a JSON object.
+VALUES = 1 << 22
 
 
 def digests(folder: Path, *names: str) -> Digests:
@@ -53,16 +56,28 @@ def damaged(
     )
 
 
-def read_document(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a JSON object from a file; raise as `read_file`, and OutputError for other content."""
-    data = read_file(path, DOCUMENT, expected)
+def decode_document(data: bytes, limit: int = DOCUMENT) -> dict[str, Any]:
+    """Return a JSON object; ValueError for one that is refused before or after it is decoded."""
+    if len(data) > limit:
+        raise ValueError(f"has more than {limit} bytes")
+    # each value is preceded by one of these characters; text has some too
+    if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
+        raise ValueError(f"has more than {VALUES} values")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, str(error), "a JSON object") from error
+        raise ValueError(f"is not readable ({error_line(error)}), expected JSON") from error
     if not isinstance(document, dict):
-        raise damaged(path, f"it holds a {type(document).__name__}", "a JSON object")
+        raise ValueError("is not a JSON object")  # noqa: TRY004  of the data
     return document
+
+
+def read_document(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a JSON object from a file; raise as `read_file`, and OutputError for other content."""
+    try:
+        return decode_document(read_file(path, DOCUMENT, expected))
+    except ValueError as error:
+        raise damaged(path, str(error), "a JSON object") from error
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:

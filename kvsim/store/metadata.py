@@ -1,8 +1,7 @@
-"""Metadata of a trace: untrusted JSON and the header as attributes (docs/trace-format.md)."""
+"""The header of a trace as attributes of its group (docs/trace-format.md)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,25 +9,6 @@ from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import OPTIONAL, Header, listed, printable, tupled
 from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION, object_at
-
-#: Most bytes and values of the document of a group: it holds texts.
-ROOT_LIMIT, VALUES = 64 << 20, 1 << 22
-
-
-def decode_document(data: bytes, limit: int = ROOT_LIMIT) -> dict[str, Any]:
-    """Return a JSON object; ValueError for one that is refused before or after it is decoded."""
-    if len(data) > limit:
-        raise ValueError(f"has more than {limit} bytes")
-    # each value is preceded by one of these characters; text has some too
-    if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
-        raise ValueError(f"has more than {VALUES} values")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not readable ({error_line(error)}), expected JSON") from error
-    if not isinstance(document, dict):
-        raise ValueError("is not a JSON object")  # noqa: TRY004  of the data
-    return document
 
 
 def attributes_of(header: Header) -> dict[str, Any]:

@@ -82,9 +82,8 @@ def read_records(path: str | Path) -> list[Record]:
 
 def _record(arrays: Mapping[str, Any], stored: Mapping[str, Any], prefix: str) -> Record:
     evicted_at, bits = arrays[f"{prefix}evicted_at"], arrays.get(f"{prefix}reads")
-    if (evicted_at.dtype, len(evicted_at.shape)) != (np.int32, 3):
-        raise ValueError(f"{prefix}evicted_at is {evicted_at.dtype} {evicted_at.shape}")
-    events = np.asarray(evicted_at[:])
-    if events.shape[0] != len(stored["layers"]) or events.min() < -1:
-        raise ValueError(f"{prefix}evicted_at does not fit its {len(stored['layers'])} layers")
+    events, layers = np.asarray(evicted_at[:]), len(stored["layers"])
+    fits = events.dtype == np.int32 and events.ndim == 3 and len(events) == layers
+    if not fits or events.min() < -1:
+        raise ValueError(f"{prefix}evicted_at does not fit its {layers} layers")
     return record_of(stored, events, None if bits is None else np.asarray(bits[:]))

@@ -26,8 +26,9 @@ from kvsim.files import Draft, put_in_place, sync_tree, unbroken
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.index import check_target
+from kvsim.store.inputs import decode_document
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
-from kvsim.store.metadata import attributes_of, decode_document
+from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import (
     Facts,
     move_projections,
@@ -70,8 +71,6 @@ class TraceWriter:
         like: Path | None = None,
         shards: bool = True,
     ) -> None:
-        if store_dtype not in (None, "float16"):
-            raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
         self.layer_ids, self.n_pos = tuple(layer_ids), shapes["q"][2]

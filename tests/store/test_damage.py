@@ -277,7 +277,7 @@ def test_a_small_file_takes_little_memory(kind, saved, stored, warm_python):
 
 def test_documents_beyond_the_limit_are_not_decoded(stored, monkeypatch):
     """Neither more bytes than the limit nor more values."""
-    for name, message in (("group.ROOT_LIMIT", "100 bytes"), ("metadata.VALUES", "100 values")):
+    for name, message in (("group.DOCUMENT", "100 bytes"), ("inputs.VALUES", "100 values")):
         with monkeypatch.context() as patch:
             patch.setattr(f"kvsim.store.{name}", 100)
             with pytest.raises(TraceError, match=f"has more than {message}"):

@@ -122,8 +122,6 @@ def test_a_writer_refuses_what_is_not_finite_or_too_large(tmp_path):
         pytest.raises(TraceError, match="v reaches 70000 in layer 1, float16 holds at most 65504"),
     ):
         writer.append("v", 1, torch.full((1, 256, 8), 7e4))
-    with pytest.raises(TraceError, match="store_dtype is 'int8'"):
-        TraceWriter(tmp_path / "a.zarr", store_dtype="int8", **options)
 
 
 def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
