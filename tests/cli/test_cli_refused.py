@@ -23,9 +23,9 @@ COST_64 = f"{COST} --model-config CONFIG --context 64"
 REFUSED = {
     # ---------------------------------------------------------------------------------- replay
     "replay TRACE --policy tova --budget 0": "budget is 0; the smallest budget that works is 1",
-    f"{REPLAY} --budget many": "a share (25%, 25%so-far) or bytes (64MiB)",
+    f"{REPLAY} --budget many": "budget is 'many'; expected entries",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
-    f"{REPLAY} --budget 0.25": "(64MiB); did you mean '25%'?",
+    f"{REPLAY} --budget 0.25": "; did you mean '25%'?",
     f"{REPLAY} --metric response_kl_tokens": "give --judge, or take kvsim live",
     "info Samplle": "or give one that ships: sample, sample-smollm2; did you mean 'sample'?",
     "replay TRACE --policy tova": "--budget",
@@ -119,7 +119,6 @@ REFUSED = {
     f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "--by is 'colour'",
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --by level": "no retained_iou by level",
-    f"{PLOT} pareto no --policy tova --budget 8": "no",
     f"{PLOT} bursts RUN": "bursts is drawn from traces, but RUN is a run; give the traces",
     f"{PLOT} pareto RUN a.zarr": "RUN is a run and a.zarr is none; give either",
     f"{PLOT} pareto RUN --interval 8": "RUN is replayed already; leave --interval out",
@@ -144,7 +143,6 @@ REFUSED = {
     f"{COST_64} --policy asl --set first_layer=40": "layer is 40, the model has layers 0..31",
     f"{COST_64} --dtype-bytes nan": "number_bytes is nan; expected a number from 1 to 8",
     # --------------------------------------------------------------------------------- listings
-    "policies snapvk": "did you mean 'snapkv'",
     "metrics wipout": "did you mean 'wipeout'",
     "help nonsense": "No such command 'nonsense'",
 }
