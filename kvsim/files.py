@@ -132,10 +132,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 class Draft:
-    """A hidden folder next to an output, locked; removed where its context ends.
-
-    Where a process is killed, the next output to `target` removes it.
-    """
+    """A hidden, locked folder next to an output; removed at its end, after a kill by the next."""
 
     def __init__(self, target: Path) -> None:
         self.folder, self.kept, self._lock = hidden(target, "tmp"), False, None
@@ -151,6 +148,7 @@ class Draft:
     def keep(self) -> None:
         """Leave the folder where it is: without its lock it is not abandoned, whatever comes."""
         self.kept = True
+        self.__exit__()
         (self.folder / LOCK).unlink()
 
     def __enter__(self) -> Path:
