@@ -73,23 +73,21 @@ def models_of(traces: Iterable[Trace]) -> dict[str, str]:
     return {each.name: f"{model_name(each) or ''}@{weights}" for each, weights in facts}
 
 
-def model_labels(models: Mapping[str, str]) -> dict[str, str | None]:
-    """Return for each trace by name the name of its model, different for different weights.
-
-    models: of `models_of`. Where several have one name, 8 hex digits of the weights follow it.
-    """
-    pairs = {trace: model.rpartition("@") for trace, model in models.items()}
-    distinct = {(name, weights) for name, _, weights in pairs.values() if weights}
-    several = Counter(name for name, _ in distinct)
+def model_labels(models: Mapping[str, str]) -> dict[str, str]:
+    """Return the model of each trace, with 8 digits of its weights where several have one name."""
+    pairs = {trace: tuple(model.rpartition("@")[::2]) for trace, model in models.items()}
+    several = Counter(name for name, weights in {*pairs.values()} if weights)
     return {
-        trace: f"{name} ({weights[7:15]})" if weights and several[name] > 1 else name or None
-        for trace, (name, _, weights) in pairs.items()
+        trace: f"{name} ({weights[7:15]})" if weights and several[name] > 1 else name
+        for trace, (name, weights) in pairs.items()
+        if name
     }
 
 
 def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
     """Return a Table with `model_labels` in its column `model` where several have one name."""
-    labels = {trace: label for trace, label in model_labels(models).items() if label}
+    names = model_labels(models).items()
+    labels = {trace: x for trace, x in names if not models[trace].startswith(f"{x}@")}
     model = pl.col("trace").replace_strict(labels, default=pl.col("model"), return_dtype=pl.String)
     return table.with_columns(model=model)
 
