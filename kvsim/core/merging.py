@@ -10,7 +10,7 @@ stay, e that leave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsim.core.checks import compute_dtype
@@ -104,29 +104,9 @@ def fold(
     return changed, least
 
 
-def folds(
-    merger: Merger, keys: Tensor, values: Tensor, evicted_at: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Overwrite keys and values [H, T, d] event by event; yields its row and what changed.
-
-    evicted_at: after which row each entry leaves, int [H, T].
-    """
-    threshold = unknown(keys)
-    pos = torch.arange(keys.shape[1], device=keys.device)
-    for row in events(evicted_at):
-        kept = (evicted_at > row) & (pos <= row)
-        changed, threshold = fold(merger, keys, values, evicted_at == row, kept, threshold)
-        yield row, changed
-
-
 def unknown(keys: Tensor) -> Tensor:
     """The threshold before the first event, of keys [..., H, T, d]."""
     return keys.new_full(keys.shape[:-2], torch.nan, dtype=compute_dtype(keys.dtype))
-
-
-def events(evicted_at: Tensor) -> list[int]:
-    """The rows after which an entry leaves, ascending."""
-    return [row for row in evicted_at.unique().tolist() if row != NEVER]
 
 
 class Store:

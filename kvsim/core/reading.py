@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,24 +59,6 @@ class Pages:
         return cast("T", self._memo[key])
 
 
-class Weights(Protocol):
-    """Weights with which entries enter the attention of the rows that read them.
-
-    Pages are of one entry. `score` keeps what is learned as `pages.of_layer["learned"]`.
-    """
-
-    def learned(self, keys: Tensor, held: Tensor) -> Tensor:
-        """What weights need of keys [H, n, d], by what the first row that reads has [H, n]."""
-
-    def log_weights(
-        self, queries: Tensor, keys: Tensor, visible: Tensor, learned: Tensor
-    ) -> Tensor:
-        """Logarithms of weights [H, G, w, n], which are added to logits, of entries that are read.
-
-        queries [H, G, w, d], keys [H, n, d]; visible [H, w, n]: the entries that rows have.
-        """
-
-
 class Reader(Piece, ABC):
     """Which pages each row after the prompt reads; the rows of the prompt read everything.
 
@@ -97,8 +79,11 @@ class Reader(Piece, ABC):
     effect: Literal["exact", "none"] = "exact"
 
     @property
-    def weights(self) -> Weights | None:
-        """With which entries enter a row's attention; None for those of attention."""
+    def weights(self) -> Any:
+        """Weights with which entries of pages of one enter a row's attention; None for 1.
+
+        An object with `learned` and `log_weights`, as `kvsim.policies.magicpig.MagicPIG` has them.
+        """
         return None
 
     def at(self, trace: Trace, budget: int) -> Reader:

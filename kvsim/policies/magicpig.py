@@ -89,7 +89,10 @@ class MagicPIG(Reader):
     def log_weights(
         self, queries: Tensor, keys: Tensor, visible: Tensor, learned: Tensor
     ) -> Tensor:
-        """-ln u of entries between the ends, 0 of the others."""
+        """-ln u of entries between the ends, 0 of the others: added to logits, [H, G, w, n].
+
+        queries [H, G, w, d], keys [H, n, d]; visible [H, w, n]: the entries that rows have.
+        """
         q, k = queries.double(), (keys.double() - learned).unsqueeze(1)
         size = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(2)
         # a vector of length 0 is in the bucket of signs that are not positive: as at a right angle

@@ -13,12 +13,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.changed import first_row, log_weights
-from kvsim.core.merging import Merger, folds
+from kvsim.analysis.output.changed import first_row, folds, log_weights, rounded
+from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.shared_results import DEFAULT_MEMORY
-from kvsim.core.storing import rounded
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended

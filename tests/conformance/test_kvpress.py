@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
+from kvsim.analysis.output.changed import kept_channels
 from kvsim.core.policy import Inputs, Scorer
 from kvsim.core.select import select
-from kvsim.core.storing import kept_channels
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
 from kvsim.policies.duo import HeadPlan

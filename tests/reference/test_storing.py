@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
+from kvsim.analysis.output.changed import folds, rounded, stored_after
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
-from kvsim.core.merging import Merger, folds
-from kvsim.core.storing import rounded, stored_after
+from kvsim.core.merging import Merger
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
 from kvsim.policies.d2o import D2O

@@ -8,8 +8,7 @@ import torch
 
 import kvsim
 from families import FAMILIES
-from kvsim.analysis.output.changed import log_weights
-from kvsim.core.storing import stored_after
+from kvsim.analysis.output.changed import log_weights, stored_after
 from kvsim.errors import PolicyError
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel, prefill

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.output.changed import first_row
+from kvsim.analysis.output.changed import first_row, shortened
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.core.storing import shortened
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 

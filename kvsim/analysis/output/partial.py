@@ -13,13 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from kvsim.analysis.output.changed import first_moved, first_row, log_weights
+from kvsim.analysis.output.changed import (
+    Stored,
+    events,
+    first_moved,
+    first_row,
+    folds,
+    log_weights,
+    rounded,
+)
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.merging import Merger, events, folds
+from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import Stored, rounded
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
 from kvsim.policies.naming import stored_piece

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvsim.analysis.output.changed import folds
 from kvsim.analysis.output.error import output_error
-from kvsim.core.merging import Merger, folds
+from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Codec
 from kvsim.engine.reading import read
