@@ -70,11 +70,6 @@ class Table:
         """All rows, [L, H, n, d]; between two forwards, when all layers have as many."""
         return self._array[:, :, : self._lengths[0]]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, the room for more rows included."""
-        return self._array.nbytes
-
     def gather(self, slots: Tensor, live: Tensor) -> None:
         """Keep the rows in slots [L, H, n], 0 where not live; the memory of the others is freed."""
         layers, heads, total, dim = self._array.shape
@@ -85,10 +80,6 @@ class Table:
         if not bool(live.all()):
             self._array.masked_fill_(~live.unsqueeze(-1), 0.0)
         self._lengths = [slots.shape[-1]] * layers
-
-    def replace(self, rows: Tensor) -> None:
-        """Put other rows [L, H, n, d] in the place of all."""
-        self.rows.copy_(rows)
 
     def drop(self, n: int) -> None:
         """Free the memory of the first n rows."""
@@ -272,7 +263,7 @@ class LiveSource(Source):
             table.gather(slots, live)
         if self.rotated:
             ragged = not bool(live.all())
-            self._keys.replace(self._to_slots(self._keys.rows, slots, ragged=ragged))
+            self._keys.rows.copy_(self._to_slots(self._keys.rows, slots, ragged=ragged))
 
     def _to_slots(self, keys: Tensor, slots: Tensor, *, ragged: bool) -> Tensor:
         """Return keys that stood in slots [L, H, n], rotated to their new ones."""
@@ -308,17 +299,12 @@ class LiveSource(Source):
                 return given
             if rows == 1:
                 return None
-        before = self._live.shape[-1]
-        visible = torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)
-        visible = visible.expand(1, 1, rows, n)
+        visible = torch.ones(1, 1, rows, n, dtype=torch.bool, device=query.device).tril(n - rows)
+        (keys, values, live), weights = self.entries(index), None
         if self._padded:
-            live = self._live[index].repeat_interleave(self._group, dim=0)
-            visible = visible.repeat(1, len(live), 1, 1)
-            visible[..., :before] &= live.unsqueeze(1)
-        weights = None
+            visible = visible & live.repeat_interleave(self._group, dim=0).unsqueeze(1)
         if reads is not None and chooses:
-            live = self.entries(index)[2]
-            keys, values = (x.of_layer(index) for x in (self._exact or self._keys, self._values))
+            keys = keys if self._exact is None else self._exact.of_layer(index)
             values = values[..., -(self._latent or values.shape[-1]) :]
             q, keys, values = (computable(x) for x in (query[0], keys, values))
             read, weights = reads.entries(layer, start, q, keys, values, live)

@@ -285,7 +285,7 @@ def stored(live):
 
 def queries(live):
     """Bytes of the queries that the policy may still read."""
-    kept = [part for _, x in live._blocks for part in (x._queries, x._first_queries)]
+    kept = [part for _, x in live._blocks for part in (x._queries._array, x._first_queries)]
     return sum(part.nbytes for part in kept)
 
 
