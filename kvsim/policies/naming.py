@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvsim.core.parameters import Length
@@ -226,13 +227,8 @@ def parameters(name: str) -> tuple[str, ...]:
 def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
     chain, behind = _parse(name)
-    parts = chain + behind
-    keys = [*_keys(parts)]
-    return [
-        (part.name, {key: full for of, key, full in keys if of is part})
-        for part in parts
-        if part.written
-    ]
+    keys, written = [*_keys(chain + behind)], filter(attrgetter("written"), chain + behind)
+    return [(part.name, {key: full for of, key, full in keys if of is part}) for part in written]
 
 
 def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str]]:
