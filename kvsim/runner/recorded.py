@@ -97,14 +97,10 @@ class RecordedCheck:
         if place not in (0, last):
             return
         arrays = {"q": call.q, "k": call.k[:, rows], "v": call.v[:, rows]}
-        pairs = (
-            (name, x[:, part.start - rows.start : part.stop - rows.start], part)
-            for name, x in arrays.items()
-            for part in self._trace.header.held(name, range(rows.start, rows.stop))
-        )
-        for name, x, part in pairs:
-            stored = self._trace.read(name, slice(place, place + 1), part)[0]
-            full = stored.to(x.device)
+        held = {name: self._trace.header.held(name, range(rows.start, rows.stop)) for name in "qkv"}
+        for name, part in ((name, part) for name, parts in held.items() for part in parts):
+            x = arrays[name][:, part.start - rows.start : part.stop - rows.start]
+            full = self._trace.read(name, slice(place, place + 1), part)[0].to(x.device)
             if x.shape != full.shape:
                 raise CaptureError(
                     f"{self._trace.name} has {name} of shape {list(full.shape)}, and the model "
