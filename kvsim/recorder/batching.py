@@ -156,6 +156,10 @@ class Batch:
             layer.keep(places)
 
 
+#: What ended a response that was given (`generation.stopped`).
+GIVEN = "given"
+
+
 class Written(NamedTuple):
     """A response, what ended it, None its length, and the seconds until its end."""
 

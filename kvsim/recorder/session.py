@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,42 +17,56 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.checks import DTYPES
+from kvsim.core.digest import document_digest
 from kvsim.core.header import Header
+from kvsim.core.left_out import left_out_before
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, describe_turns
+from kvsim.recorder.answers import agreement, answer_check, describe_turns, reasoning_notes
+from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.choice import stop_tokens
+from kvsim.recorder.choice import Choice, stop_tokens
 from kvsim.recorder.contexts import SharedContext
-from kvsim.recorder.forward import evaluating, run_chunks
-from kvsim.recorder.generation import generate, score
+from kvsim.recorder.encoding import encode
+from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, run_chunks
+from kvsim.recorder.generation import generate, score, stop_search
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import model_name, model_notes
+from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
-from kvsim.recorder.positions import read_ropes
+from kvsim.recorder.positions import fitting_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt
-from kvsim.recorder.provenance import describe_tokenizer, versions
-from kvsim.recorder.resuming import differences, settings_of
-from kvsim.recorder.rows import Rows
+from kvsim.recorder.provenance import (
+    config_differences,
+    describe_tokenizer,
+    tokenizer_difference,
+    versions,
+)
 from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import STEPS, Step
 from kvsim.recorder.tokenization import response_text, token_strings
-from kvsim.schema import LOGPROBS, SUMS, axes_of
+from kvsim.schema import LOGPROBS, SUMS, axes_of, object_at
 from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
+#: Options that change how a capture runs, and not what it records.
+_HOW = {"overwrite", "resume", "batch", "force", "planned", "progress", "chunk", "layers"}
 
-class Session(Rows):
+#: What a trace says of its prompt and model elsewhere.
+_APART = {"content", "response", "turns", "metadata"}
+_MODEL = ("name", "dtype", "attention", "weights", "source")
+
+
+class Session:
     """One capture, checked as far as possible before the model runs.
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
-    to write the trace; None keeps it in memory. described: by `describe_model`. Raises as `Rows`,
-    and CaptureError for a layer that the model has not.
+    to write the trace; None keeps it in memory. described: by `describe_model`. Raises
+    CaptureError for a prompt or an option that the model or its tokenizer has nothing for.
     """
 
     #: the context that other prompts have, too
@@ -69,7 +85,30 @@ class Session(Rows):
         out: str | Path | None,
         described: Mapping[str, Any],
     ) -> None:
-        super().__init__(model, tokenizer, prompt, options)
+        self.encoded = encoded = encode(prompt, model, tokenizer, options)
+        self.longest = options.max_new_tokens
+        self.own_length = prompt.max_new_tokens if self.longest is None else None
+        if self.own_length is not None:
+            options = replace(options, max_new_tokens=self.own_length)
+        self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
+        self.completed = stop_search(options.stops, tokenizer)
+        self.turns, self.response = encoded.turns, encoded.given
+        self.questions = [*encoded.questions]
+        asks = bool(self.turns) and not next(model.parameters()).is_meta
+        self.step = 1 if asks and not continues(model, encoded.ids) else WHOLE  # rows of a question
+        #: a response that is known before it is recorded: given, or written in a batch
+        self.written = Written(self.response, GIVEN, 0.0) if self.response else None
+        self.new_tokens, cut = self._fitting()
+        self.context = encoded.ids[: encoded.context_len]
+        n = len(encoded.ids) + len(self.response)
+        stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
+        self.left_out = None if stay is None else left_out_before(end, stay)
+        self.chunk, whole = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
+        self.limit = n + self.new_tokens
+        drawn = self.choice.notes if self.new_tokens else ()
+        indexed = indexer_notes(model, self.limit)
+        self.notes = [*encoded.notes, *cut, *whole, *drawn, *indexed]
         self.described, self.out = described, None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.scores, self.likeliest = list[Any](), list[bool]()
@@ -88,6 +127,40 @@ class Session(Rows):
         )
         self._steps = [kind(self) for kind in STEPS if kind.wanted(self)]
 
+    def _fitting(self) -> tuple[int, list[str]]:
+        """Return how many new tokens fit, as `fitting_tokens`; CaptureError unless all turns do."""
+        start, most = len(self.encoded.ids), 0
+        if not self.response:
+            later = sum(len(turn.ids) + turn.longest for turn in self.turns)
+            most = self.options.longest + later
+        count, notes = fitting_tokens(self.model, start, most)
+        if self.turns and count < most:
+            raise CaptureError(
+                f"questions and answers of all turns take up to {most} tokens after a prompt of "
+                f"{start}, and the model has room for {count}; expected turns that fit; give a "
+                "smaller --max-new-tokens, or fewer turns"
+            )
+        return count, notes
+
+    def answer_check(self, response: str | None) -> dict[str, Any] | None:
+        """Compare a response whose writer is known with the right one, ready for JSON."""
+        if response is None or (self.response and self.prompt.writer is None):
+            return None
+        opened, text, tiny = (
+            self.encoded.opened,
+            self.encoded.text,
+            is_tiny(self.model),
+        )
+        check = answer_check(self.prompt, response, opened, self.own_length, text, tiny=tiny)
+        self.notes += [] if check is None else reasoning_notes(opened + response)
+        return check
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of generation; of a given response what wrote it, if that is known."""
+        given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
+        return given if self.response else self.options.generation | self.choice.settings
+
     @property
     def steps(self) -> list[Step]:
         """The steps that have not failed."""
@@ -102,12 +175,37 @@ class Session(Rows):
         """The destination of arrays, once the first kernel call has shown their shapes."""
         return self.recorder.sink
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """All that decides what is recorded, by name, as JSON reads it; a trace keeps them."""
+        encoded, facts = self.encoded, {**vars(self.prompt), **vars(self.options)}
+        tokens = [encoded.ids, self.response, *([x.ids, x.response] for x in self.turns)]
+        document = {
+            **{key: value for key, value in facts.items() if key not in _HOW | _APART},
+            **{f"model {key}": self.described.get(key) for key in _MODEL},
+            "prompt": document_digest({"tokens": tokens}),
+            "turns": [{**vars(x), "question": None, "response": None} for x in self.prompt.turns],
+            "layers": self.layer_ids,
+            "context": encoded.context_len,
+            "needle": encoded.needle,
+        }
+        return dict(json.loads(json.dumps(document)))
+
     def existing(self) -> Trace | None:
         """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)
-        differing = differences(self, trace)
+        recorded = object_at(trace.meta, "settings")
+        differing = [
+            f"its {key} is {reprlib.repr(recorded.get(key))}, expected {reprlib.repr(value)}"
+            for key, value in self._settings.items()
+            if value != recorded.get(key)
+        ]
+        if config := config_differences(trace.meta, self.described):
+            differing.append(f"its model has another configuration ({', '.join(config)})")
+        if other := tokenizer_difference(trace, self.tokenizer):
+            differing.append(other)
         if differing:
             raise CaptureError(
                 f"{self.out} is of another capture: {'; '.join(differing)}; --resume keeps traces "
@@ -258,7 +356,7 @@ class Session(Rows):
                 "new_tokens": len(tokens) - prompt_len,
                 "stopped": ended[-1] or ("context" if cut else "length"),
             },
-            "settings": settings_of(self),
+            "settings": self._settings,
             "labels": dict(self.prompt.labels),
             **({"spans": {"needle": encoded.needle}} if encoded.needle else {}),
             "notes": self.notes,

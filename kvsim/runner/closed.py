@@ -24,14 +24,13 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record, Response, facts_of
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-from kvsim.recorder.batching import Written
+from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.choice import APPLIED, Choice, stop_tokens
 from kvsim.recorder.forward import WHOLE, evaluating
 from kvsim.recorder.generation import following
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
-from kvsim.recorder.rows import GIVEN
 from kvsim.recorder.tokenization import response_text
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
