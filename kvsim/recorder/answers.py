@@ -46,16 +46,6 @@ def reasoning_notes(response: str) -> list[str]:
     return [f"the response does not leave its reasoning ({mark}): it has no answer"] if mark else []
 
 
-def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
-    """Return the share of tokens that greedy decoding chooses, too, and the first other position.
-
-    likeliest: of each token of the response, whether no other has a larger logit there. `first` is
-    None where all are.
-    """
-    first = None if all(likeliest) else prompt_len + likeliest.index(False)
-    return {"share": sum(likeliest) / len(likeliest), "first": first}
-
-
 def describe_turns(
     session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
 ) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ def capture(
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
             its number of tokens (`context_len`), for `kvsim.replay(..., compress="context")`.
         response: text or token ids to record as the response, instead of generating one. The trace
-            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`), and how many
-            of them greedy decoding would have chosen (`meta["agreement"]`).
+            keeps the log-likelihood of each of its tokens (`response_logprobs`), and how many of
+            them greedy decoding would have chosen (`meta["agreement"]`).
         writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.

@@ -24,7 +24,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import agreement, answer_check, describe_turns, reasoning_notes
+from kvsim.recorder.answers import answer_check, describe_turns, reasoning_notes
 from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
@@ -345,7 +345,11 @@ class Session:
         if self.tokenizer is not None:
             response = response_text(tokens[prompt_len:], self.tokenizer)
         cut = self.new_tokens < self.options.longest
-        agrees = self.likeliest and not self.turns  # questions were not written by the model
+        agreement = {}
+        if self.likeliest and not self.turns:  # questions were not written by the model
+            share = sum(self.likeliest) / len(self.likeliest)  # that greedy decoding chooses, too
+            other = None if all(self.likeliest) else prompt_len + self.likeliest.index(False)
+            agreement = {"agreement": {"share": share, "first": other}}
         meta = {
             "model": self.described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
@@ -363,6 +367,6 @@ class Session:
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
             **dict(zip(LOGPROBS, map(list, zip(*self.scores, strict=True)), strict=False)),
-            **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
+            **agreement,
         }
         return self.recorder.described(replace(header, meta=meta)).within(len(tokens))

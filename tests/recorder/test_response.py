@@ -75,10 +75,10 @@ def test_lines_of_a_file(tmp_path):
     text, tokens, generated = capture_many(small(), words_tokenizer(), short, out)
 
     assert text.tokens.tolist() == tokens.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert text.response_logprobs == tokens.response_logprobs
+    assert text.header.response_logprobs == tokens.header.response_logprobs
     assert text.meta["text"]["response"] == "w3 w4 w5"
     assert generated.tokens.tolist() == [1, 9]
-    assert describe(text.path)["response_logprobs"] == list(text.response_logprobs)
+    assert describe(text.path)["response_logprobs"] == list(text.header.response_logprobs)
     again = capture_many(small(), words_tokenizer(), short, out, resume=True)
     assert [trace.digest for trace in again] == [x.digest for x in (text, tokens, generated)]
     other = [Prompt(**{**vars(short[0]), "response": "w3 w4 w6"})]
