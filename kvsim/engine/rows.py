@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from kvsim.core.attention import Reduction, reduce_group
 from kvsim.core.entries import gather
@@ -91,14 +92,8 @@ class RowView(View):
     """
 
     def __init__(self, block: Block, start: int, stop: int) -> None:
-        super().__init__(
-            block.source,
-            block.entries,
-            block.setting,
-            row=start,
-            since=block.since,
-            layers=block.layers,
-        )
+        how: Any = {"row": start, "since": block.since.clone(), "layers": block.layers}
+        super().__init__(block.source, block.entries, block.setting, **how)
         self._block, self._start, self._stop, self._padded = block, start, stop, True
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
@@ -126,7 +121,7 @@ class RowView(View):
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
         self.row, self._attention = row, None
-        self.since = torch.full_like(self.since, row - 1)  # every layer acted after the row before
+        self.since.fill_(row - 1)  # every layer acted after the row before
         self._windows.clear()
         self._gathered.clear()
         self._live.select(-1, slot).fill_(value=True)
