@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import rulings
+import conformance_page
 import typer
 import validity
 
@@ -85,7 +85,7 @@ def policy_names() -> str:
         "allocator": "allocators",
         "propagation": "across layers",
         "reader": "readers: which of the held entries a row reads",
-        "codec": "codecs: in how many bits entries are stored",
+        "quantizer": "quantizers: in how many bits entries are stored",
         "merger": "mergers: what kept entries become when others leave",
     }
     for kind, plural in kinds.items():
@@ -99,7 +99,7 @@ def policy_names() -> str:
 
 
 def access() -> str:
-    """The table of readers and codecs."""
+    """The table of readers and quantizers."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
     from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 
@@ -271,9 +271,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": parameters,
     "policies": policies,
     "policy_names": policy_names,
-    "ruling_cases": rulings.cases,
-    "ruling_costs": rulings.costs,
-    "ruling_releases": rulings.releases,
+    "conformance_cases": conformance_page.cases,
+    "conformance_costs": conformance_page.costs,
+    "conformance_releases": conformance_page.releases,
     "validity": validity.part,
 }
 

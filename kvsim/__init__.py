@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvsim.samples import sample_trace as sample_trace
     from kvsim.store.reader import open_trace as open_trace
     from kvsim.store.writer import save_trace as save_trace
-    from kvsim.studies.referee.ruling import conform as conform
+    from kvsim.studies.conformance.report import conform as conform
     from kvsim.sweeps.closed_loop import live as live
     from kvsim.sweeps.driver import sweep as sweep
 
@@ -53,7 +53,7 @@ _HOME = {
     "averages": "analysis.summaries",
     "capture": "recorder",
     "compare": "analysis.comparison",
-    "conform": "studies.referee.ruling",
+    "conform": "studies.conformance.report",
     "judge": "runner.judgments",
     "live": "sweeps.closed_loop",
     "measure": "analysis.measuring",

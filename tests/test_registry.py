@@ -124,19 +124,19 @@ def test_a_broken_package_is_named_where_it_is_used(tmp_path):
 
 
 def test_a_taken_name_is_refused(tmp_path):
-    """A package cannot replace a policy, reader or codec of kvsim; others go on working."""
+    """A package cannot replace a policy, reader or quantizer of kvsim; others go on working."""
     declare(tmp_path, "policies", "tova", "rival:tova")
     declare(tmp_path, "policies", "int8", "rival:int8", package="third")
 
     lines = [f"policies {name}" for name in ("tova", "int8", "snapkv")]
-    tova, codec, other = run(tmp_path, *lines)
+    tova, quantizer, other = run(tmp_path, *lines)
 
     assert tova[2] == (
         "error: the policy 'tova' is declared by kvsim and by rival 2.0; a name is declared once: "
         "rename it in the package's pyproject.toml, or uninstall rival\n"
     )
-    assert [tova[0], codec[0], other[0]] == [2, 2, 0]
-    assert "'int8' is declared by kvsim and by third 2.0" in codec[2]
+    assert [tova[0], quantizer[0], other[0]] == [2, 2, 0]
+    assert "'int8' is declared by kvsim and by third 2.0" in quantizer[2]
 
 
 @pytest.mark.parametrize(

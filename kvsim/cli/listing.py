@@ -28,7 +28,7 @@ def policies(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the policies, readers and codecs, or show some of them in full."""
+    """List the policies, readers and quantizers, or show some of them in full."""
     from kvsim.policies import describe, names
     from kvsim.policies.naming import BEHIND, access_names
 
@@ -45,7 +45,7 @@ def policies(
         ["policy", "rule", "evicts after", "needs", "paper"],
         [[shown(each), each.rule, fires(each), needs(each), each.paper] for each in evictions],
     )
-    typer.echo("\nReaders, codecs and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
+    typer.echo("\nReaders, quantizers and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [
@@ -98,7 +98,7 @@ def _echo_in_full(policy: Description) -> None:
 
 def shown(policy: Description) -> str:
     """The name, with a place for the scorer inside, in brackets where it needs none."""
-    if policy.kind in ("reader", "codec", "merger"):
+    if policy.kind in ("reader", "quantizer", "merger"):
         return f"[EVICTION+]{policy.name}"
     if policy.innermost:
         return policy.name

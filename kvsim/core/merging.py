@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
-from kvsim.core.storing import Codec, advance, round_marked
+from kvsim.core.storing import Quantizer, advance, round_marked
 from kvsim.schema import NEVER
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def unknown(keys: Tensor) -> Tensor:
 
 
 class Store:
-    """What becomes of the entries of a block of layers under a codec, a merger, or neither.
+    """What becomes of the entries of a block of layers under a quantizer, a merger, or neither.
 
     evicted_at: as of the block. first: the row after which the first entries are rounded. places:
     of positions before a row, bool [L, H, T], where the source has them. rounded_after: the row
@@ -119,7 +119,7 @@ class Store:
 
     def __init__(
         self,
-        storage: Codec | Merger | None,
+        storage: Quantizer | Merger | None,
         source: Source,
         evicted_at: Tensor,
         first: int,
@@ -129,34 +129,34 @@ class Store:
         self._places, self._first, self._to = places, first, first
         self._thresholds = unknown(source.keys)  # of a merger, [L, H]
         self.rounded_after: Tensor | None = None
-        if isinstance(storage, Codec):
+        if isinstance(storage, Quantizer):
             self._after = evicted_at.new_full((2, *evicted_at.shape), NEVER)
             self.rounded_after = self._after[0]
 
     def before(self, row: int) -> None:
         """Round what left its exact window before row `row`."""
-        codec, start = self._storage, self._to
-        if not isinstance(codec, Codec) or row <= start:
+        quantizer, start = self._storage, self._to
+        if not isinstance(quantizer, Quantizer) or row <= start:
             return
         begins = start == self._first
-        channels = self._channels(codec, row) if begins and codec.reads.last else None
-        for which, clock in enumerate(codec.clocks):
+        channels = self._channels(quantizer, row) if begins and quantizer.reads.last else None
+        for which, clock in enumerate(quantizer.clocks):
             if begins or not clock.once:
                 stop = start + 1 if clock.once else row
                 due = advance(self._after[which], self._evicted_at, clock, start, stop)
                 writable = self._source.writable(which)
-                round_marked(codec, which, writable, self._places(due, row), channels)
+                round_marked(quantizer, which, writable, self._places(due, row), channels)
         self._to = row
 
-    def _channels(self, codec: Codec, row: int) -> Tensor:
+    def _channels(self, quantizer: Quantizer, row: int) -> Tensor:
         """The channels of keys that are stored, bool [L, H, d]; row: the source may not have it."""
         last = self._first
         held = self._evicted_at > last
         held[..., last + 1 :] = False
         held, keys = self._places(held, row), self._source.writable(0)  # of any rotation
-        queries = self._source.queries(max(0, last + 1 - codec.reads.last), last + 1)
+        queries = self._source.queries(max(0, last + 1 - quantizer.reads.last), last + 1)
         parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
-        return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])
+        return torch.stack([quantizer.channels(q, k.where(here, 0.0)) for q, k, here in parts])
 
     def left(self, row: int) -> None:
         """Fold what left after row `row` into what stays."""

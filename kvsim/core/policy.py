@@ -1,8 +1,8 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
 Some propagate a part of the prompt to deeper layers (a propagation), or read or store what stays in
-another way (a reader, a codec, a merger). Pieces are defined in `kvsim.core.pieces`, which can be
-imported from here, `propagation`, `reading`, `storing` and `merging`.
+another way (a reader, a quantizer, a merger). Pieces are defined in `kvsim.core.pieces`, which can
+be imported from here, `propagation`, `reading`, `storing` and `merging`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvsim.core.pieces import (
 )
 from kvsim.core.propagation import Propagation
 from kvsim.core.reading import Reader
-from kvsim.core.storing import Codec
+from kvsim.core.storing import Quantizer
 from kvsim.errors import PolicyError
 from kvsim.schema import schedule
 
@@ -104,7 +104,7 @@ class Policy:
     per_query_head: bool = False
     propagation: Propagation | None = None
     reader: Reader | None = None
-    storage: Codec | Merger | None = None
+    storage: Quantizer | Merger | None = None
     so_far: Annotated[float, Between(0, 1)] | None = None
     scaled: tuple[Length, ...] = ()
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
@@ -129,7 +129,7 @@ class Policy:
             "its propagation, reader or scaled lengths have no rule for a budget that grows": (
                 self.so_far is not None and (drops or self.reader is not None or self.scaled)
             ),
-            "a reader, codec or merger needs keys at their positions, one set for each KV head": (
+            "reader, quantizer or merger needs keys at their positions, a set for each KV head": (
                 accesses and (self.positions == "slot" or self.per_query_head)
             ),
             "a merger changes keys, which a propagation, a reader or a bound needs as recorded": (
@@ -184,7 +184,7 @@ class Policy:
     @property
     def rounds(self) -> bool:
         """Whether entries are rounded once they leave an exact window."""
-        return isinstance(self.storage, Codec)
+        return isinstance(self.storage, Quantizer)
 
     def protection(self, budget: int, *, enforced: bool = True) -> Protection:
         """Return the union of what the policy, its scorer and its allocator ask to protect.
@@ -230,7 +230,7 @@ class Policy:
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then reader and codec. Pieces of one level share their parameters; an allocator that has
+        Then reader and quantizer. Pieces of one level share their parameters; an allocator that has
         the label of the innermost scorer is of its level.
         """
         *wrappers, innermost = chain_of(self.scorer)

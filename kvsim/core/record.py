@@ -16,7 +16,7 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
-from kvsim.core.storing import Codec, Spec
+from kvsim.core.storing import Quantizer, Spec
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER, schedule
 
@@ -167,7 +167,7 @@ class Record:
     closed: bool = False
     response: Response | None = None
     reads: Reads | None = None
-    storage: Codec | Merger | Spec | None = None
+    storage: Quantizer | Merger | Spec | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""As what resident entries are stored: a codec, and when an entry leaves the exact window.
+"""As what resident entries are stored: a quantizer, and when an entry leaves the exact window.
 
 An entry is exact when it arrives. After some row it is rounded once, and stays as it is then; rows
 behind that one see the rounded key or value. Keys and values have a clock each. Channels of keys
-that a codec prunes are 0 from then on.
+that a quantizer prunes are 0 from then on.
 
 Shape letters: L layers, H KV heads, T tokens, d head dimension, g entries of a group.
 """
@@ -34,12 +34,12 @@ class Clock(NamedTuple):
     group: int = 1
 
 
-def behind_window(codec: Any) -> tuple[Clock, Clock]:
-    """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
-    return (Clock(codec.window),) * 2
+def behind_window(quantizer: Any) -> tuple[Clock, Clock]:
+    """`clocks` of a quantizer with a parameter `window`, behind which entries leave one by one."""
+    return (Clock(quantizer.window),) * 2
 
 
-class Codec(Piece, ABC):
+class Quantizer(Piece, ABC):
     """A deterministic round trip of entries that leave the exact window; a frozen dataclass."""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
 
 
 def round_marked(
-    codec: Codec, which: int, stored: Tensor, marked: Tensor, channels: Tensor | None = None
+    quantizer: Quantizer, which: int, stored: Tensor, marked: Tensor, channels: Tensor | None = None
 ) -> None:
     """Overwrite keys (0) or values (1) [..., T, d] where marked, in groups of neighbours.
 
@@ -116,22 +116,24 @@ def round_marked(
     entries = stored[marked]
     if len(entries):
         groups = entries.to(compute_dtype(entries.dtype)).unflatten(
-            0, (-1, codec.clocks[which].group)
+            0, (-1, quantizer.clocks[which].group)
         )
-        stored[marked] = (codec.keys, codec.values)[which](groups).flatten(0, 1).to(stored.dtype)
+        stored[marked] = (
+            (quantizer.keys, quantizer.values)[which](groups).flatten(0, 1).to(stored.dtype)
+        )
     if channels is not None and which == 0:
         stored.masked_fill_(marked.unsqueeze(-1) & ~channels.unsqueeze(-2), 0.0)
 
 
 class Spec(NamedTuple):
-    """A codec, or a reader, as a stored record names it (`kvsim.policies.naming` builds it)."""
+    """A quantizer, or a reader, as a stored record names it (`kvsim.policies.naming` builds it)."""
 
     name: str
     params: Mapping[str, Any]
 
     @classmethod
     def of(cls, piece: Piece | Spec) -> Spec:
-        """The name and the parameters of a codec or a reader."""
+        """The name and the parameters of a quantizer or a reader."""
         if isinstance(piece, Spec):
             return piece
         return cls(piece.label, {each.name: getattr(piece, each.name) for each in fields(piece)})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Readers, codecs and mergers by name."""
+"""Readers, quantizers and mergers by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvsim.policies.entry import Entry, of_file, variant
 
-#: Readers, codecs and mergers, which stand behind an eviction, or alone.
+#: Readers, quantizers and mergers, which stand behind an eviction, or alone.
 ACCESS: Mapping[str, Entry] = {
     "quest": of_file(
         "quest:Quest", presets={"release": variant("reads at least three pages", least=3)}

@@ -1,4 +1,4 @@
-"""Every policy, reader, codec and merger by name: its pieces, its schedule and its presets.
+"""Every policy, reader, quantizer and merger by name: its pieces, its schedule and its presets.
 
 Pieces are named by file and class, "snapkv:SnapKV", and imported when a policy is built or shown.
 """

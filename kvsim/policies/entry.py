@@ -14,7 +14,7 @@ from kvsim.core.pieces import Even, Schedule, Uniform
 
 #: A class, or "FILE:CLASS" of one in kvsim.policies.
 Class = type[Any] | str
-KINDS = ("propagation", "allocator", "wrapper", "scorer", "reader", "merger", "codec")
+KINDS = ("propagation", "allocator", "wrapper", "scorer", "reader", "merger", "quantizer")
 
 
 def load(given: Class) -> type[Any]:
@@ -53,7 +53,7 @@ class Entry:
     """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
 
     target: the class of a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a
-    propagation, a reader, a codec or a merger. schedule: its own; None where the scorer inside
+    propagation, a reader, a quantizer or a merger. schedule: its own; None where the scorer inside
     decides. cites: the paper, by default the first one that the piece's file names in the first two
     paragraphs of its docstring. by_layer: budgets of the layers, which take the piece's parameters
     of the same names. inner: parameters that a scorer inside, by name, takes for its defaults
@@ -113,7 +113,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """`propagation`, `allocator`, `wrapper`, `scorer`, `reader`, `codec` or `merger`.
+        """`propagation`, `allocator`, `wrapper`, `scorer`, `reader`, `quantizer` or `merger`.
 
         It says where in a name the entry may stand.
         """

@@ -8,11 +8,11 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Clock, Codec, check_channels
+from kvsim.core.storing import Clock, Quantizer, check_channels
 
 
 @dataclass(frozen=True)
-class Kivi(Codec):
+class Kivi(Quantizer):
     """Keys are rounded in groups of tokens, channel by channel, values token by token.
 
     Numbers are rounded to the nearest of 2^bits levels between the smallest and the largest value

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.storing import Clock, Quantizer
 from kvsim.policies.kivi import between_limits
 
 
 @dataclass(frozen=True)
-class KVQuant(Codec):
+class KVQuant(Quantizer):
     """Keys are rounded channel by channel, values token by token, but for a few outliers of each.
 
     A vector is a channel of `group` keys (after RoPE) or a token's value. The `outliers` share of

@@ -1,4 +1,4 @@
-"""From a name to a Policy: `outer[@preset][+inner[@preset]]...[+reader][+codec]` or `[+merger]`."""
+"""Names of policies: `outer[@preset][+inner[@preset]]...[+reader][+quantizer]` or `[+merger]`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from kvsim.policies.entry import Entry, load
 from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
-BEHIND = ("reader", "codec", "merger")
-_ALLOWED = ("", "reader", "codec", "reader codec", "merger")
+BEHIND = ("reader", "quantizer", "merger")
+_ALLOWED = ("", "reader", "quantizer", "reader quantizer", "merger")
 
 
 class Part(NamedTuple):
@@ -55,13 +55,13 @@ def policy(name: str, **params: Any) -> Policy:
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
-    A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted; or
-    a merger, `snapkv+lookm`, alone behind `h2o`.
+    A reader and a quantizer stand behind it, `snapkv+quest+kivi`, or alone where nothing is
+    evicted; or a merger, `snapkv+lookm`, alone behind `h2o`.
     Next to an eviction a reader reads a quarter of the budget by default (`share`). `rocketkv`
     alone is `snapkv+rocketkv`, as in the paper.
     A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
-    and from the eviction to the reader and the codec: `tova+quest` takes `heads` for `tova`, and
-    `scorer__heads` for `quest`.
+    and from the eviction to the reader and the quantizer: `tova+quest` takes `heads` for `tova`,
+    and `scorer__heads` for `quest`.
     `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
@@ -201,7 +201,7 @@ def names() -> list[str]:
 
 
 def access_names() -> list[str]:
-    """Every reader, codec and merger, presets included, as `policy` takes it alone or behind."""
+    """Every reader, quantizer and merger, presets included, as `policy` takes it alone."""
     return _names(ACCESS)
 
 
@@ -251,7 +251,7 @@ def has_parameter(name: str, key: str) -> bool:
 
 
 def _parse(name: str) -> tuple[list[Part], list[Part]]:
-    """The parts of a name from the outside in, and the reader and the codec behind them.
+    """The parts of a name from the outside in, and the reader and the quantizer behind them.
 
     Without an eviction the reader's own, or `full`.
     """
@@ -262,7 +262,7 @@ def _parse(name: str) -> tuple[list[Part], list[Part]]:
     if " ".join(kinds[at:]) not in _ALLOWED:
         written = [kind.upper() if kind in BEHIND else "EVICTION" for kind in kinds]
         raise PolicyError(
-            f"{name} is {'+'.join(written)}; expected EVICTION+READER+CODEC, such as "
+            f"{name} is {'+'.join(written)}; expected EVICTION+READER+QUANTIZER, such as "
             "snapkv+quest+kivi, each at most once, or EVICTION+MERGER, such as snapkv+lookm"
         )
     defaults = (part.entry.default for part in behind)
@@ -305,7 +305,7 @@ def _parts(name: str) -> list[Part]:
 
 
 def stored_piece(given: Any) -> Any:
-    """The reader, codec or merger that a record names; a piece as it is.
+    """The reader, quantizer or merger that a record names; a piece as it is.
 
     Raises PolicyError for one that is not in the catalogue.
     """

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Codec, behind_window, check_channels
+from kvsim.core.storing import Quantizer, behind_window, check_channels
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -17,7 +17,7 @@ _BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Integers(Codec):
+class Integers(Quantizer):
     """Symmetric integers: in each head, a token's key and its value have one scale each.
 
     scale = max |x| / (2^(bits - 1) - 1) over the channels, in 16 bits; x / scale is rounded to the
@@ -49,7 +49,7 @@ class Integers(Codec):
 
 
 @dataclass(frozen=True)
-class ShortFloats(Codec):
+class ShortFloats(Quantizer):
     """Short floating-point numbers: round to the nearest one, clip to the largest one.
 
     Without a scale, as vLLM stores an fp8 cache by default. e4m3 has a largest number of 448 and
@@ -83,7 +83,7 @@ class ShortFloats(Codec):
 
 
 @dataclass(frozen=True)
-class BlockFloats(Codec):
+class BlockFloats(Quantizer):
     """NVFP4: 4-bit floating-point numbers, with a scale for each block of 16 channels.
 
     A number is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign (E2M1), the nearest one, of two as near the

@@ -9,11 +9,11 @@ from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Below
 from kvsim.core.pieces import Inputs
 from kvsim.core.reading import highest
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.storing import Clock, Quantizer
 
 
 @dataclass(frozen=True)
-class ThinK(Codec):
+class ThinK(Quantizer):
     """After the prompt, each head prunes the channels that matter least to its last queries.
 
     A channel i scores ||q_i k_i^T||_F = ||q_i|| ||k_i||, by its numbers q_i in the last `window`

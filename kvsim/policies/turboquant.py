@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Codec, behind_window, check_channels
+from kvsim.core.storing import Quantizer, behind_window, check_channels
 from kvsim.policies.kivi import between_limits
 
 
 @dataclass(frozen=True)
-class TurboQuant(Codec):
+class TurboQuant(Quantizer):
     """A vector's norm is stored, and each number of the rotated unit vector in a few bits.
 
     A coordinate of a random unit vector has the density (1 - x^2)^((d - 3) / 2) on [-1, 1], up to a

@@ -180,7 +180,7 @@ def test_a_setting_is_of_one_policy_or_of_all_that_have_it(run, trace):
 
 
 def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
-    """Wrapped, behind a wrapper with the same key, before a codec; a whole name is one policy."""
+    """Wrapped, inside one with the same key, before a quantizer; a whole name is one policy."""
     names = ["snapkv", "adakv+snapkv", "ams+snapkv", "snapkv+kivi", "snapkv@kvpress"]
     asked = ["--policy", ",".join(names), "--budget", "12", "--interval", "8", "--json"]
     sets = ["--set", "adakv+snapkv.window=5", "--set", "snapkv.window=3"]

@@ -1,7 +1,7 @@
 """The dumps of docs/dumps: what implementations with known defects keep, on a small random model.
 
 kvpress 0.5.5 wrote them through kvsim's recorder. The G-KV release has no licence, so dumps with
-its two defects were built from replays. tests/studies/referee/test_dumps.py judges them.
+its two defects were built from replays. tests/studies/conformance/test_dumps.py judges them.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ from kvsim.core.select import compete
 from kvsim.core.view import View
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.pyramidkv import Pyramid
-from kvsim.studies.referee.deviations import _Seeing
+from kvsim.studies.conformance.deviations import _Seeing
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def grouped(policy: Policy) -> Policy:
     return replace(policy, scorer=scorer)
 
 
-#: What the referee tries where none of its deviations explains a dump.
+#: What `kvsim conform` tries where none of its deviations explains a dump.
 RULES: dict[str, tuple[str, Callable[[Policy], Policy]]] = {
     "blended quotas": ("adakv", blended),
     "blended quotas, mean-before-pool": ("adakv", lambda policy: grouped(blended(policy))),

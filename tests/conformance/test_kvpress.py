@@ -597,10 +597,10 @@ def test_think_prunes_what_think_press_prunes(kvpress, recorded, family, ratio):
     zero = torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers])
 
     def pruned(window: int) -> torch.Tensor:
-        codec = kvsim.policy("think@kvpress", pruned=ratio, window=window).storage
+        quantizer = kvsim.policy("think@kvpress", pruned=ratio, window=window).storage
         gone = torch.full((trace.n_heads, 150), NEVER)
         layers = range(trace.n_layers)
-        return ~torch.stack([kept_channels(codec, trace, i, gone, 149) for i in layers])
+        return ~torch.stack([kept_channels(quantizer, trace, i, gone, 149) for i in layers])
 
     assert (zero.sum(-1) == int(8 * ratio)).all()
     assert (pruned(20) == zero).all()

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.runner.decoding import Decoding, RunningModel
-from kvsim.studies.referee.dump import read_dump
-from kvsim.studies.referee.recording import recording
+from kvsim.studies.conformance.dump import read_dump
+from kvsim.studies.conformance.recording import recording
 
 PROMPT, INTERVAL, TARGET, LENGTH = 40, 24, 32, 112
 
@@ -78,9 +78,9 @@ def test_the_referee_knows_kvpress(kvpress, pressed, fake_keys, case):
         press = getattr(kvpress, name)(press)
     dump = pressed(press, kernel, parameters.get("query_buffer", 256))
     assert next(iter(dump.kept.values())).shape[:2] == (3, 2)
-    ruling = kvsim.conform(dump, kvsim.policy(policy, **parameters))
-    assert ruling.equal is not bool(expected)
-    assert [each.name for each in ruling.deviations] == expected
+    report = kvsim.conform(dump, kvsim.policy(policy, **parameters))
+    assert report.equal is not bool(expected)
+    assert [each.name for each in report.deviations] == expected
 
 
 @pytest.mark.peers
@@ -98,13 +98,13 @@ def test_an_event_after_the_prompt_is_a_press_of_its_own(kvpress, pressed, name,
 
 @pytest.mark.peers
 def test_masked_entries_that_return_are_recorded(kvpress, pressed, fake_keys):
-    """AdaKV masks; around Expected Attention some entries come back, which the referee says."""
+    """AdaKV masks; around Expected Attention some entries come back, which `conform` says."""
     dump = pressed(kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(epsilon=0.01)))
     policy = kvsim.policy("adakv@kvpress+expected_attention@kvpress", epsilon=0.01)
-    ruling = kvsim.conform(dump, policy)
-    assert [each.name for each in ruling.deviations] == ["evicted-return"]
+    report = kvsim.conform(dump, policy)
+    assert [each.name for each in report.deviations] == ["evicted-return"]
     first = min(dump.kept)
-    assert all(each.row > first for each in ruling.differences)
+    assert all(each.row > first for each in report.differences)
 
 
 @pytest.mark.parametrize("name", ["tova", "ams+tova", "adakv+snapkv", "h2o"])
@@ -174,8 +174,8 @@ def test_a_cache_of_transformers_is_recorded(recorded):
         decode(model, tokens[:60], Halved(), PROMPT)
     dump = tape.dump(budget=TARGET, interval=1, prefill=True)
     assert kvsim.conform(dump, kvsim.policy("streaming_llm", sink=0)).equal
-    ruling = kvsim.conform(dump, "streaming_llm")
-    assert "lost-sinks" in [each.name for each in ruling.deviations]
+    report = kvsim.conform(dump, "streaming_llm")
+    assert "lost-sinks" in [each.name for each in report.deviations]
 
 
 def test_keys_that_are_changed_are_refused(recorded):

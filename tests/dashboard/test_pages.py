@@ -19,7 +19,7 @@ def find(app, kind, key):
         ("retention", "selectbox", "policy", "snapkv@gkv"),
         ("retention", "selectbox", "beside_scorer", "snapkv"),
         ("retention", "selectbox", "policy_reader", "topk"),
-        ("retention", "selectbox", "beside_codec", "kivi"),
+        ("retention", "selectbox", "beside_quantizer", "kivi"),
         ("retention", "number_input", "interval", 0),
     ],
 )

@@ -64,7 +64,12 @@ def test_text_has_the_states_of_the_event(page):
 
 def test_a_reader_shows_what_rows_read_of_what_is_held(page):
     """Map, sentence and text of the row behind the chosen one follow from the account."""
-    link = {"policy": "full", "policy_reader": "quest", "policy_codec": "int8", "beside": "none"}
+    link = {
+        "policy": "full",
+        "policy_reader": "quest",
+        "policy_quantizer": "int8",
+        "beside": "none",
+    }
     app = page(**FIRST, **link, set="dense_layers=0", event="400")
     trace = kvsim.open_trace(sample_trace())
     policy = kvsim.policy("quest+int8", dense_layers=0)

@@ -72,7 +72,7 @@ def test_later_chunks_see_what_is_left():
     assert not np.array_equal(record.retained(49), once.retained(49))
 
 
-def test_a_codec_rounds_for_the_rows_of_later_chunks():
+def test_a_quantizer_rounds_for_the_rows_of_later_chunks():
     """They see rounded entries, as rows after a prompt do."""
     record = kvsim.replay(TRACE, "int4", 20, prefill_chunk=15)
     errors = kvsim.analysis.output.error.output_error(TRACE, [record])[0].error

@@ -123,14 +123,14 @@ def replay_searching(name, kind, monkeypatch, search):
         monkeypatch.setattr(f"kvsim.policies.{module}.mean_similarity", search)
     keys = keys_of(kind, n=40, heads=2)
     trace = random_trace(n=40, prompt_len=12, dtype=torch.float64, k=keys)
-    codec = {"scorer__window": 4, "group": 4, "bits_per_number": 1} if "kivi" in name else {}
-    kvsim.replay(trace, kvsim.policy(name, window=2, **codec), budget=10, interval=3)
+    quantizer = {"scorer__window": 4, "group": 4, "bits_per_number": 1} if "kivi" in name else {}
+    kvsim.replay(trace, kvsim.policy(name, window=2, **quantizer), budget=10, interval=3)
 
 
 @pytest.mark.parametrize("name", ["rkv@original", "rkv@ams", "adakv+gkv", "gkv+kivi"])
 @pytest.mark.parametrize("kind", ["common"])
 def test_redundancy_goes_on_from_the_event_before(kind, name, monkeypatch):
-    """It is that of a new search, whoever has left, and where a codec changes keys."""
+    """It is that of a new search, whoever has left, and where a quantizer changes keys."""
     events = []
 
     def both(keys, among, *, view, **how):

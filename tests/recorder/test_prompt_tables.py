@@ -113,9 +113,9 @@ def test_the_prompt_ends_with_the_beginning_of_the_answer():
     chat = encode(prompt, small(), words_tokenizer(TEMPLATE), Options(chat=True))
 
     assert plain.text == "w1 w2 w3 w4 w5\n w6"
-    assert plain.context_len == len("w1 w2 w3 ")
+    assert plain.header.context_len == len("w1 w2 w3 ")
     assert chat.ids == [7, 1, 2, 3, 4, 5, 9, 6]
-    assert chat.context_len == 4
+    assert chat.header.context_len == 4
 
 
 def test_recorded_and_live_responses_are_scored(table, tmp_path):
@@ -224,6 +224,7 @@ def test_sources_that_cannot_be_read_are_one_line(tmp_path, monkeypatch):
     for name, message in (
         (tmp_path / "none.parquet", "cannot be read .*, expected a JSONL file"),
         ("hub:a", "expected hub:OWNER/NAME"),
+        ("hub:a/b:c:d:e", "expected hub:OWNER/NAME"),
         ("hub:a/b", r"datasets is not installed; this needs kvsim\[hub\]"),
     ):
         with pytest.raises((CaptureError, ExtraError), match=message) as caught:

@@ -1,7 +1,7 @@
 """Storing entries in fewer bits, row by row in loops: when each entry is rounded, and to what.
 
 Written from the papers and the releases: KIVI's rule is that of `models/llama_kivi.py` and
-`quant/new_pack.py` in jy-yuan/KIVI. Nothing is shared with kvsim's codecs.
+`quant/new_pack.py` in jy-yuan/KIVI. Nothing is shared with kvsim's quantizers.
 """
 
 import math
@@ -362,7 +362,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows of a trace under a codec: error and mass [layer, qhead, row], bits [layer, row].
+    """Rows of a trace under a quantizer: error and mass [layer, qhead, row], bits [layer, row].
 
     held: bits of what is resident when a row attends, its own entry included.
     """

@@ -1,4 +1,4 @@
-"""Codecs against naive float64 loops: when entries are rounded, to what, and what it costs."""
+"""Quantizers against naive float64 loops: when entries are rounded, to what, and what it costs."""
 
 import math
 from collections import Counter
@@ -106,7 +106,7 @@ def _d2o(data):
 
 
 VLLM = {"hadamard": True, "unit": True, "uniform": True}
-CODECS = {
+QUANTIZERS = {
     "kivi": _kivi(2),
     "kivi4": _kivi(4),
     "int8": _integers(8),
@@ -123,7 +123,7 @@ CODECS = {
     "d2o": _d2o,
 }
 MERGERS = ("lookm", "d2o")
-NAMES = [name for name in CODECS if name != "int2"]  # it is as int4
+NAMES = [name for name in QUANTIZERS if name != "int2"]  # it is as int4
 COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod", "think")
 
 
@@ -185,14 +185,14 @@ def test_storing_equals_the_naive_one(name):
         case = data.draw(
             strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2), **kinds)
         )
-        codec, store = CODECS[name](data)
+        quantizer, store = QUANTIZERS[name](data)
         context = data.draw(st.none() | st.integers(1, case.prompt_len))
         compress = data.draw(st.sampled_from(("context", "both"))) if context else "prompt"
         rng = np.random.default_rng(case.seed)
         evicted_at = _evicted(case, rng, data.draw(st.sampled_from((0.0, 0.3, 0.9))))
         trace = case.trace(context)
         record = kvsim.replay(trace, "full", case.n, compress=compress)
-        record = replace(record, evicted_at=evicted_at, storage=codec)
+        record = replace(record, evicted_at=evicted_at, storage=quantizer)
         expected = _compare(case, trace, record, store, first=(context or case.prompt_len) - 1)
         rounded = expected.stored.after != NEVER
         seen["cases"] += 1
@@ -222,8 +222,8 @@ def test_evictions_decide_on_what_is_stored(eviction):
         interval = data.draw(st.sampled_from((1, 3, 8)))
         setup = replace(data.draw(setups(case, [eviction])), interval=interval)
         names = data.draw(st.sampled_from((COARSE, MERGERS)))
-        codec, store = CODECS[data.draw(st.sampled_from(names))](data)
-        policy = replace(kvsim.policy(eviction, **setup.params), storage=codec)
+        quantizer, store = QUANTIZERS[data.draw(st.sampled_from(names))](data)
+        policy = replace(kvsim.policy(eviction, **setup.params), storage=quantizer)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
         outcome = naive(case, setup, eviction, store=stored.event)
@@ -249,14 +249,14 @@ def test_storing_under_a_softcap_and_sinks(name):
         def draw(self, strategy):
             return strategy.elements[-2] if hasattr(strategy, "elements") else 2
 
-    codec, store = CODECS[name](Fixed())
+    quantizer, store = QUANTIZERS[name](Fixed())
     record = kvsim.replay(trace, "full", case.n)
     for share in (0.4, 0.0):
         evicted_at = _evicted(case, np.random.default_rng(1), share)
         expected = _compare(
             case,
             trace,
-            replace(record, evicted_at=evicted_at, storage=codec),
+            replace(record, evicted_at=evicted_at, storage=quantizer),
             store,
             first=4,
             logit=lambda product: 3.0 * np.tanh(case.scale * product / 3.0),
@@ -278,7 +278,7 @@ def test_kivi_stores_as_its_release_does():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "codec",
+    "quantizer",
     [Kivi(group=2, window=2), Kivi(bits_per_number=4, group=2, window=2), Integers(), Integers(4)]
     + [ShortFloats(form) for form in storing.FORMATS]
     + [BlockFloats(), KVQuant(group=2, outliers=0.5)]
@@ -286,18 +286,18 @@ def test_kivi_stores_as_its_release_does():
     + [TurboQuant(1, "prod", unit=True)],
     ids=repr,
 )
-def test_no_number_becomes_nan(codec, dtype):
+def test_no_number_becomes_nan(quantizer, dtype):
     """Constant groups stay as they are but in a codebook; all numbers stay numbers."""
-    constants = (0.0, -0.0) if isinstance(codec, TurboQuant) else (0.0, -0.0, 1.5, -3.0)
+    constants = (0.0, -0.0) if isinstance(quantizer, TurboQuant) else (0.0, -0.0, 1.5, -3.0)
     for value in constants:
         alike = torch.full((2, 2, 4), value, dtype=dtype)
-        torch.testing.assert_close(codec.keys(alike), alike)
-        torch.testing.assert_close(codec.values(alike[:, :1]), alike[:, :1])
+        torch.testing.assert_close(quantizer.keys(alike), alike)
+        torch.testing.assert_close(quantizer.values(alike[:, :1]), alike[:, :1])
     wild = torch.tensor([1e-45, -1e-38, 1e38, -1e38, 1e30, 0.0, 3.0, -7e-41], dtype=dtype)
     for x in (wild.view(1, 2, 4), wild.view(2, 1, 4) * 1e-7, wild.view(4, 2, 1)):
-        groups = x if x.shape[1] == codec.clocks[0].group else x.reshape(-1, 1, x.shape[-1])
-        assert codec.keys(groups).isfinite().all()
-        assert codec.values(x.reshape(-1, 1, x.shape[-1])[..., :1]).isfinite().all()
+        groups = x if x.shape[1] == quantizer.clocks[0].group else x.reshape(-1, 1, x.shape[-1])
+        assert quantizer.keys(groups).isfinite().all()
+        assert quantizer.values(x.reshape(-1, 1, x.shape[-1])[..., :1]).isfinite().all()
 
 
 def test_short_floats_saturate():
@@ -339,7 +339,7 @@ def test_turboquant_distorts_as_its_paper_says_and_its_products_are_unbiased():
     assert shrunk.mean() < 0.9  # levels are means, and shorter than what they stand for
 
 
-def test_codecs_refuse_heads_that_their_blocks_do_not_divide():
+def test_quantizers_refuse_heads_that_their_blocks_do_not_divide():
     """24 channels are no whole blocks of NVFP4, and have no Hadamard matrix."""
     trace = strategies.make_case("normal", n=6, dim=24, prompt_len=3).trace()
     with pytest.raises(PolicyError, match="24 channels; expected a multiple of 16"):

@@ -179,7 +179,7 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     mine, unread = judged_logits(judge, [record, plain])
 
     assert gap(mine, expected) < 2 * CLOSE
-    assert gap(unread, expected) > 1e-3  # reads and codecs matter
+    assert gap(unread, expected) > 1e-3  # reads and quantizers matter
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_the_kl_of_each_token_is_a_loop_over_the_logits():
 def test_records_together_are_each_alone(monkeypatch, rows):
     """To 1e-5 of a token's value, or of 1e-3: whatever is judged too, and however much memory.
 
-    Ragged heads, layers of own budgets, readers, codecs, mergers and chunks of a prompt; of a
+    Ragged heads, layers of own budgets, readers, quantizers, mergers and chunks of a prompt; of a
     response of three tokens, whose products have few rows, too.
     """
     run, trace = tiny()[:2]

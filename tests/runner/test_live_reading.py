@@ -1,4 +1,4 @@
-"""Readers, codecs and mergers on a running model, against their replays and by definition."""
+"""Readers, quantizers and mergers on a running model, against their replays and by definition."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def gap(live, layer, record, end=None):
     """The largest difference of a layer's outputs to attention over what its rows read; relative.
 
     Rows before the account's first read all that is resident; entries are rounded after the rows of
-    the codec's clock, which begins at the first event's row, or at `end`. In float64.
+    the quantizer's clock, which begins at the first event's row, or at `end`. In float64.
     """
     at = record.layers.index(layer)
     gone = torch.from_numpy(record.evicted_at[at])
@@ -81,25 +81,25 @@ def gap(live, layer, record, end=None):
 
 def rounded(live, layer, record, which, end=None):
     """Keys (0) or values (1) after the round trip [H, T, d], and whether rows see them so."""
-    exact, codec = (live.k, live.v)[which][layer], record.storage
-    if codec is None:
+    exact, quantizer = (live.k, live.v)[which][layer], record.storage
+    if quantizer is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
     gone = torch.from_numpy(record.evicted_at)
     ends = record.schedule.ends(PROMPT, live.decoding.sketch.header.context_len)
     first = (end or min(ends)) - 1
-    after = stored_after(gone, codec.clocks[which], first)[record.layers.index(layer)]
+    after = stored_after(gone, quantizer.clocks[which], first)[record.layers.index(layer)]
     new = exact.clone()
     for head, rows in enumerate(after.tolist()):
         for row in {*rows} - {NEVER}:
             at = [pos for pos in range(LENGTH) if rows[pos] == row]
-            groups = new[head, at].unflatten(0, (-1, codec.clocks[which].group))
-            new[head, at] = (codec.keys, codec.values)[which](groups).flatten(0, 1)
-            if codec.reads.last and not which:
+            groups = new[head, at].unflatten(0, (-1, quantizer.clocks[which].group))
+            new[head, at] = (quantizer.keys, quantizer.values)[which](groups).flatten(0, 1)
+            if quantizer.reads.last and not which:
                 held = gone[record.layers.index(layer), head, : first + 1] > first
                 q = live.q[layer].unflatten(0, (len(exact), -1))[head, :, : first + 1]
-                outer = q[:, -codec.reads.last :, None] * exact[head, : first + 1][held]
+                outer = q[:, -quantizer.reads.last :, None] * exact[head, : first + 1][held]
                 order = outer.double().square().sum((0, 1, 2)).argsort()
-                kept = round(codec.bits(len(order))[0] / 16)
+                kept = round(quantizer.bits(len(order))[0] / 16)
                 new[head, at] = new[head, at].index_fill(-1, order[:-kept], 0.0)
     return new.double(), torch.arange(LENGTH)[:, None] > after[:, None]
 
@@ -152,7 +152,7 @@ def test_readers_that_a_running_model_cannot_follow_are_refused(running):
 
 
 #: Alone and behind evictions; `h2o` scores with rows that saw other keys than there are now.
-CODECS = {
+QUANTIZERS = {
     "int4": {},
     "kivi": {"window": 8, "group": 8},
     "tova+kivi": {"window": 4, "group": 4},
@@ -170,8 +170,8 @@ CODECS = {
 
 @pytest.mark.parametrize("step", [None, 3])
 def test_a_layer_that_alone_rounds_is_its_replay(running, step):
-    """Each codec rounds what the replay rounds after the same rows; outputs are the replay's."""
-    for i, (name, parameters) in enumerate(CODECS.items()):
+    """Each quantizer rounds what the replay rounds after the same rows; outputs are equal."""
+    for i, (name, parameters) in enumerate(QUANTIZERS.items()):
         policy, layer = kvsim.policy(name, **parameters), i % 3
         options = {"layers": [layer], "interval": None if name == "int4" else 6}
         options["prefill"] = not name.startswith("h2o")  # else its scores are of few rounded keys

@@ -1,4 +1,4 @@
-"""Seeded bugs of readers, codecs and mergers are caught; their records stay the same anywhere."""
+"""Seeded bugs of readers, quantizers and mergers are caught; records are the same anywhere."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.merging import Merger, Shares
 from kvsim.core.reading import Reader, best
 from kvsim.core.record import record_document
-from kvsim.core.storing import Codec, Spec
+from kvsim.core.storing import Quantizer, Spec
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
@@ -68,7 +68,7 @@ class Short(Nearest):
 
 
 @dataclass(frozen=True)
-class Halves(Codec):
+class Halves(Quantizer):
     """Multiples of a half."""
 
     def keys(self, groups):
@@ -147,15 +147,15 @@ def _mine(piece, eviction="knorm"):
         (Neighbouring(), "reading_is_causal"),
         (Stuffed(), "reads_what_is_resident"),
         (Short(), "reading_everything"),
-        (Shared(), "codec_is_a_function"),
-        (Overwriting(), "codec_is_a_function"),
-        (Dithering(), "codec_is_a_function"),
-        (Vanishing(), "codec_is_a_function"),
+        (Shared(), "quantizer_is_a_function"),
+        (Overwriting(), "quantizer_is_a_function"),
+        (Dithering(), "quantizer_is_a_function"),
+        (Vanishing(), "quantizer_is_a_function"),
         (Mixing(), "heads_merge_apart"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_bug_in_a_reader_or_codec_of_the_users_own_is_caught(piece, invariant):
+def test_bug_in_a_reader_or_quantizer_of_the_users_own_is_caught(piece, invariant):
     """The future, absent pages, unread pages, company, writes, dice and NaN."""
     with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
         check_policy(_mine(piece), max_examples=300, only=[invariant], shrink=False, max_n=16)
@@ -179,7 +179,7 @@ def test_a_reader_that_reads_nothing_or_scores_other_things_is_refused():
 
 
 @pytest.mark.parametrize(
-    "piece", [Nearest(), Halves(), Averaged()], ids=["reader", "codec", "merger"]
+    "piece", [Nearest(), Halves(), Averaged()], ids=["reader", "quantizer", "merger"]
 )
 def test_a_piece_without_a_bug_passes(piece):
     """What the buggy ones are made from satisfies every invariant."""
@@ -194,13 +194,13 @@ def test_a_piece_without_a_bug_passes(piece):
     ],
 )
 def test_what_has_no_rule_for_merging_is_refused(name):
-    """Readers, codecs, dropped rows, bounds and keys in slots."""
+    """Readers, quantizers, dropped rows, bounds and keys in slots."""
     with pytest.raises(PolicyError):
         kvsim.policy(name)
 
 
 def test_sixteen_bits_of_sixteen_bits_change_nothing():
-    """Behind an eviction, fp16 numbers stored as fp16 are as without a codec, bytes included."""
+    """Behind an eviction, fp16 numbers stored as fp16 are as without quantizer, bytes included."""
     case = strategies.make_case("half", layers=2, heads=2, group=2, n=24, dim=8, prompt_len=10)
     trace = case.trace()
     exact = kvsim.replay(trace, "h2o", 8, interval=3)
@@ -263,8 +263,8 @@ def test_a_damaged_account_is_refused(record, tmp_path):
         replace(record.reads, page=0).check(record.evicted_at)
 
 
-def test_a_codec_of_the_users_own_is_measured_before_it_is_stored(record, tmp_path):
-    """A stored record names its codec, and kvsim does not have everybody's."""
+def test_a_quantizer_of_the_users_own_is_measured_before_it_is_stored(record, tmp_path):
+    """A stored record names its quantizer, and kvsim does not have everybody's."""
     mine = replace(record, storage=Halves())
     assert output_error(CASE.trace(), [mine])[0].error.max() > 0
     write_records(tmp_path / "records.zarr", [mine])
@@ -274,7 +274,7 @@ def test_a_codec_of_the_users_own_is_measured_before_it_is_stored(record, tmp_pa
         output_error(CASE.trace(), [stored])
 
 
-def test_values_behind_a_reader_or_a_codec_are_open_loop():
+def test_values_behind_a_reader_or_a_quantizer_are_open_loop():
     """Deeper layers would see other inputs, though nothing leaves; what is kept is exact."""
     trace = CASE.trace()
     for name, level in [("int8", "open"), ("topk", "open"), ("full", "exact")]:

@@ -11,7 +11,7 @@ from kvsim.core.merging import Merger, fold, unknown
 from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import Clock, Codec, advance, round_marked
+from kvsim.core.storing import Clock, Quantizer, advance, round_marked
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 from kvsim.schema import NEVER
@@ -28,7 +28,7 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     gone: after which row each entry of a layer has left, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
-    if isinstance(stored_piece(record.storage), Codec):
+    if isinstance(stored_piece(record.storage), Quantizer):
         return min(begin, first_row(record, trace))
     return begin if record.reads is None else min(begin, record.reads.first)
 
@@ -113,7 +113,7 @@ class Stored:
 
 
 def rounded(
-    codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int, exact: Sequence[Tensor]
+    quantizer: Quantizer, trace: Trace, layer: int, gone: Tensor, last: int, exact: Sequence[Tensor]
 ) -> list[Stored]:
     """Keys and values of a layer, each of which is rounded after its row.
 
@@ -121,11 +121,11 @@ def rounded(
     row after which the first entries are rounded; exact: keys and values [H, T, d].
     """
     out, channels = [], None
-    if codec.reads.last:
-        channels = kept_channels(codec, trace, layer, gone, last)
-    for which, (clock, numbers) in enumerate(zip(codec.clocks, exact, strict=True)):
+    if quantizer.reads.last:
+        channels = kept_channels(quantizer, trace, layer, gone, last)
+    for which, (clock, numbers) in enumerate(zip(quantizer.clocks, exact, strict=True)):
         after, new = stored_after(gone, clock, last), numbers.clone()
-        round_marked(codec, which, new, after != NEVER, channels)
+        round_marked(quantizer, which, new, after != NEVER, channels)
         out.append(Stored(numbers, new, after))
     return out
 
@@ -133,27 +133,31 @@ def rounded(
 def shortened(
     storage: object, gone: Tensor, last: int, dims: tuple[int, int]
 ) -> list[tuple[Tensor, float]]:
-    """After which row keys and values are rounded, and to how many bits; empty without a codec.
+    """After which row keys and values are rounded, and to how many bits; empty without a quantizer.
 
     dims: of a key and of a value; other terms as in `rounded`.
     """
-    if not isinstance(storage, Codec):
+    if not isinstance(storage, Quantizer):
         return []
     bits = storage.bits(dims[0])[0], storage.bits(dims[1])[1]
     pairs = zip(storage.clocks, bits, strict=True)
     return [(stored_after(gone, clock, last), of_entry) for clock, of_entry in pairs]
 
 
-def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor:
+def kept_channels(
+    quantizer: Quantizer, trace: Trace, layer: int, gone: Tensor, last: int
+) -> Tensor:
     """The channels of a layer's keys that are stored, bool [H, d]; terms as in `rounded`."""
     owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
-    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.reads.last :, 0].cpu()  # rows
+    computed = (
+        (gone[:, : last + 1] >= pos).any(0).nonzero()[-quantizer.reads.last :, 0].cpu()
+    )  # rows
     rows = slice(int(computed[0]), last + 1)
     every = [trace.read("q", slice(i, i + 1), rows)[0] for i in trace.header.readers(owner)]
     queries = [q.unflatten(0, (len(gone), -1))[:, :, computed - computed[0]] for q in every]
     keys = trace.read("k", slice(owner, owner + 1), slice(0, last + 1))[0].to(gone.device)
     held = (gone[:, : last + 1] > last).unsqueeze(-1)
-    return codec.channels(torch.cat(queries, dim=1).to(gone.device), keys.where(held, 0.0))
+    return quantizer.channels(torch.cat(queries, dim=1).to(gone.device), keys.where(held, 0.0))
 
 
 def folds(

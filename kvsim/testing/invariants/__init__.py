@@ -39,7 +39,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         access.reads_what_is_resident,
         access.reading_is_causal,
         access.reading_everything,
-        access.codec_is_a_function,
+        access.quantizer_is_a_function,
         access.heads_merge_apart,
         independence.naive_replay,
     )

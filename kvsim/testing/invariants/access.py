@@ -1,4 +1,4 @@
-"""Invariants of readers and codecs: rows read resident entries, as they are stored then."""
+"""Invariants of readers and quantizers: rows read resident entries, as they are stored then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsim.analysis.output.changed import folds
 from kvsim.analysis.output.error import output_error
 from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
-from kvsim.core.storing import Codec
+from kvsim.core.storing import Quantizer
 from kvsim.engine.reading import read
 from kvsim.testing.invariants.trial import Trial, require
 
@@ -99,20 +99,20 @@ def reading_everything(trial: Trial) -> None:
             require(apart <= slack, f"reading every page: {name} is {apart:.3g} apart")
 
 
-def codec_is_a_function(trial: Trial) -> None:
+def quantizer_is_a_function(trial: Trial) -> None:
     """A group of entries becomes the same again, in any company, and what is given stays."""
-    codec = trial.policy.storage
-    if not isinstance(codec, Codec):
+    quantizer = trial.policy.storage
+    if not isinstance(quantizer, Quantizer):
         return
     dim = trial.case.shape[-1]
     numbers = trial.case.trace().read("k").reshape(-1, dim)
-    for which, rounds in enumerate((codec.keys, codec.values)):
-        size = codec.clocks[which].group
+    for which, rounds in enumerate((quantizer.keys, quantizer.values)):
+        size = quantizer.clocks[which].group
         groups = numbers.repeat(-(-2 * size // len(numbers)), 1)
         groups = groups[: len(groups) // size * size].unflatten(0, (-1, size)).contiguous()
         given = groups.clone()
         out = rounds(groups)
-        what = f"{codec.label}: {('keys', 'values')[which]}"
+        what = f"{quantizer.label}: {('keys', 'values')[which]}"
         require(torch.equal(groups, given), f"{what} of the cache are written to")
         fits = out.shape == groups.shape and out.dtype == groups.dtype
         require(fits, f"{what} are {out.dtype} {[*out.shape]}, expected {groups.dtype} as given")
@@ -121,7 +121,7 @@ def codec_is_a_function(trial: Trial) -> None:
         again = rounds(groups[order])
         require(torch.equal(again, out[order]), f"{what} depend on the order of the groups")
         require(torch.equal(rounds(groups[:1]), out[:1]), f"{what} depend on other groups")
-    require(min(codec.bits(dim)) > 0, f"{codec.label}: bits are {codec.bits(dim)}")
+    require(min(quantizer.bits(dim)) > 0, f"{quantizer.label}: bits are {quantizer.bits(dim)}")
 
 
 def heads_merge_apart(trial: Trial) -> None:

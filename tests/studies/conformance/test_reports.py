@@ -1,13 +1,13 @@
-"""The dumps of docs/rulings: every ruling of the page is reached again, and deviations are seen."""
+"""The dumps of docs/conformance: every report is reached again, and deviations are seen."""
 
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance.rulings import FOLDER, RESULTS, Case, ruled
+from conformance.cases import FOLDER, RESULTS, Case, ruled
 
-from kvsim.studies.referee.dump import read_dump
+from kvsim.studies.conformance.dump import read_dump
 
 RELEASES = json.loads(RESULTS.read_text("utf-8"))
 CASES = {each["dump"]: each for facts in RELEASES.values() for each in facts["cases"]}
@@ -22,7 +22,7 @@ def case_of(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_ruling_is_reached_again(name):
-    """The referee says of a dump what the page says: sets, first difference, explanation."""
+    """`kvsim conform` says of a dump what the page says: sets, first difference, explanation."""
     assert ruled(case_of(name)) == CASES[name]
 
 

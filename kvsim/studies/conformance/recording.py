@@ -1,6 +1,6 @@
 """Dumps for `kvsim conform` of the entries that a running model's cache keeps.
 
-    from kvsim.studies.referee.recording import recording
+    from kvsim.studies.conformance.recording import recording
 
     with press(model), recording(model) as tape:  # a press of kvpress, or a cache of your own
         model(ids, past_key_values=cache)
@@ -35,7 +35,7 @@ from kvsim.recorder.cache import cache_of
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.recorder.modules import attention_modules
-from kvsim.studies.referee.dump import Dump
+from kvsim.studies.conformance.dump import Dump
 
 #: Tokens of the capture that shows how the model rotates keys.
 _SKETCHED = 32

@@ -1,7 +1,8 @@
-"""The rulings of docs/rulings.md: their traces, and what the referee says of a dump.
+"""The conformance reports of docs/conformance.md: their traces, and what `conform` says of a dump.
 
-Drivers of version 0.1.0 wrote the dumps in docs/rulings with checkouts of the implementations;
-tests/studies/referee/test_rulings.py rules every dump again, and docs/rulings.py makes the page.
+Drivers of version 0.1.0 wrote the dumps in docs/conformance with checkouts of the implementations;
+tests/studies/conformance/test_reports.py compares every dump again, and
+docs/conformance_page.py makes the page.
 """
 
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from conformance.released_rules import RULES
 import kvsim
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
-from kvsim.studies.referee.dump import Dump
+from kvsim.studies.conformance.dump import Dump
 
-FOLDER = Path(__file__).parents[2] / "docs" / "rulings"
-RESULTS = FOLDER / "rulings.json"
+FOLDER = Path(__file__).parents[2] / "docs" / "conformance"
+RESULTS = FOLDER / "cases.json"
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def _built(name: str, q: Any, k: Any, v: Any, prompt: int, rope: Rope, scale: An
 
 
 def ruled(case: Case) -> dict[str, Any]:
-    """What the referee says of a case, as rulings.json has it."""
+    """What `conform` says of a case, as cases.json has it."""
     policy = kvsim.policy(case.policy, **case.settings)
-    ruling = kvsim.conform(case.dump, policy, trace=shared(case.trace))
-    first = ruling.apart[0] if ruling.apart else None
-    explained = [each.name for each in ruling.deviations]
+    report = kvsim.conform(case.dump, policy, trace=shared(case.trace))
+    first = report.apart[0] if report.apart else None
+    explained = [each.name for each in report.deviations]
     if first and not explained:
         explained = [
             name
@@ -83,11 +84,11 @@ def ruled(case: Case) -> dict[str, Any]:
         "trace": case.trace,
         "policy": case.policy,
         "settings": case.settings,
-        "budget": ruling.budget,
-        "events": ruling.events,
-        "compared": ruling.compared,
-        "apart": len(ruling.apart),
-        "ties": len(ruling.ties),
+        "budget": report.budget,
+        "events": report.events,
+        "compared": report.compared,
+        "apart": len(report.apart),
+        "ties": len(report.ties),
         "first": first
         and {
             "row": first.row,
@@ -97,6 +98,6 @@ def ruled(case: Case) -> dict[str, Any]:
             "evicts": len(first.missing),
             "gap": None if first.gap is None else float(f"{first.gap:.2g}"),
         },
-        "counts": all(not (each.extra and each.missing) for each in ruling.apart),
+        "counts": all(not (each.extra and each.missing) for each in report.apart),
         "explained": explained,
     }

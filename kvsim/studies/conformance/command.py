@@ -63,14 +63,14 @@ def conform(
 
     The exit status is 1 if sets differ beyond ties.
     """
-    from kvsim.studies.referee.dump import read_dump
-    from kvsim.studies.referee.ruling import conform as compared
+    from kvsim.studies.conformance.dump import read_dump
+    from kvsim.studies.conformance.report import conform as compared
 
     content = read_dump(dump)
     policies = shared.build_policies([policy], settings)
     if len(policies) != 1:
         raise OptionError(f"--policy and --set name {len(policies)} policies; expected one")
-    ruling = compared(
+    report = compared(
         content,
         policies[0],
         int(budget) if budget is not None and budget.isdecimal() else budget,
@@ -80,9 +80,9 @@ def conform(
         tolerance=tolerance,
     )
     if as_json:
-        show.echo_json(ruling.document())
+        show.echo_json(report.document())
     else:
-        show.echo_text("\n".join(ruling.lines()))
-    if not ruling.equal:
-        apart = len(ruling.apart)
-        raise Stop(f"error: {apart} of {ruling.compared} sets differ beyond ties", 1)
+        show.echo_text("\n".join(report.lines()))
+    if not report.equal:
+        apart = len(report.apart)
+        raise Stop(f"error: {apart} of {report.compared} sets differ beyond ties", 1)

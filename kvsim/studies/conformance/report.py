@@ -17,9 +17,9 @@ from kvsim.policies import as_policy
 from kvsim.runner.checks import DROPS, FUTURE, QUERY_HEADS, refuse
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.referee.deviations import Deviation, explains, guess, hypotheses
-from kvsim.studies.referee.dump import Dump, read_dump
-from kvsim.studies.referee.judging import Difference, DumpCase
+from kvsim.studies.conformance.deviations import Deviation, explains, guess, hypotheses
+from kvsim.studies.conformance.dump import Dump, read_dump
+from kvsim.studies.conformance.judging import Difference, DumpCase
 
 #: Scores closer than this share of the layer's largest are tied: two libraries round differently.
 TOLERANCE = 1e-5
@@ -30,7 +30,7 @@ _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
 
 
 @dataclass(frozen=True)
-class Ruling:
+class Conformance:
     """Outcome of the comparison of kept sets with a definition.
 
     compared: sets, of an event, a layer and a head each. differences: those that differ, ties
@@ -63,10 +63,10 @@ class Ruling:
         return tuple(each for each in self.differences if each.kind == "tie")
 
     def __repr__(self) -> str:
-        return f"Ruling({self.policy!r}, budget={self.budget}, {self.lines()[0]!r})"
+        return f"Conformance({self.policy!r}, budget={self.budget}, {self.lines()[0]!r})"
 
     def lines(self) -> list[str]:
-        """Return the ruling as text, a statement per line."""
+        """Return the report as text, a statement per line."""
         sets = f"{self.compared} sets ({plural(self.events, 'event')})"
         against = f"{self.policy} at budget {self.budget}"
         ties, apart = len(self.ties), self.apart
@@ -88,7 +88,7 @@ class Ruling:
         return [*text, *self.remarks]
 
     def document(self) -> dict[str, Any]:
-        """Return the ruling ready for JSON."""
+        """Return the report ready for JSON."""
         names = ("dump", "policy", "budget", "events", "compared", "equal", "remarks")
         return {
             **{name: getattr(self, name) for name in names},
@@ -107,7 +107,7 @@ def conform(
     interval: int | None = None,
     prefill: bool | None = None,
     tolerance: float = TOLERANCE,
-) -> Ruling:
+) -> Conformance:
     """Compare the sets that an implementation kept with the sets that a policy defines.
 
     Each event is judged on the entries that the implementation holds by then, so that a difference
@@ -155,7 +155,7 @@ def conform(
             each.returned for each in differences
         ),
     }
-    return Ruling(
+    return Conformance(
         dump=dump.name,
         policy=rule.name,
         budget=total,

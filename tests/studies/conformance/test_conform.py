@@ -1,4 +1,4 @@
-"""The referee: honest dumps are equal, and each known deviation is recognised by its name."""
+"""`kvsim conform`: honest dumps are equal, and each known deviation is recognised by its name."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import DumpError, PolicyError
-from kvsim.studies.referee import ruling
-from kvsim.studies.referee.deviations import _CHANGES, Deviation
-from kvsim.studies.referee.dump import Dump, read_dump
+from kvsim.studies.conformance import report
+from kvsim.studies.conformance.deviations import _CHANGES, Deviation
+from kvsim.studies.conformance.dump import Dump, read_dump
 from traces import changed
 
 PROMPT, N, BUDGET, INTERVAL, WINDOW, SINK = 30, 75, 20, 12, 6, 2
@@ -106,20 +106,20 @@ KINDS = (
 
 def test_an_honest_dump_is_equal(trace):
     """Sets that a plain loop keeps are those of the definition, at every event, layer and head."""
-    ruling = kvsim.conform(dump_of(trace), POLICY)
-    assert ruling.equal
-    assert ruling.differences == ruling.deviations == ()
-    assert ruling.compared == len(EVENTS) * 4
-    assert ruling.lines()[0].startswith("equal; 16 sets (4 events)")
+    report = kvsim.conform(dump_of(trace), POLICY)
+    assert report.equal
+    assert report.differences == report.deviations == ()
+    assert report.compared == len(EVENTS) * 4
+    assert report.lines()[0].startswith("equal; 16 sets (4 events)")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_deviation_is_recognised_by_name(trace, kind):
     """A dump with one seeded deviation differs, and that deviation alone explains it."""
-    ruling = kvsim.conform(dump_of(trace, kind), POLICY)
-    assert not ruling.equal
-    assert [each.name for each in ruling.deviations] == [kind]
-    assert f"explained by {kind}: " in "\n".join(ruling.lines())
+    report = kvsim.conform(dump_of(trace, kind), POLICY)
+    assert not report.equal
+    assert [each.name for each in report.deviations] == [kind]
+    assert f"explained by {kind}: " in "\n".join(report.lines())
 
 
 def test_a_wrong_average_over_all_heads_is_recognised(trace):
@@ -162,8 +162,8 @@ def test_the_first_difference_has_its_place_and_gap(trace):
     back = int(np.flatnonzero(sets[EVENTS[1]][1, 0] & ~sets[row][1, 0, : EVENTS[1] + 1])[0])
     sets[row][1, 0, [gone, back]] = False, True
     later = {r: kept for r, kept in sets.items() if r <= row}
-    ruling = kvsim.conform(Dump(later, dump.layers, **_more(dump)), POLICY)
-    (difference,) = ruling.apart
+    report = kvsim.conform(Dump(later, dump.layers, **_more(dump)), POLICY)
+    (difference,) = report.apart
     assert (difference.row, difference.layer, difference.head) == (row, 1, 0)
     assert (difference.extra, difference.missing) == ((back,), (gone,))
     largest, scores = 0.0, {}
@@ -182,10 +182,10 @@ def test_ties_are_equal_and_their_rule_is_named():
     )
     sets = {29: np.arange(30) >= 20}
     sets = {row: kept[None, None] for row, kept in sets.items()}
-    ruling = kvsim.conform(Dump(sets, (0,), trace=trace), "knorm", 10)
-    assert ruling.equal
-    assert [each.name for each in ruling.deviations] == ["ties-high"]
-    assert ruling.lines()[0].startswith("equal outside ties: 1 sets")
+    report = kvsim.conform(Dump(sets, (0,), trace=trace), "knorm", 10)
+    assert report.equal
+    assert [each.name for each in report.deviations] == ["ties-high"]
+    assert report.lines()[0].startswith("equal outside ties: 1 sets")
     sets[29][0, 0, [4, 29]] = True, False
     mixed = kvsim.conform(Dump(sets, (0,), trace=trace), "knorm", 10)
     assert mixed.equal
@@ -195,16 +195,16 @@ def test_ties_are_equal_and_their_rule_is_named():
 def test_another_preset_is_named(trace):
     """A dump of a preset is recognised where the definition asked for is another."""
     record = kvsim.replay(trace, "tova@kvpress", BUDGET, interval=INTERVAL, prefill=True)
-    ruling = kvsim.conform(Dump.of_record(record, trace), "tova", BUDGET)
-    assert "tova@kvpress" in [each.name for each in ruling.deviations]
+    report = kvsim.conform(Dump.of_record(record, trace), "tova", BUDGET)
+    assert "tova@kvpress" in [each.name for each in report.deviations]
 
 
 def test_another_parameter_is_named(trace):
     """So is a dump with another choice of a parameter."""
     own, other = (kvsim.policy("snapkv", window=WINDOW, pool_kernel=n) for n in (7, 5))
     record = kvsim.replay(trace, other, BUDGET, interval=INTERVAL, prefill=True)
-    ruling = kvsim.conform(Dump.of_record(record, trace), own, BUDGET)
-    assert [each.name for each in ruling.deviations] == ["pool_kernel=5"]
+    report = kvsim.conform(Dump.of_record(record, trace), own, BUDGET)
+    assert [each.name for each in report.deviations] == ["pool_kernel=5"]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_replays_conform(trace, name):
 def test_every_deviation_is_documented():
     """The page of the command has a row for each deviation."""
     page = (Path(__file__).parents[3] / "docs" / "conform.md").read_text("utf-8")
-    more = [each.name for each in vars(ruling).values() if isinstance(each, Deviation)]
+    more = [each.name for each in vars(report).values() if isinstance(each, Deviation)]
     assert [name for name in (*_CHANGES, *more) if f"`{name}`" not in page] == []
 
 
@@ -326,7 +326,7 @@ def test_files_that_are_no_dumps_are_refused(trace, tmp_path):
 
 
 def test_the_command_says_it_and_exits_by_it(trace, tmp_path, run, printed):
-    """Exit status 0 for equal sets, 1 for others; --json has the ruling and every difference."""
+    """Exit status 0 for equal sets, 1 for others; --json has the report and every difference."""
     rule = ["--policy", "snapkv@kvpress", "--set", f"window={WINDOW}", "--set", "pool_kernel=1"]
     plain = kvsim.policy("snapkv@kvpress", window=WINDOW, pool_kernel=1)
     record = kvsim.replay(trace, plain, BUDGET, interval=INTERVAL, prefill=True)

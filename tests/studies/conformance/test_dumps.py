@@ -16,14 +16,14 @@ def test_a_shipped_dump_is_recognised(run, name):
     settings = [part for pair in parameters.items() for part in ("--set", "{}={}".format(*pair))]
     command = ["conform", FOLDER / f"{name}.npz", "--policy", policy, *settings]
     status, out, _ = run(*command, "--json")
-    ruling = json.loads(out)
-    assert [each["name"] for each in ruling["deviations"]] == expected
+    report = json.loads(out)
+    assert [each["name"] for each in report["deviations"]] == expected
     assert status == int(bool(expected))
-    assert ruling["equal"] is not bool(expected)
+    assert report["equal"] is not bool(expected)
 
 
 def test_the_page_has_each_dump():
-    """A row of the page names the file, the definition and what the referee says."""
+    """A row of the page names the file, the definition and what `conform` says."""
     assert sorted(path.stem for path in FOLDER.glob("*")) == sorted(DUMPS)
     for name, (policy, parameters, expected) in DUMPS.items():
         settings = "".join(f" --set {key}={value}" for key, value in parameters.items())

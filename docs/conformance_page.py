@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - lies in docs/, which is no package
-"""The tables of rulings.md, from docs/rulings: what was run, what the referee says, the cost."""
+"""The tables of conformance.md: what was run, what `conform` says, the cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent / "rulings"
+FOLDER = Path(__file__).resolve().parent / "conformance"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read(name: str) -> dict[str, Any]:
 def releases() -> str:
     """A row for each repository: what was run of which commit, and the verdict in short."""
     lines = ["| implementation | commit | what ran | how | cases | equal |", "| --- " * 6 + "|"]
-    for name, facts in read("rulings.json").items():
+    for name, facts in read("cases.json").items():
         cases = facts["cases"]
         equal = sum(not case["apart"] for case in cases)
         address = f"https://github.com/{facts['repository']}"
@@ -31,11 +31,11 @@ def releases() -> str:
 
 
 def cases() -> str:
-    """A row for each dump: its trace, its definition, and what the referee says."""
-    lines = ["| dump | trace | definition | the referee says |", "| --- " * 4 + "|"]
-    for facts in read("rulings.json").values():
+    """A row for each dump: its trace, its definition, and what `conform` says."""
+    lines = ["| dump | trace | definition | `conform` says |", "| --- " * 4 + "|"]
+    for facts in read("cases.json").values():
         for case in facts["cases"]:
-            link = f"[{case['dump']}](rulings/{case['dump']}.npz)"
+            link = f"[{case['dump']}](conformance/{case['dump']}.npz)"
             settings = "".join(f" --set {key}={x}" for key, x in case["settings"].items())
             rule = f"`{case['policy']}{settings} --budget {case['budget']}`"
             lines.append(f"| {link} | {case['trace']} | {rule} | {_verdict(case)} |")

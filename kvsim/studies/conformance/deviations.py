@@ -27,7 +27,7 @@ from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.window import first_of
-from kvsim.studies.referee.judging import DumpCase
+from kvsim.studies.conformance.judging import DumpCase
 
 #: Attention of the last rows of a view, [L, H, G, w, n].
 Weigh = Callable[[View, int], Tensor]

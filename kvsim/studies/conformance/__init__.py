@@ -1,0 +1,1 @@
+"""`kvsim conform`: what another implementation kept, judged by the definition of a policy."""
