@@ -56,7 +56,6 @@ REASON = "docs/drawing.py"
 
 _SHOWN = re.compile(r"!\[[^\]]*\]\((figures/[^)\s]+)\)")
 _FILE = re.compile(r"\bfigures/[\w./-]+\.png\b")
-_FOLDER = re.compile(r"--figures (figures/[\w/-]+)")
 # what a shell would do to a line of commands
 _SHELL = re.compile(r"[|&;<>()$`*?#~]|^(?!kvsim )")
 
@@ -82,9 +81,7 @@ def makers() -> dict[str, str]:
     wanted, found = shown(), {}
     for page in texts():
         code = "\n".join(block.body for block in running(page))
-        folders = tuple(f"{folder}/" for folder in _FOLDER.findall(code))
-        written = {name for name in wanted if name.startswith(folders)} if folders else set()
-        for name in written | (wanted & set(_FILE.findall(code))):
+        for name in wanted & set(_FILE.findall(code)):
             found.setdefault(name, page)
     return found
 

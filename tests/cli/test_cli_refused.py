@@ -13,7 +13,6 @@ CAPTURE = "capture --model tiny --out t.zarr"
 PARETO = "plot pareto TRACE --out x.png --policy tova --budget 8"
 PLOT = "plot --out x.png"
 TEXTS = "prompts --out p.jsonl --model BYTES"
-LAYERS = "study layers sample --budget 64 --figures f"
 COST = "study cost --policy tova --budget 8"
 COST_64 = f"{COST} --model-config CONFIG --context 64"
 
@@ -114,10 +113,10 @@ REFUSED = {
     f"{PLOT} token_text TRACE --policy tova --budget 8 --head 99": "--head is 99; small has 0 to",
     f"{PLOT} token_text TRACE sample --policy tova --budget 8": "shows one trace, but 2 were given",
     f"{PLOT} token_text TRACE --policy snapkv --budget 16 --set window=2,4": (
-        "token_text shows one policy, but --set has several values"
+        "token_text shows one policy at one budget, but 2 were given"
     ),
     f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
-    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "--by is 'colour'",
+    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "'colour' is not one of",
     f"{PLOT} iou_by TRACE --policy tova --budget 8 --by level": "no retained_iou by level",
     f"{PLOT} bursts RUN": "bursts is drawn from traces, but RUN is a run; give the traces",
     f"{PLOT} pareto RUN a.zarr": "RUN is a run and a.zarr is none; give either",
@@ -125,17 +124,6 @@ REFUSED = {
     f"{PLOT} pareto RUN --policy tofa": "--policy tofa: the run has none; did you mean 'tova'?; it",
     f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",
     f"{PLOT} pareto UNREADABLE": "unreadable",
-    # ---------------------------------------------------------------------------------- layers
-    "study layers sample --budget 16": "budget 16 selects no token beside the window of 32",
-    "study layers sample --budget x": "budget is 'x'",
-    "study layers sample": "--budget",
-    "study layers sample nowhere.zarr --budget 64": "nowhere.zarr",
-    f"{LAYERS} sample": "both called 'sample'; expected one name",
-    f"{LAYERS} --set window=9999": "no token is left to rank",
-    f"{LAYERS} --set tau=-1": "asl: tau is -1; expected a number",
-    f"{LAYERS} --set first_layer=3": "layer is 3, the model has layers 0..2",
-    f"{LAYERS} --set tau=0.1,0.2": "--set names 2 rules",
-    f"{LAYERS} --format jpg": "'jpg' is not one of 'png', 'svg', 'pdf'",
     # ------------------------------------------------------------------------------------ cost
     COST: "no model is given; expected --model-config PATH or --trace TRACE",
     f"{COST} --model-config CONFIG": "no context is given; expected --context N",

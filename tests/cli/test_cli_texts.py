@@ -38,7 +38,6 @@ def hostile(tmp_path_factory):
         "info {0} --deep",
         "replay {0} --policy tova,h2o --budget 16",
         "replay {0} {0} --policy tova --budget 16",
-        "study layers {0} sample --budget 16 --set window=4",
         "plot token_text {0} --policy tova --budget 16 --out x.png",
         "plot iou_by {0} --policy tova --budget 16 --by task --out x.png",
     ],

@@ -1,7 +1,8 @@
 """Figures: their content, not their pixels."""
 
+from dataclasses import replace
+
 import numpy as np
-import polars as pl
 import pytest
 import torch
 
@@ -10,7 +11,6 @@ from kvsim import plots
 from kvsim.policies.asl import ASL
 from kvsim.studies.layers import figures
 from kvsim.studies.layers.ranking import ranking
-from kvsim.studies.layers.tables import distribution, selection_table
 from traces import random_trace
 
 
@@ -166,11 +166,10 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
 def test_the_histogram_counts_traces(layered):
     """Bars at the selection layers, `never` behind the last layer, the mean as a line."""
     _, found = layered
-    table = selection_table(found)
-    never = table.with_columns(layer=None, trace=pl.lit("other"), task=pl.lit("deep"))
-    counts = distribution(pl.concat([table, never], how="vertical_relaxed"))
+    other = replace(found[0].ranking, trace="other", task="deep")
+    never = [replace(x, ranking=other, rule=replace(x.rule, tau=0.0)) for x in found]
 
-    figure = figures.selection_histogram(counts, 12)
+    figure = figures.selection_histogram([*found, *never])
 
     (axis,) = figure.axes
     bars = sorted(
@@ -189,12 +188,11 @@ def test_shallow_models_have_every_figure(layers):
     trace = deep(layers=layers)
     ranked = ranking(trace, ASL(window=16))
     found = [ranked.curve(b) for b in (17, 32, 100)]
-    counts = distribution(selection_table(found))
 
     for figure in (
         figures.variance_curves(found),
         figures.layer_attention(trace, 16),
-        figures.selection_histogram(counts, layers),
+        figures.selection_histogram(found),
         *(figures.rank_pattern(one) for one in found),
         *(figures.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
     ):

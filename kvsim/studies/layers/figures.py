@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -126,31 +127,31 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     return figure
 
 
-def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
+def selection_histogram(curves: Sequence[Curve]) -> Figure:
     """Number of traces that select at each layer, a panel per task.
 
-    ASL (arXiv 2601.07667), Figs. 9 and 10. distribution: of `kvsim.studies.layers.tables`;
-    n_layers: of the deepest trace.
+    ASL (arXiv 2601.07667), Figs. 9 and 10.
     """
-    budgets = list(dict.fromkeys(distribution["budget"]))
-    tasks = list(dict.fromkeys(distribution["task"]))
+    budgets = list(dict.fromkeys(curve.requested for curve in curves))
+    tasks = sorted({curve.ranking.task for curve in curves})
+    n_layers = max(curve.n_layers for curve in curves)
     figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150, layout="constrained")
     axes = figure.subplots(len(tasks), 1, squeeze=False, sharex=True)[:, 0]
     width = 0.8 / len(budgets)
     for axis, task in zip(axes, tasks, strict=True):
-        of_task = distribution.filter(task=task)
+        of_task = [curve for curve in curves if curve.ranking.task == task]
         for place, (budget, style) in enumerate(series(budgets).items()):
-            part, colour = of_task.filter(budget=budget), style["color"]
-            if not part.height:
+            selected = [each.selected() for each in of_task if each.requested == budget]
+            if not selected:
                 continue
-            places = part["layer"].fill_null(n_layers).to_numpy()  # never: behind the last layer
-            shift = (place - (len(budgets) - 1) / 2) * width
-            mean = part["mean_layer"][0]
-            label = f"budget {budget}: {'never' if mean is None else f'mean {mean:.1f}'}"
-            axis.bar(places + shift, part["traces"].to_numpy(), width, color=colour, label=label)
-            if mean is not None:
-                axis.axvline(mean, color=colour, lw=1, ls="--")
-        title = f"{short_text(task, 60)}, {plural(max(of_task['of']), 'trace')}"
+            layers = [layer for layer in selected if layer is not None]
+            counts = Counter(n_layers if layer is None else layer for layer in selected)
+            places = np.array([*counts]) + (place - (len(budgets) - 1) / 2) * width
+            label = f"budget {budget}: {f'mean {fmean(layers):.1f}' if layers else 'never'}"
+            axis.bar(places, [*counts.values()], width, color=style["color"], label=label)
+            if layers:
+                axis.axvline(fmean(layers), color=style["color"], lw=1, ls="--")
+        title = f"{short_text(task, 60)}, {plural(len({x.trace for x in of_task}), 'trace')}"
         axis.set_title(title, fontsize=8, parse_math=False)
         name_axes(axis, y="traces")
         whole_ticks(axis.yaxis)

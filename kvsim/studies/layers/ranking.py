@@ -6,7 +6,7 @@ attention: behind the selection layer, as if no layer had selected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -244,17 +244,11 @@ class Ranking:
         return entropy
 
 
-def ranking(
-    trace: Trace,
-    rule: Selecting | None = None,
-    *,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> Ranking:
+def ranking(trace: Trace, rule: Selecting | None = None, *, device: str = "cpu") -> Ranking:
     """Rank the tokens before the window in every layer, one layer in memory at a time.
 
     rule: ASL's parameters, as `kvsim.policy("asl", window=16).propagation` or `ASL(window=16)`; its
-    defaults if none are given. progress: called with (layers done, layers).
+    defaults if none are given.
 
     Raises PolicyError where the prompt is no longer than the window, or layers are missing.
     """
@@ -271,8 +265,6 @@ def ranking(
         for layer in range(trace.n_layers):
             scores = pooled_scores(look(layer, None), rule.window, rule.pool, rule.pool_kernel)
             scored.append((scores[0].cpu(), ranks_of(scores)[0].cpu()))
-            if progress is not None:
-                progress(layer + 1, trace.n_layers)
     by_layer, ranked = (torch.stack(part) for part in zip(*scored, strict=True))
     return Ranking(trace.name, trace.prompt_len, rule, by_layer, ranked, task_of(trace))
 

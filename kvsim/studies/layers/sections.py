@@ -12,7 +12,6 @@ from kvsim.report.study import Section, Study
 from kvsim.report.traces import Column, by_layer, trace_averages
 from kvsim.studies.layers import figures
 from kvsim.studies.layers.ranking import SHARES, Curve, budget_label, ranks
-from kvsim.studies.layers.tables import distribution, selection_table
 
 
 def _curves(analysis: Analysis) -> Sequence[Curve]:
@@ -45,9 +44,7 @@ def _layers(study: Study) -> str:
     ]
     body = [by_layer(study, head, together=False), _selections(study), *pictures]
     if any(each.selected() is not None for each in curves):
-        chosen = distribution(selection_table(curves))
-        deepest = max(trace.n_layers for trace in study.traces)
-        body.append(image("Selection layers", lambda: figures.selection_histogram(chosen, deepest)))
+        body.append(image("Selection layers", lambda: figures.selection_histogram(curves)))
     return section("How layers rank the prompt", note, lines(body))
 
 

@@ -1,21 +1,17 @@
 """Diagnostics of layers against loops that share no code with them, and against replay."""
 
 import itertools
-import json
 import math
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 import kvsim
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking
-from kvsim.studies.layers.tables import layer_table
 from kvsim.testing.strategies import cases
 from reference import propagation
 from traces import settling_trace
@@ -205,118 +201,3 @@ def test_verdicts(layers, budget, parameters, expected):
     curve = ranking(settling_trace(layers)).curve(budget, ASL(**parameters))
 
     assert curve.verdict().startswith(expected.format(layer=curve.selected()))
-
-
-@pytest.fixture(scope="module")
-def several():
-    """Four traces of two tasks at two budgets."""
-    found = []
-    for i, speed in enumerate((1.1, 1.2, 2.0, 0.1)):
-        trace = settling_trace(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
-        one = ranking(trace)
-        found += [one.curve(60, share="50%"), one.curve(100)]
-    return found
-
-
-def test_the_layer_table_has_every_layer(several):
-    """A row per trace, budget and layer; one selection at most; every number exact."""
-    table = layer_table(several)
-
-    assert table.height == 4 * 2 * 24
-    assert table["fidelity"].unique().to_list() == ["exact"]
-    for one in several:
-        key = (pl.col("trace") == one.trace) & (pl.col("budget") == one.budget)
-        rows = table.filter(key)
-        assert rows["layer"].to_list() == list(range(24))
-        selected = rows.filter("selected")["layer"].to_list()
-        assert selected == ([] if one.selected() is None else [one.selected()])
-        np.testing.assert_array_equal(rows["jaccard"][1:].to_numpy(), one.jaccard[1:])
-        assert rows["relative_variance"].null_count() == one.first_layer
-        assert rows["variance"].null_count() == one.look_back - 1
-        assert rows["union"].null_count() == one.look_back - 1
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Paths of three traces of 24 layers."""
-    folder = tmp_path_factory.mktemp("traces")
-    speeds = (1.4, 1.8, 0.1)
-    return [
-        kvsim.save_trace(
-            settling_trace(24, seed=i, speed=speed, name=f"task-{i}"), folder / f"{i}.zarr"
-        )
-        for i, speed in enumerate(speeds)
-    ]
-
-
-def test_one_trace_has_a_table_of_its_layers(printed):
-    """A line per layer, with the rule in words and the fidelity."""
-    out = printed("study", "layers", "sample", "--budget", "64,50%")
-
-    lines = [line.split() for line in out.splitlines()]
-    assert [line[0] for line in lines if line and line[0] in "012"] == ["0", "1", "2"] * 2
-    sample = kvsim.open_trace(kvsim.sample_trace())
-    half, ranked = sample.n_pos // 2, sample.prompt_len - 32
-    assert sample.prompt_len <= half
-    assert f"Budget {half} (50%), k = {ranked}: nothing to select" in out
-    assert "Budget 64, k = 32: never selects" in out
-    assert "all exact" in out
-
-
-def test_several_traces_have_a_line_each(printed, stored):
-    """With the selection layer, and how often each is selected."""
-    out = printed("study", "layers", *stored, "--budget", "64,100%")
-
-    rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
-    assert [row[0] for row in rows] == [f"task-{i}" for i in range(3) for _ in range(2)]
-    assert [row[4] for row in rows if row[1] == "64"][2] == "never" or "never" in rows[4]
-    assert {row[4] for row in rows if "(100%)" in row} == {"fits"}
-    assert "Selection layers by task" in out
-    assert "never: 1" in out
-
-
-def test_json_is_one_document(printed, stored):
-    """Tables as lists of rows, with the parameters and the fidelity of each row."""
-    out = printed(
-        "study", "layers", *stored[:2], "--budget", "64,80", "--set", "look_back=4", "--json"
-    )
-
-    document = json.loads(out)
-    assert document["parameters"]["look_back"] == 4
-    assert len(document["layers"]) == 2 * 2 * 24
-    assert {row["fidelity"] for row in document["layers"]} == {"exact"}
-    assert {row["fidelity"] for row in document["selections"]} == {"exact"}
-    assert [row["layer"] for row in document["selections"]] == [
-        ranking(kvsim.open_trace(path)).curve(budget, ASL(look_back=4)).selected()
-        for path in stored[:2]
-        for budget in (64, 80)
-    ]
-    assert sum(row["traces"] for row in document["distribution"]) == 4
-
-
-def test_figures_are_written_to_a_new_folder(run, printed, stored, tmp_path, monkeypatch):
-    """Details of one trace, a comparison of several; a folder that exists is refused."""
-    # tests/plots look at what they show
-    monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
-    one, many = tmp_path / "a" / "one", tmp_path / "many"
-
-    out = printed("study", "layers", stored[0], "--budget", "64,50%", "--figures", one, "--json")
-    names = sorted(path.name for path in one.iterdir())
-    assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
-    assert names == sorted(
-        ["variance.png", "attention.png"]
-        + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
-    )
-    out = printed("study", "layers", *stored, "--budget", "64", "--figures", many)
-    assert "variance.png, selection.png" in out
-    assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
-
-    out = printed("study", "layers", "sample", "--budget", "64", "--figures", tmp_path / "shallow")
-    assert "ranks-64.png" in out
-    assert "grid" not in out  # one layer is tested: nothing to choose
-    out = printed("study", "layers", stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
-    assert "grid" not in out
-
-    status, out, err = run("study", "layers", "sample", "--budget", "64", "--figures", many)
-    assert (status, out) == (2, "")
-    assert err == f"error: {many} exists; give another --figures, nothing was changed\n"
