@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvsim.schema import visible
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Seconds between lines of progress in a pipe or a file; work that is done before prints none.
@@ -25,7 +27,7 @@ def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
 
     def show(done: int, total: int, label: str | None = None) -> None:
         nonlocal last, now
-        now = now if label is None else label
+        now = now if label is None else visible(label)
         if time.monotonic() - last < EVERY:
             return
         last = time.monotonic()
@@ -56,7 +58,8 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
         task = progress.add_task(label, total=None)
 
         def show(done: int, total: int, label: str | None = None) -> None:
-            progress.update(task, completed=done, total=total, description=label)
+            text = None if label is None else visible(label)
+            progress.update(task, completed=done, total=total, description=text)
 
         yield show
 

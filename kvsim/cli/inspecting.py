@@ -14,6 +14,7 @@ from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run
 from kvsim.cli.shared import Json, ShowText, Stop, TracePaths, paths_of
 from kvsim.errors import TraceError
+from kvsim.progress import progress_bar
 from kvsim.schema import LABELS, plural, ranges, visible
 
 #: Most characters of a value.
@@ -88,7 +89,7 @@ def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:
         facts = describe(path)
         if not deep:
             return facts
-        with show.bar("layers") as report:
+        with progress_bar("layers") as report:
             check = verify(path, deep=True, progress=lambda n, of: report(n, of, str(path)))
     except TraceError as error:
         return {"path": str(path), "problems": [str(error)]}

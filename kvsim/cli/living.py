@@ -11,6 +11,7 @@ import typer
 from kvsim.cli import shared, show
 from kvsim.cli.options import takes
 from kvsim.cli.replaying import begun, echo_plan, show_run
+from kvsim.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
@@ -67,7 +68,7 @@ def live(
         there = {**planned.parameters, "device": device}
         echo_plan(replace(planned, parameters=there), as_json=as_json)
         return
-    with show.bar("cells") as report:
+    with progress_bar("cells") as report:
         run = loops.finish(planned, begun(planned), report)
     shown, out = planned.options["metrics"] or LIVE_SUMMARY, planned.options["out"]
     show_run(run, planned.traces, shown, out, as_json=as_json, whole=show_text)

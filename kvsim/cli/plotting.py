@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvsim.cli import shared
 from kvsim.cli.options import takes
 from kvsim.cli.shared import OptionError, Stop
-from kvsim.cli.show import bar, echo_error
+from kvsim.cli.show import echo_error
 from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure
 from kvsim.policies.fit import remark_of
+from kvsim.progress import progress_bar
 from kvsim.schema import merged
 
 if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.analysis.folder import Saved
-    from kvsim.core.policy import Policy
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
 
 _FORMATS = (".pdf", ".png", ".svg")
-_BY = ("stage", "task", "domain", "level")
 
 
 def listing() -> str:
@@ -77,9 +76,8 @@ def plot(
         typer.Option(min=0, help="The KV head shown, from 0; default: the figure's own, or all."),
     ] = None,
     by: Annotated[
-        str | None,
+        Literal["stage", "task", "domain", "level"] | None,
         typer.Option(
-            metavar="|".join(_BY),
             help="What iou_by compares: stages of the model, or labels of prompts. "
             "[default: stage]",
         ),
@@ -145,8 +143,6 @@ def _problems(
     for flag, value in flags.items():
         if value is not None and flag not in figure.flags:
             yield f"--{flag} was given, but {name} has none; leave it out"
-    if flags["by"] not in (None, *_BY):
-        yield f"--by is {flags['by']!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}"
     for each in flags["metric"] or ():
         if metric(each).kind == "trace":
             yield f"--metric {each} is about traces and the same for every policy; give another"
@@ -167,9 +163,6 @@ def _problems(
         folder = f", or the folder of a run ({sources[0]} has no run.json)" * figure.runs
         expected = " and ".join(f"--{key} {key.upper()}" for key in required)
         yield f"{name} of traces shows policies; give {expected}{folder}"
-    counts = len(given.get("policy", ())), len(given.get("budget", ()))
-    if figure.single == "record" and counts != (1, 1):
-        yield f"{name} shows one policy at one budget, but {counts[0]} and {counts[1]} were given"
 
 
 def _replayed(
@@ -180,15 +173,8 @@ def _replayed(
     flags: dict[str, Any],
 ) -> Data:
     """Replay what a figure shows; `flags` get a layer where that of a default has a window."""
-    from kvsim.analysis.measuring import available
     from kvsim.analysis.results import check_models
-    from kvsim.analysis.summaries import COSTS
-    from kvsim.sweeps.grid import adapted
 
-    adaptation = {name: given[name] for name in ("fit", "protect") if name in given}
-    policies = adapted(given.get("policies", ()), **adaptation)
-    if figure.single == "record" and len(policies) > 1:
-        raise OptionError(f"{name} shows one policy, but --set has several values; give one")
     check_models(traces)
     for trace in traces:
         for option, count in (("layer", trace.n_layers), ("head", trace.part().n_heads)):
@@ -196,23 +182,18 @@ def _replayed(
             if place is not None and place >= count:
                 raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
         whole = [layer for layer in range(trace.n_layers) if layer not in trace.windowed]
-        if policies and whole and flags["layer"] in trace.windowed:
+        if figure.replay and whole and flags["layer"] in trace.windowed:
             raise OptionError(
                 f"--layer {flags['layer']} of {trace.name} has a sliding window, so no policy is "
                 f"replayed there; expected one that sees the whole text, as {whole[0]}"
             )
-        if flags["layer"] is None and figure.single and policies and trace.windowed and whole:
+        if flags["layer"] is None and figure.single and figure.replay and trace.windowed and whole:
             flags["layer"] = whole[0]  # the figure's own default may have a window
     if figure.replay is None:
         return Data(traces)
     if figure.replay == "once":
-        return _evicted_once(traces, policies)
-    if figure.replay == "plans":
-        return _planned(traces[0], policies[0], given)
-    metric = flags["metric"]
-    return _swept(
-        traces, given, available(figure.metrics, traces) if metric is None else [*metric, *COSTS]
-    )
+        return _evicted_once(traces, given)
+    return _swept(name, figure, traces, given, flags["metric"])
 
 
 @dataclass(frozen=True)
@@ -234,13 +215,11 @@ class Data:
         if figure.prepare:
             prepare = getattr(import_module(figure.module), figure.prepare)
             return prepare(self.traces, figure.metrics)
-        inputs: dict[str, Callable[[], Any]] = {
-            "evictions": lambda: self.table,
-            "record": lambda: self.records[0],
-            "plans": lambda: self.records[0],
-            "trace": lambda: self.traces[0],
-        }
-        return inputs[name]() if name in inputs else getattr(self, name)
+        if name == "trace":
+            return self.traces[0]
+        if name in ("record", "plans"):
+            return self.records[0]
+        return getattr(self, "table" if name == "evictions" else name)
 
 
 def read(
@@ -287,23 +266,15 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
     return same or variants or [name]
 
 
-def _planned(trace: Trace, policy: Policy, given: Mapping[str, Any]) -> Data:
-    from kvsim.core.arguments import resolve_budget
-    from kvsim.engine.replay import replay
-
-    budget = resolve_budget(given["budgets"][0], trace.n_pos)
-    interval: Any = next((x for x in given.get("interval", ()) if x != "paper"), None)
-    prefill = given.get("prefill", True if interval else None)
-    record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
-    return Data([trace], [record], None, [record.remark])
-
-
-def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
+def _evicted_once(traces: Sequence[Trace], given: Mapping[str, Any]) -> Data:
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
+    from kvsim.sweeps.grid import adapted
 
-    with bar("cells") as report:
+    adaptation = {name: given[name] for name in ("fit", "protect") if name in given}
+    policies = adapted(given["policies"], **adaptation)
+    with progress_bar("cells") as report:
         table = pl.concat(
             reconstruction_table(trace, policies, RATIOS, progress=report) for trace in traces
         )
@@ -312,17 +283,35 @@ def _evicted_once(traces: Sequence[Trace], policies: Sequence[Policy]) -> Data:
     return Data(traces, table=table, remarks=remarks)
 
 
-def _swept(traces: Sequence[Trace], given: Mapping[str, Any], metrics: Sequence[str]) -> Data:
+def _swept(
+    name: str,
+    figure: Figure,
+    traces: Sequence[Trace],
+    given: Mapping[str, Any],
+    metrics: Sequence[str] | None,
+) -> Data:
+    from kvsim.analysis.measuring import available
     from kvsim.analysis.registry import metric
-    from kvsim.sweeps.driver import sweep
+    from kvsim.analysis.summaries import COSTS
+    from kvsim.engine.replay import run
+    from kvsim.sweeps.driver import Plan
+    from kvsim.sweeps.grid import grid_of
 
-    names = list(dict.fromkeys(metrics))
-    judge = any(metric(name).kind == "live" for name in names)
-    of_figure = {"traces": traces, "metrics": names, "judge": judge, "records": True}
-    with bar("cells") as report:
-        run = sweep({**given, **of_figure}, progress=report).whole()
-    if run.failures:
-        first = run.failures[0]
-        cell = f"{first.trace}: {first.policy}, budget {first.budget}"
-        raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
-    return Data(traces, run.records, run.table, run.remarks)
+    names = available(figure.metrics, traces) if metrics is None else [*metrics, *COSTS]
+    of_figure: dict[str, Any] = {"traces": traces, "metrics": [*dict.fromkeys(names)]}
+    of_figure["judge"] = any(metric(each).kind == "live" for each in names)
+    plan = Plan.of(grid_of({**given, **of_figure, "records": True}))
+    if figure.single == "record" and (count := len(plan.cells)) > 1:
+        raise OptionError(f"{name} shows one policy at one budget, but {count} were given")
+    if figure.replay == "plans":
+        cell = plan.cells[0]
+        where = cell.trace, cell.policy, cell.budget, cell.schedule
+        record = run(*where, layers=cell.layers, internals=True)
+        return Data(traces, [record], None, [record.remark])
+    with progress_bar("cells") as report:
+        swept = plan.finish(plan.begin(), progress=report).whole()
+    if swept.failures:
+        first = swept.failures[0]
+        cell_name = f"{first.trace}: {first.policy}, budget {first.budget}"
+        raise Stop(f"error: {cell_name}: {first.error}; nothing was written", 2)
+    return Data(traces, swept.records, swept.table, swept.remarks)

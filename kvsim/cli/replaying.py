@@ -12,6 +12,7 @@ from kvsim.cli import shared, show
 from kvsim.cli.options import takes
 from kvsim.cli.runs import document_of, echo_document
 from kvsim.cli.shared import Stop
+from kvsim.progress import progress_bar
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def replay(
     if plan:
         echo_plan(planned, as_json=as_json)
         return
-    with show.bar("cells") as report:
+    with progress_bar("cells") as report:
         run = planned.finish(begun(planned), progress=report)
     metrics = grid.options["metrics"]
     required = () if metrics in (None, EVERYTHING) else metrics

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsim.cli.shared import Overwrite, path_option, paths_of, several
-from kvsim.cli.show import bar
+from kvsim.progress import progress_bar
 
 
 def report(
@@ -42,7 +42,7 @@ def report(
     paths = paths_of(given)
     runs = [x for x in paths if is_run(x) or Path(x).suffix == ".parquet"]
     traces = [open_trace(path) for path in paths if path not in runs]
-    with bar("steps") as progress:
+    with progress_bar("steps") as progress:
         options: dict[str, Any] = {"metrics": metric or METRICS, "traces": traces}
         page = write_report(runs, out, **options, overwrite=overwrite, progress=progress)
     typer.echo(f"Written to {page}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -276,15 +275,6 @@ def echo_failures(failures: Sequence[Failure]) -> None:
     for first, error in errors_once(failures):
         cell = f"{one_line(first.trace)}: {first.policy}, budget {first.budget}"
         echo_error(f"failed: {cell}: {error}")
-
-
-@contextmanager
-def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Return a function that shows (done, total, label) as a bar; silent in a pipe."""
-    from kvsim.progress import progress_bar
-
-    with progress_bar(unit) as show:
-        yield lambda done, total, label: show(done, total, visible(label))
 
 
 def echo_forecast(

@@ -12,7 +12,6 @@ import typer
 
 from kvsim.cli.shared import Json, Stop, path_option, quiet_transformers
 from kvsim.cli.show import (
-    bar,
     cells,
     echo_json,
     echo_results,
@@ -23,6 +22,7 @@ from kvsim.cli.show import (
 )
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, writing
+from kvsim.progress import progress_bar
 from kvsim.samples import sample_judged, sample_trace
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _compare(
     from kvsim.sweeps.driver import replay_all
 
     options: dict[str, Any] = {"interval": INTERVAL, "judge": judged is None}
-    with bar("cells") as report:
+    with progress_bar("cells") as report:
         policies = [policy(name) for name in POLICIES]
         run = replay_all([trace], policies, BUDGETS, **options, progress=report).whole()
     if run.failures:
