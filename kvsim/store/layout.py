@@ -75,14 +75,15 @@ def stored_arrays(
     shapes: with the rows that are left out. store_dtype: ``float16`` to store all but lse and
     sums in half precision. shards: whether arrays with many chunks are sharded.
     """
-    arrays, sharded = [], shards and to_shard(shapes)
+    chunks = sum(StoredArray(name, x, "", "").nchunks for name, x in shapes.items())
+    arrays = []
     for name, shape in shapes.items():
         source = source_dtypes[name]
-        narrow = name not in ("lse", *SUMS, "residual_norm")
-        number = store_dtype if store_dtype is not None and narrow else source
+        narrow = None if name in ("lse", *SUMS, "residual_norm") else store_dtype
         part = stored_shape(name, shape, left_out)
-        of_layers = sharded and can_be_sharded(name)
-        arrays.append(StoredArray(name, part, number, source, of_layers))
+        blocks = "layer" in AXES[name] and any(axis in AXES[name] for axis in _BLOCKS)
+        sharded = shards and blocks and chunks > MOST_FILES
+        arrays.append(StoredArray(name, part, narrow or source, source, sharded))
     return arrays
 
 
@@ -93,18 +94,6 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (max(1, shape[0]),)
     size = {"layer": 1, **dict.fromkeys(_BLOCKS, CHUNK)}
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
-
-
-def can_be_sharded(name: str) -> bool:
-    """Whether the chunks of a layer of an array may be in one file."""
-    axes = AXES[name]
-    return "layer" in axes and any(axis in axes for axis in _BLOCKS)
-
-
-def to_shard(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether arrays of these shapes, or upper bounds of them, have too many chunks for files."""
-    arrays = (StoredArray(name, shape, "float32", "float32") for name, shape in shapes.items())
-    return sum(array.nchunks for array in arrays) > MOST_FILES
 
 
 def pos_axis(name: str) -> int:
