@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -93,7 +94,7 @@ def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:
             check = verify(path, deep=True, progress=lambda n, of: report(n, of, str(path)))
     except TraceError as error:
         return {"path": str(path), "problems": [str(error)]}
-    return facts | {"check": check.to_dict(), "problems": [*check.problems]}
+    return facts | {"check": {**asdict(check), "ok": check.ok}, "problems": [*check.problems]}
 
 
 def _echo_problems(facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from kvsim.core.header import Header
 from kvsim.core.lazy import torch
 from kvsim.core.left_out import stored_shape
 from kvsim.core.sources import ArraySource
-from kvsim.core.weights import row_grid
 from kvsim.schema import AXES, CHUNK
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
@@ -45,19 +44,15 @@ class ContentDigest:
         self._dtypes: dict[str, str] = {}
 
     def update(self, name: str, layer: int, block: Array) -> None:
-        """Add the next block of `layer` (0 for `tokens`, which has none), without a layer axis."""
-        data = np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<"))
-        if data.dtype == np.uint16:  # the bits of bfloat16
-            data = (data.astype("<u4") << 16).view("<f4")
-        self._dtypes[name] = data.dtype.name
-        self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
-
-    def update_all(self, name: str, layer: int, array: Array, axis: int) -> None:
-        """Add a whole layer, cut into blocks along its position `axis`."""
-        for start in range(0, array.shape[axis], CHUNK):
-            cut = [slice(None)] * array.ndim
-            cut[axis] = slice(start, start + CHUNK)
-            self.update(name, layer, array[tuple(cut)])
+        """Add the next blocks of `layer` (0 for `tokens`, which has none), without a layer axis."""
+        axes = [axis for axis in AXES[name] if axis != "layer"]
+        borders = range(CHUNK, block.shape[axes.index("pos")] if "pos" in axes else 0, CHUNK)
+        for part in np.split(block, borders, axes.index("pos") if borders else 0):
+            data = np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<"))
+            if data.dtype == np.uint16:  # the bits of bfloat16
+                data = (data.astype("<u4") << 16).view("<f4")
+            self._dtypes[name] = data.dtype.name
+            self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
 
     def forget(self, name: str) -> None:
         """Leave out an array."""
@@ -107,15 +102,13 @@ def array_fingerprint(
             continue
         if name == "tokens":
             ids = source.read(name, _ALL, _ALL).numpy().astype(np.int32)
-            digest.update_all(name, 0, ids, axis=0)
+            digest.update(name, 0, ids)
             continue
         stored = stored_dtype(header.source_dtypes.get(name, DTYPES[dtype]))
         for layer in range(shapes["q"][0]):
-            only = slice(layer, layer + 1)
             runs = header.held(name, range(shapes["k"][2]))
-            blocks = [slice(*x) for run in runs for x in row_grid(run.start, run.stop)]
-            for pos in blocks if "pos" in AXES[name] else [_ALL]:
-                part = source.read(name, only, pos)[0]
+            for pos in runs if "pos" in AXES[name] else [_ALL]:
+                part = source.read(name, slice(layer, layer + 1), pos)[0]
                 digest.update(name, layer, part.to(stored).numpy())
     shapes = {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
     checksums = digest.checksums()

@@ -41,9 +41,6 @@ class Verification:
     """Result of `verify`.
 
     Attributes:
-        path: the trace.
-        layers: the model's numbers of the stored layers.
-        files: number of files read.
         output_error: for each layer, the largest relative error of a head (`relative_error`)
             between recorded and recomputed attention output; empty if it is not recorded or was
             not recomputed.
@@ -51,28 +48,19 @@ class Verification:
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty as above.
         lse_tolerance: its limit, of the layer with the largest.
-        digest: the recorded digest.
         problems: one sentence for each problem.
     """
 
-    path: str
-    layers: tuple[int, ...]
-    files: int
     output_error: tuple[float, ...]
     output_tolerance: float
     lse_error: tuple[float, ...]
     lse_tolerance: float
-    digest: str
     problems: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Whether there are no problems."""
         return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dict, ready for JSON."""
-        return {**asdict(self), "ok": self.ok}
 
 
 def verify(
@@ -176,11 +164,8 @@ class _Check:
             self._judge("lse", layer, float(largest["lse"]), of_layer)
 
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        digest, axes = ContentDigest(), [axis for axis in AXES[name] if axis != "layer"]
-        if "pos" in axes:
-            digest.update_all(name, layer, as_array(values), axes.index("pos"))
-        else:
-            digest.update(name, layer, as_array(values))
+        digest = ContentDigest()
+        digest.update(name, layer, as_array(values))
         recorded = self.stored.attributes["checksums"].get(name, [])[layer : layer + 1]
         if recorded != digest.checksums()[name]:
             place = f" in layer {layer}" if "layer" in AXES[name] else ""
@@ -217,14 +202,10 @@ class _Check:
             if content_digest(stored.header, shapes, dtypes, sums) != stored.digest:
                 self.problems.append(f"{stored.where}: its digest is not that of its content")
         return Verification(
-            path=stored.where,
-            layers=stored.header.layer_ids,
-            files=1 + len(stored.store.files),
             output_error=tuple(self.errors["attn_out"]),
             output_tolerance=self.output_tolerance,
             lse_error=tuple(self.errors["lse"]),
             lse_tolerance=self.lse_tolerance,
-            digest=stored.digest,
             problems=tuple(self.problems),
         )
 

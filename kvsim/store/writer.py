@@ -29,11 +29,7 @@ from kvsim.store.index import check_target
 from kvsim.store.inputs import decode_document
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of
-from kvsim.store.projections import (
-    Facts,
-    move_projections,
-    store_projections,
-)
+from kvsim.store.projections import Facts, move_projections, store_projections
 
 
 class TraceWriter:
@@ -77,10 +73,8 @@ class TraceWriter:
         self._digest, self._left_out, self._like = ContentDigest(), left_out, like
         self._arrays: dict[str, tuple[StoredArray, zarr.Array[Any]]] = {}
         self._next: dict[str, list[int]] = {}
-        self._kept, arrays = (
-            "",
-            stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards),
-        )
+        self._kept = ""
+        arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
         with self._writing():
             self._draft = Draft(path)
             self.folder = self._draft.folder
@@ -142,11 +136,9 @@ class TraceWriter:
         each, array = self._arrays[name]
         dtype: torch.dtype = getattr(torch, each.number)
         stored = as_array(as_stored(name, values, dtype, str(self.path), layer=layer, pos=start))
-        at: list[slice] = [slice(layer, layer + 1)]
-        axes = AXES[name]
-        if "pos" in axes:
-            ends = start, start + stored.shape[pos_axis(name)]
-            at += [slice(None)] * pos_axis(name) + [slice(*ends)]
+        sizes = {"layer": 1} | dict(zip(AXES[name][1:], stored.shape, strict=True))
+        first = {"layer": layer, "pos": start}
+        at = (slice(first.get(axis, 0), first.get(axis, 0) + n) for axis, n in sizes.items())
         with self._writing():
             array[tuple(at)] = stored[None]
         self._digest.update(name, layer, stored)
@@ -197,17 +189,11 @@ class TraceWriter:
             shapes = {name: each.shape for name, (each, _) in self._arrays.items()}
             if tokens is not None:
                 ids = tokens.astype(np.int32)
-                array = create_array(
-                    self._group,
-                    "tokens",
-                    ids.shape,
-                    ids.dtype,
-                    chunk_shape("tokens", ids.shape),
-                    AXES["tokens"],
-                )
+                chunks, axes = chunk_shape("tokens", ids.shape), AXES["tokens"]
+                array = create_array(self._group, "tokens", ids.shape, ids.dtype, chunks, axes)
                 array[:] = ids
                 shapes["tokens"] = ids.shape
-                self._digest.update_all("tokens", 0, ids, axis=0)
+                self._digest.update("tokens", 0, ids)
             checksums = self._digest.checksums()
             if token_text is not None:
                 "".join(token_text).encode()  # ValueError for half of a character
