@@ -1,15 +1,13 @@
-"""Arguments as users give them: values as text, one for several, of layers, budgets as shares."""
+"""Arguments as users give them: values as text, one for several, budgets as shares."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import reprlib
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
-from kvsim.core.parameters import integer
-from kvsim.errors import BudgetError, TraceError
+from kvsim.errors import BudgetError
 
 T = TypeVar("T")
 
@@ -78,14 +76,3 @@ def resolve_budget(
     if not 0 < share <= 100:
         raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
     return max(1, int(n_pos * share / 100 + 1e-9))
-
-
-def of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
-    """Return a value for each layer, integers as such; `Header.check` says whether they fit."""
-    try:
-        whole = ((value, integer(value)) for value in values)
-        return tuple(value if number is None else cast("T", number) for value, number in whole)
-    except TypeError:
-        raise TraceError(
-            f"{where}: {name} is {reprlib.repr(values)}, expected a list with one for each layer"
-        ) from None

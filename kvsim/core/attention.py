@@ -56,8 +56,8 @@ class Formula:
     chunk: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "attention", TraceError)
         object.__setattr__(self, "sinks", _numbers("attention: sinks", self.sinks))
+        check_fields(self, "attention", TraceError)
 
     @property
     def plain(self) -> bool:

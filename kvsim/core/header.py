@@ -174,8 +174,7 @@ class Header:
         context = end if self.context_len is None else self.context_len
         yield "context_len", context, 1 <= context <= end, f"1 to {end}, as the prompt has"
         ends = [end, *chain(*self.questions), *[n_pos] * bool(self.questions)]
-        fits = {2} >= {*map(len, self.questions)} and {int} >= {*map(type, ends)}
-        fits = fits and all(a < b for a, b in pairwise(ends))
+        fits = all(a < b for a, b in pairwise(ends))
         yield "questions", self.questions, fits, f"[start, stop] of each between {end} and {n_pos}"
         sums, left_out = [name for name in SUMS if name in shapes], self.left_out
         if left_out is None:
@@ -203,16 +202,11 @@ class Header:
             fits = key not in meta or meta[key] is None or _numbers(meta[key], n, low, high)
             yield key, meta.get(key), fits, f"{n} finite numbers from {low:g} to {high:g}"
         ids, owners = self.layer_ids, self.owners or range(n_layers)
-        for name, kind, values in (
-            ("layer numbers", int, ids),
-            ("formulas", Formula, self.formulas),
-            ("ropes", Rope, self.ropes),
-            ("owners", int, owners),
-        ):
-            fits = len(values) == n_layers and all(type(value) is kind for value in values)
-            yield name, values, fits, f"{kind.__name__} for each of {n_layers} layers"
+        of_layers = {"layer_ids": ids, "formulas": self.formulas, "ropes": self.ropes}
+        for name, values in (of_layers | {"owners": owners}).items():
+            yield name, values, len(values) == n_layers, f"one for each of {n_layers} layers"
         fits = all(a < b for a, b in pairwise((-1, *ids, 1 << 31)))
-        yield "layer", [*ids], fits, "the model's layer numbers, increasing from 0 or more"
+        yield "layer_ids", ids, fits, "the model's layer numbers, increasing from 0 or more"
         alike = [*zip(self.formulas, self.sizes or (largest,) * n_layers, strict=True)]
         for layer, owner in enumerate(owners):
             own = owner in range(layer) and owners[owner] == owner and alike[owner] == alike[layer]
@@ -236,12 +230,11 @@ class Header:
 
 def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
     """Whether there is a size for each layer, not all the same, and the arrays have the largest."""
-    whole = [[*map(type, x)] == [int] * 4 and min(x) > 0 for x in sizes]
     return (
-        whole == [True] * n_layers
+        len(sizes) == n_layers
         and len({*sizes}) > 1
         and tuple(map(max, *sizes)) == largest
-        and all(qheads % heads == 0 for qheads, heads, *_ in sizes)
+        and all(min(x) > 0 and x[0] % x[1] == 0 for x in sizes)
     )
 
 
@@ -268,11 +261,6 @@ def _numbers(values: Any, n: int, low: float, high: float) -> bool:
 def listed(value: Any) -> Any:
     """Return a value of a header as JSON has it: with lists in place of tuples."""
     return [*map(listed, value)] if isinstance(value, tuple) else value
-
-
-def tupled(value: Any) -> Any:
-    """Return a value of JSON as a header has it: with tuples in place of lists."""
-    return tuple(map(tupled, value)) if isinstance(value, list) else value
 
 
 def fits_label(name: str, value: Any) -> bool:

@@ -5,9 +5,9 @@
         window: Annotated[int, AtLeast(1)] = 32
         pool: Literal["max", "avg"] | None = "max"
 
-An annotation has the type of a value (an int passes for a float, a bool for neither), its bounds
-and its choices. Errors, `kvsim policies` and the documentation read them from there. A field whose
-annotation says nothing that can be checked takes any value.
+An annotation has the type of a value (an int passes for a float, a bool for neither, a list for
+a tuple), its bounds and its choices. Errors, `kvsim policies` and the documentation read them from
+there. A field whose annotation says nothing that can be checked takes any value.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property, partial
 from types import NoneType, UnionType
@@ -45,11 +46,8 @@ class Bound:
     words: ClassVar[str]
     #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
     before: ClassVar[bool] = False
-    compare: ClassVar[Callable[[float, float], bool]]
-
-    def allows(self, value: float) -> bool:
-        """Whether a number is within the bound."""
-        return type(self).compare(value, self.limit)
+    #: whether a number is within the bound
+    allows: ClassVar[Callable[[Any, float], bool]]
 
     def __str__(self) -> str:
         return self.words.format(self)
@@ -58,55 +56,43 @@ class Bound:
 class AtLeast(Bound):
     """value >= limit, infinity included."""
 
-    words, compare = "of at least {0.limit:.10g}", operator.ge
+    words, allows = "of at least {0.limit:.10g}", lambda self, value: value >= self.limit
 
 
 class AtMost(Bound):
     """value <= limit."""
 
-    words, compare = "at most {0.limit:.10g}", operator.le
+    words, allows = "at most {0.limit:.10g}", lambda self, value: value <= self.limit
 
 
 class Above(Bound):
     """value > limit, infinity included."""
 
-    words, compare = "above {0.limit:.10g}", operator.gt
+    words, allows = "above {0.limit:.10g}", lambda self, value: value > self.limit
 
 
 class Below(Bound):
     """value < limit."""
 
-    words, compare = "below {0.limit:.10g}", operator.lt
+    words, allows = "below {0.limit:.10g}", lambda self, value: value < self.limit
 
 
 class Between(Bound):
     """limit <= value <= most."""
 
-    words = "from {0.limit:g} to {0.most:g}"
-
-    def allows(self, value: float) -> bool:
-        """Both ends included."""
-        return self.limit <= value <= self.most
+    words, allows = "from {0.limit:g} to {0.most:g}", lambda self, x: self.limit <= x <= self.most
 
 
 class Finite(Bound):
-    """Any real number that a double can hold."""
+    """Any real number that a double can hold, neither infinite nor NaN."""
 
-    words, before = "finite", True
-
-    def allows(self, value: float) -> bool:
-        """Neither infinite nor NaN."""
-        return abs(value) <= sys.float_info.max
+    words, before, allows = "finite", True, lambda _, value: abs(value) <= sys.float_info.max
 
 
 class Odd(Bound):
     """1, 3, 5, ..., negative ones included: the width of a pooling centred on an entry."""
 
-    words, before = "odd", True
-
-    def allows(self, value: float) -> bool:
-        """An odd integer."""
-        return value % 2 == 1
+    words, before, allows = "odd", True, lambda _, value: value % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +119,8 @@ class Parameter:
         """The value as a plain number; raises `error`, beginning with `label`, for a bad one."""
         fitted = self.fit(given)
         if fitted is _UNFIT:
-            shown = repr(given).replace("\n", " ")
+            shown = repr(given) if isinstance(given, str) else reprlib.repr(given)
+            shown = shown.replace("\n", " ")
             raise error(f"{label}: {self.name} is {shown}; expected {self.expected}")
         return fitted
 
@@ -158,8 +145,8 @@ def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyErro
     """Raise `error` where a field of a dataclass holds what its annotation rules out."""
     for name, parameter in parameters(type(piece)).items():
         given = getattr(piece, name)
-        if parameter.fit(given) is not given:
-            object.__setattr__(piece, name, parameter.value(given, label, error))
+        if (fitted := parameter.value(given, label, error)) is not given:
+            object.__setattr__(piece, name, fitted)
 
 
 def integer(value: Any) -> int | None:
@@ -196,12 +183,15 @@ def _fit_of(hint: Any) -> Conversion:
         return partial(_any_of, [*map(_fit_of, arguments)])
     if origin is Literal:
         return partial(_among, arguments)
+    if origin is tuple:
+        fits = [_fit_of(x) for x in arguments if x is not ...]
+        return partial(_each, fits, arguments[-1] is ...)
     if hint in (int, float):
         return partial(_number, hint)
     try:
         isinstance(None, hint)
-    except TypeError:  # Any, list[int], a protocol, ...: no class of which to be an instance
-        return lambda value: value
+    except TypeError:  # Any, a protocol, ...: no class of which to be an instance
+        hint = object
     return lambda value: value if isinstance(value, hint) else _UNFIT
 
 
@@ -223,6 +213,20 @@ def _any_of(fits: list[Conversion], value: Any) -> Any:
         if fitted is not _UNFIT:
             return fitted
     return _UNFIT
+
+
+def _each(fits: list[Conversion], several: bool, value: Any) -> Any:
+    if isinstance(value, str | bytes | Mapping):
+        return _UNFIT
+    try:
+        values = tuple(value)
+    except TypeError:
+        return _UNFIT
+    fits = fits * len(values) if several else fits
+    fitted = tuple(fit(each) for fit, each in zip(fits, values, strict=False))
+    if len(values) != len(fits) or any(x is _UNFIT for x in fitted):
+        return _UNFIT
+    return values if all(map(operator.is_, fitted, values)) else fitted
 
 
 def _among(choices: tuple[Any, ...], value: Any) -> Any:
@@ -261,6 +265,9 @@ def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
         return [phrase for part in arguments for phrase in _phrases(part, bounds)]
     if origin is Literal:
         return [repr(choice) for choice in arguments]
+    if origin is tuple:
+        count = "" if arguments[-1] is ... else f" of {len(arguments)}"
+        return [f"a list{count}, each {' or '.join(_phrases(arguments[0]))}"]
     if hint in _ALTERNATIVES:
         return _ALTERNATIVES[hint]
     noun = _NOUNS.get(hint) or str(getattr(hint, "__name__", hint))

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.merging import Merger
-from kvsim.core.parameters import integer
+from kvsim.core.parameters import check_fields, integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Quantizer, Spec
-from kvsim.errors import PositionError
+from kvsim.errors import PositionError, TraceError
 from kvsim.schema import NEVER, schedule
 
 
@@ -72,7 +72,7 @@ class Response:
         full_tokens, full_text, full_right: the same with the full cache, at most as many tokens.
 
     Raises:
-        ValueError: values of other types, because run folders are untrusted input.
+        TraceError: values of other types, because run folders are untrusted input.
     """
 
     tokens: tuple[int, ...]
@@ -83,12 +83,7 @@ class Response:
     full_right: bool | None
 
     def __post_init__(self) -> None:
-        ids = (*self.tokens, *self.full_tokens)
-        typed = all(type(token) is int for token in ids)
-        typed &= all(isinstance(text, str | None) for text in (self.text, self.full_text))
-        typed &= all(isinstance(right, bool | None) for right in (self.right, self.full_right))
-        if not typed:
-            raise ValueError("a response has other values than tokens, texts and verdicts")
+        check_fields(self, "response", TraceError)
 
     @property
     def same_tokens(self) -> int:

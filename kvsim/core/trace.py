@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self
 
-from kvsim.core.arguments import of_layers
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import (
     DTYPES,
@@ -45,9 +43,7 @@ from kvsim.core.sources import (
     is_sized,
 )
 from kvsim.errors import NeedsError, PositionError, TraceError
-from kvsim.schema import numbered
-
-T = TypeVar("T")
+from kvsim.schema import AXES, numbered
 
 _ALL = slice(None)
 
@@ -139,29 +135,14 @@ class Trace:
         v: ArrayLike,
         *,
         prompt_len: int,
-        context_len: int | None = None,
-        questions: Sequence[tuple[int, int]] = (),
         rope: Rope | Sequence[Rope],
         scale: float | None = None,
         formulas: Sequence[Formula] | None = None,
-        attn_out: ArrayLike | None = None,
-        gate: ArrayLike | None = None,
-        lse: ArrayLike | None = None,
-        o_proj: ArrayLike | None = None,
-        residual: ArrayLike | None = None,
-        residual_norm: ArrayLike | None = None,
-        probe_q: ArrayLike | None = None,
-        probe_k: ArrayLike | None = None,
-        left_out: tuple[int, int] | None = None,
-        received: ArrayLike | None = None,
-        moments: ArrayLike | None = None,
+        layer_ids: Sequence[int] | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
-        name: str = "memory",
-        layer_ids: Sequence[int] | None = None,
-        owners: Sequence[int] = (),
-        sizes: Sequence[Size] = (),
         meta: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
 
@@ -173,67 +154,47 @@ class Trace:
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
             v: values [layer, head, pos, value_dim].
             prompt_len: number of rows of the prefill, 1 to pos.
-            context_len: rows of the prompt before its question, 1 to prompt_len.
-            questions: of later turns, as `Header` has them.
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
                 causal attention: softcap, sliding window, chunks, sinks.
-            attn_out: output before `o_proj` [layer, qhead, pos, value_dim]; else computed.
-            gate: factor of attn_out before the output projection, like attn_out; 1 if missing.
-            lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
-            o_proj: output projection of each query head [layer, qhead, value_dim, hidden].
-            residual: input of each decoder layer [layer, pos, hidden].
-            residual_norm: length of each of its rows [layer, pos].
-            probe_q: queries after RoPE of rows that repeat the context [layer, qhead, probe, dim];
-                `meta["probe"]` says what they are.
-            probe_k: keys after RoPE of these rows [layer, head, probe, dim].
-            left_out: rows (start, stop) that q, attn_out, lse and gate do not have.
-            received: attention received from the rows before `stop` [layer, qhead, stop].
-            moments: of their queries before RoPE, mean and products [layer, qhead, 1 + dim, dim].
+            layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
             tokens: token ids [pos].
             token_text: the text of each token.
-            name: for tables and figures.
-            layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
-            owners: the layer whose entries each layer reads, by its place; each its own by default.
-            sizes: query heads, KV heads, dim and value_dim of each layer, where they differ: arrays
-                have the largest, padded with zeros.
             meta: provenance, ready for JSON.
+            more: other fields of `Header`, such as name and context_len, and other arrays of
+                `docs/trace-format.md`, such as attn_out [layer, qhead, pos, value_dim] and lse
+                [layer, qhead, pos], which are computed where they are missing, and o_proj [layer,
+                qhead, value_dim, hidden].
 
         float64 arrays compute in float64, all others in float32.
 
         Raises:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
+            TypeError: an unknown keyword.
         """
-        optional = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
-        optional |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
-        optional |= {"gate": gate, "received": received, "moments": moments}
-        given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
+        named: dict[str, Any] = {"q": q, "k": k, "v": v}
+        named |= {key: more.pop(key) for key in AXES if key in more}
+        given: dict[str, ArrayLike] = {key: x for key, x in named.items() if x is not None}
+        name, left_out = more.get("name", "memory"), more.get("left_out")
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
         shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out)
         check_shapes(shapes, name)
         n_layers, _, n_pos, dim = shapes["q"]
         if formulas is None:
-            dims = [size[2] for size in sizes] or [dim] * n_layers
+            dims = [size[2] for size in more.get("sizes", ())] or [dim] * n_layers
             formulas = [Formula(x**-0.5 if scale is None else scale) for x in dims]
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
         check_meta(meta or {}, name)
-        ids = range(n_layers) if layer_ids is None else layer_ids
-        header = Header(
-            prompt_len=prompt_len,
-            context_len=context_len,
-            questions=cast("Any", tuple(map(tuple, of_layers("questions", questions, name)))),
-            formulas=of_layers("formulas", formulas, name),
-            ropes=(rope,) * n_layers if isinstance(rope, Rope) else of_layers("rope", rope, name),
-            layer_ids=of_layers("layer_ids", ids, name),
-            name=name,
-            owners=of_layers("owners", owners, name),
-            sizes=cast("tuple[Size, ...]", tuple(map(tuple, of_layers("sizes", sizes, name)))),
-            source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
-            meta=dict(meta or {}),
-            left_out=left_out,
-        )
+        facts: dict[str, Any] = {  # which `check` makes tuples
+            "formulas": formulas,
+            "ropes": [rope] * n_layers if isinstance(rope, Rope) else rope,
+            "layer_ids": range(n_layers) if layer_ids is None else layer_ids,
+            "source_dtypes": {key: DTYPES[array.dtype] for key, array in arrays.items()},
+            "meta": dict(meta or {}),
+        }
+        header = Header(prompt_len, **facts, **more)
         header.check(shapes, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
@@ -289,18 +250,6 @@ class Trace:
         whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
         size = self.sizes[whole[-1]] if whole else None
         return tuple(i for i, x in enumerate(self.sizes) if i not in whole or x != size)
-
-    @property
-    def segments(self) -> tuple[tuple[str, int, int], ...]:
-        """(kind, start, stop) of `context`, then `question` and `answer` of each turn.
-
-        Empty ones, such as the answer of a prompt alone, are left out.
-        """
-        questions = self.header.questions
-        ends = [0, self.header.context_len or 0, self.prompt_len, *chain(*questions), self.n_pos]
-        kinds = ["context", *["question", "answer"] * (1 + len(questions))]
-        spans = zip(kinds, *zip(*pairwise(ends), strict=True), strict=True)
-        return tuple((kind, start, stop) for kind, start, stop in spans if start < stop)
 
     @property
     def extent(self) -> tuple[int, int, int | None, tuple[tuple[int, int], ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
-from kvsim.core.header import OPTIONAL, Header, listed, printable, tupled
+from kvsim.core.header import OPTIONAL, Header, listed, printable
 from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION, object_at
 
@@ -43,11 +43,11 @@ def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str], where:
             prompt_len=attributes["prompt_len"],
             formulas=tuple(Formula(**layer) for layer in layers),
             ropes=tuple(ropes[place] for place in places),
-            layer_ids=tuple(attributes["layer_ids"]),
+            layer_ids=attributes["layer_ids"],
             name=printable(str(attributes["name"])),
             source_dtypes=dtypes,
             meta=object_at(attributes, "meta"),
-            **{key: tupled(attributes[key]) for key in OPTIONAL if key in attributes},
+            **{key: attributes[key] for key in OPTIONAL if key in attributes},
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TraceError(

@@ -9,7 +9,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record, Response, record_document, record_of
 from kvsim.core.storing import Spec
-from kvsim.errors import PositionError
+from kvsim.errors import PositionError, TraceError
 from kvsim.schema import NEVER
 
 
@@ -64,7 +64,7 @@ def test_a_response_of_other_types_is_refused(other):
     document = record_document(make_record([NEVER], response=RESPONSE))
     document["response"] |= other
 
-    with pytest.raises(ValueError, match="other values than tokens"):
+    with pytest.raises(TraceError, match=f"response: {next(iter(other))} is"):
         record_of(document, make_record([NEVER]).evicted_at)
 
 

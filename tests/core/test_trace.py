@@ -230,7 +230,7 @@ def test_numbers_that_are_not_finite_are_named(name, value):
         ({"prompt_len": 41}, "prompt_len is 41; expected 1 to 40"),
         ({"tokens": [1, 2]}, "tokens are"),
         ({"token_text": ["a"]}, "token_text is"),
-        ({"layer_ids": [1]}, "layer numbers is"),
+        ({"layer_ids": [1]}, "layer_ids is"),
         ({"rope": Rope.default(16)}, "rotary_dim of rope is 16; expected at most the 8 of a head"),
     ],
 )

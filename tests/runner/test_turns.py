@@ -63,9 +63,8 @@ def test_the_full_cache_writes_the_recorded_answers():
     """Turn after turn over one cache, each compared with its own answer."""
     record, outcome = loop().run(kvsim.policy("full"), 40, Schedule(5, compress="questions"))
 
-    recorded = [
-        tuple(trace().tokens[a:b].tolist()) for kind, a, b in trace().segments if kind == "answer"
-    ]
+    spans = trace().header.answers(trace().n_pos)
+    recorded = [tuple(trace().tokens[a:b].tolist()) for a, b in spans]
     written = [outcome.generated, *outcome.later]
     assert [each.tokens for each in written] == recorded
     checks = [turn["answer_check"]["right"] for turn in trace().meta["turns"]]
@@ -83,11 +82,10 @@ def test_answers_of_other_lengths_move_the_events_after_questions():
     _, outcome = loop(short).run(policy, 30, schedule)
     answers = [outcome.generated, *outcome.later]
 
-    parts = trace().segments
-    questions = [trace().tokens[a:b].tolist() for kind, a, b in parts if kind == "question"]
+    questions = [trace().tokens[a:b].tolist() for a, b in trace().header.questions]
     tokens = trace().tokens[: trace().prompt_len].tolist()
     spans = []
-    for question, written in zip([[], *questions[1:]], answers, strict=True):
+    for question, written in zip([[], *questions], answers, strict=True):
         spans += [(len(tokens), len(tokens) + len(question))] if question else []
         tokens += [*question, *written.tokens]
         assert len(written.tokens) == short
@@ -126,7 +124,7 @@ def test_values_of_a_live_run_are_by_turn(tmp_path):
     kl = run.table.filter(metric="response_kl", policy="tova")["value"]
     means = tokens.group_by("turn", maintain_order=True).agg(pl.col("value").mean())
     assert means["value"].to_list() == pytest.approx(kl.to_list(), rel=1e-12)
-    answers = [p for kind, a, b in trace().segments if kind == "answer" for p in range(a, b)]
+    answers = [p for span in trace().header.answers(trace().n_pos) for p in range(*span)]
     assert tokens["event"].to_list() == answers[1:]
     assert run.responses.height == 2
     means = kvsim.averages(run.table, "turn", metrics="answer_right")
