@@ -173,9 +173,8 @@ class Trace:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
             TypeError: an unknown keyword.
         """
-        named: dict[str, Any] = {"q": q, "k": k, "v": v}
-        named |= {key: more.pop(key) for key in AXES if key in more}
-        given: dict[str, ArrayLike] = {key: x for key, x in named.items() if x is not None}
+        given: dict[str, ArrayLike] = {"q": q, "k": k, "v": v}
+        given |= {key: x for key in AXES if (x := more.pop(key, None)) is not None}
         name, left_out = more.get("name", "memory"), more.get("left_out")
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
         shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out)
