@@ -36,10 +36,10 @@ def policies() -> str:
     from kvsim.policies import CATALOGUE, describe, names  # noqa: PLC0415
 
     lines = ["| policy | rule | evicts after | needs | paper |", "| --- " * 5 + "|"]
-    for entry in map(describe, names()):
-        paper = "" if "@" in entry.name else _link(entry.paper)
-        name = _source(entry.name, shown(entry), CATALOGUE)
-        lines.append(f"| {name} | {entry.rule} | {fires(entry)} | {needs(entry)} | {paper}|")
+    for each in map(describe, names()):
+        paper = "" if "@" in each.name else _link(each.entry.paper)
+        name = _source(each.name, shown(each), CATALOGUE)
+        lines.append(f"| {name} | {each.entry.rule} | {fires(each)} | {needs(each)} | {paper}|")
     return "\n".join(lines)
 
 
@@ -104,10 +104,11 @@ def access() -> str:
     from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 
     lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
-    for entry in map(describe, access_names()):
-        paper = "" if "@" in entry.name else _link(entry.paper)
-        name = _source(entry.name, entry.name, ACCESS)
-        lines.append(f"| {name} | {entry.kind} | {entry.rule} | {needs(entry)} | {paper}|")
+    for each in map(describe, access_names()):
+        entry = each.entry
+        paper = "" if "@" in each.name else _link(entry.paper)
+        name = _source(each.name, each.name, ACCESS)
+        lines.append(f"| {name} | {entry.kind} | {entry.rule} | {needs(each)} | {paper}|")
     return "\n".join(lines)
 
 

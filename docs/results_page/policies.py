@@ -52,7 +52,7 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
         return {name: replace(build(name), name=name) for name in plan.only}
     out = {}
     for name in names():
-        kind = kvsim.policies.describe(name).kind
+        kind = kvsim.policies.describe(name).entry.kind
         if kind == "propagation":  # part of the prefill: see across_policies
             continue
         if "@" in name and not plan.presets and name not in NEEDED:

@@ -59,7 +59,8 @@ class Row:
     def reference(self) -> bool:
         """Whether it is not ranked: no budget binds it, or it knows more than others."""
         parts = [describe(part) for part in _parts(self.label)]
-        return not self.bounded or any(part.clairvoyant for part in parts) or bool(_mark(parts))
+        knows = any(part.policy.reads.future for part in parts)
+        return not self.bounded or knows or bool(_mark(parts))
 
     def mean(self, title: str) -> float:
         """The mean of a column; NaN without a value."""
@@ -225,8 +226,9 @@ def _parts(label: str) -> list[str]:
 
 
 def _mark(parts: Sequence[Any]) -> str:
-    calibrated = any("calibration" in part.required for part in parts)
-    return CALIBRATED * calibrated + PROBED * any("probe_q" in part.needs for part in parts)
+    calibrated = any("calibration" in part.entry.required for part in parts)
+    probed = any("probe_q" in part.policy.reads.arrays for part in parts)
+    return CALIBRATED * calibrated + PROBED * probed
 
 
 def beside(figure: str) -> str:

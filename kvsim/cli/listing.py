@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,43 +33,67 @@ def policies(
 
     listed = [describe(each) for each in name or (*names(), *access_names())]
     if as_json:
-        echo_json([{**asdict(each), "paper": each.paper or None} for each in listed])
+        echo_json([_facts(each) for each in listed])
         return
     if name:
         for each in listed:
             _echo_in_full(each)
         return
-    evictions = [each for each in listed if each.kind not in BEHIND]
+    evictions = [each for each in listed if each.entry.kind not in BEHIND]
+    columns = ["policy", "rule", "evicts after", "needs", "paper"]
     echo_table(
-        ["policy", "rule", "evicts after", "needs", "paper"],
-        [[shown(each), each.rule, fires(each), needs(each), each.paper] for each in evictions],
+        columns,
+        [[shown(x), x.entry.rule, fires(x), needs(x), x.entry.paper] for x in evictions],
     )
     typer.echo("\nReaders, quantizers and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [
-            [each.name, each.kind, each.rule, needs(each), each.paper]
+            [each.name, each.entry.kind, each.entry.rule, needs(each), each.entry.paper]
             for each in listed
-            if each.kind in BEHIND
+            if each.entry.kind in BEHIND
         ],
     )
     typer.echo("\n`kvsim policies NAME` shows its parameters and its exact rule.")
 
 
+def _facts(each: Description) -> dict[str, Any]:
+    """The fields of a policy in JSON; needs are arrays beyond q, k and v."""
+    entry, built = each.entry, each.policy
+    params = each.params
+    return {
+        "name": each.name,
+        "kind": entry.kind,
+        "innermost": entry.innermost,
+        "default": entry.default,
+        "rule": entry.rule,
+        "params": params,
+        "accepts": {key: each.accepts[key].expected for key in params},
+        "required": {key: str(value) for key, value in entry.required.items()},
+        "own_schedule": entry.schedule is not None,
+        "interval": built.schedule.interval,
+        "prefill": built.schedule.prefill,
+        "needs": sorted(built.reads.arrays),
+        "clairvoyant": built.reads.future,
+        "bounded": built.bounded,
+        "exact": built.effect == "exact",
+        "paper": entry.paper or None,
+    }
+
+
 def _echo_in_full(policy: Description) -> None:
     """Print a policy with its parameters, and its rule by the docstrings of its files."""
     from kvsim.core.pieces import Even
-    from kvsim.policies import policy as build
     from kvsim.policies.description import defining, documentation
-    from kvsim.policies.naming import BEHIND, entry_of
+    from kvsim.policies.naming import BEHIND
 
+    entry = policy.entry
     base, _, preset = policy.name.partition("@")
-    presets, behind = "", policy.kind in BEHIND
+    presets, behind = "", entry.kind in BEHIND
     docs: list[str | None]
     if ":" in base:  # a user's own
-        docs = [documentation(defining(build(policy.name)))]
+        docs = [documentation(defining(policy.policy))]
     else:
-        entry = entry_of(policy.name)
         pieces = (entry.piece, entry.layer_budgets)
         modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
         docs = [sys.modules[module].__doc__ for module in modules]
@@ -78,18 +101,18 @@ def _echo_in_full(policy: Description) -> None:
         presets = ", ".join(f"{base}@{other}" for other in entry.variants)
     facts = {
         "name": shown(policy),
-        "kind": policy.kind,
-        "rule": policy.rule,
+        "kind": entry.kind,
+        "rule": entry.rule,
         "evicts after": "" if behind else fires(policy),
         "needs": needs(policy),
         "presets": "" if preset else presets,
-        "without a part": policy.default,
-        "paper": policy.paper,
+        "without a part": entry.default,
+        "paper": entry.paper,
     }
     echo_fields({key: value for key, value in facts.items() if value})
-    if policy.params:
+    if params := policy.params:
         typer.echo()
-        rows = [[key, str(x), policy.accepts[key]] for key, x in policy.params.items()]
+        rows = [[key, str(x), policy.accepts[key].expected] for key, x in params.items()]
         echo_table(["parameter", "value", "accepts"], rows)
     for doc in filter(None, docs):
         typer.echo(f"\n{inspect.cleandoc(doc)}")
@@ -98,24 +121,28 @@ def _echo_in_full(policy: Description) -> None:
 
 def shown(policy: Description) -> str:
     """The name, with a place for the scorer inside, in brackets where it needs none."""
-    if policy.kind in ("reader", "quantizer", "merger"):
+    from kvsim.policies.naming import BEHIND
+
+    if policy.entry.kind in BEHIND:
         return f"[EVICTION+]{policy.name}"
-    if policy.innermost:
+    if policy.entry.innermost:
         return policy.name
-    return f"{policy.name}[+SCORER]" if policy.default else f"{policy.name}+SCORER"
+    return f"{policy.name}[+SCORER]" if policy.entry.default else f"{policy.name}+SCORER"
 
 
 def fires(policy: Description) -> str:
     """When it evicts."""
-    own_schedule = policy.own_schedule
-    return schedule(policy.interval, prefill=policy.prefill) if own_schedule else "as its scorer"
+    own = policy.entry.schedule
+    return schedule(own.interval, prefill=own.prefill) if own else "as its scorer"
 
 
 def needs(policy: Description) -> str:
     """Needs of a policy beyond queries, keys and values."""
-    needed = [*policy.required, *policy.needs]
-    looks = "all keys" if policy.kind == "reader" else "later rows"
-    return " ".join([*needed, *[looks] * (policy.clairvoyant and not policy.required)])
+    entry, reads = policy.entry, policy.policy.reads
+    needed = [*entry.required, *sorted(reads.arrays)]
+    if reads.future and not entry.required:
+        needed.append("all keys" if entry.kind == "reader" else "later rows")
+    return " ".join(needed)
 
 
 def metrics(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from kvsim.core.parameters import parameters
+from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.pieces import Piece
 from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
@@ -15,33 +15,18 @@ from kvsim.policies.full import Full
 from kvsim.policies.naming import BEHIND, canonical, entry_of, policy
 
 
-@dataclass(frozen=True)
-class Description:
-    """Description of a name, as `kvsim policies` shows it.
-
-    innermost: nothing stands inside; default: the scorer inside where none is named. params: the
-    parameters and their values; accepts: in words, type and bounds of each.
-    Interval and prefill are those of the scorer inside where `own_schedule` is False; needs are
-    arrays that a trace must hold beyond q, k and v. bounded: whether the budget binds at all;
-    exact: whether exactly the budget stays.
-    """
+class Description(NamedTuple):
+    """A name by itself: its entry, its parameters, and the policy, around TOVA if it must be."""
 
     name: str
-    kind: str
-    innermost: bool
-    default: str
-    rule: str
-    params: dict[str, Any]
-    accepts: dict[str, str]
-    required: dict[str, str]
-    own_schedule: bool
-    interval: int | None
-    prefill: bool
-    needs: tuple[str, ...]
-    clairvoyant: bool
-    bounded: bool
-    exact: bool
-    paper: str
+    entry: Entry
+    accepts: Mapping[str, Parameter]
+    policy: Policy
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Values of the parameters."""
+        return {key: x for key, x in self.policy.params.items() if key in self.accepts}
 
 
 def describe(name: str) -> Description:
@@ -54,36 +39,16 @@ def describe(name: str) -> Description:
         raise PolicyError(
             f"{name} has several parts; expected one of them, as `kvsim policies` lists them"
         )
-    if ":" in name:
-        built = policy(name)
-        of = defining(built)
-        text = documentation(of).partition("\n")[0] or "a policy of your own"
-        entry = Entry(text, type(of), built.schedule)
-        declares = [parameters(type(x)) for level in reversed(built.levels) for x in level]
-        accepted = {key: each for of_piece in declares for key, each in of_piece.items()}
-    else:
+    if ":" not in name:
         entry = entry_of(name)
         inside = "" if entry.innermost or entry.default or entry.kind in BEHIND else "+tova"
-        built, accepted = policy(name + inside, **entry.required), entry.parameters
-    params = {key: value for key, value in built.params.items() if key in accepted}
-    return Description(
-        name=name,
-        kind=entry.kind,
-        innermost=entry.innermost,
-        default=entry.default,
-        rule=entry.rule,
-        params=params,
-        accepts={key: accepted[key].expected for key in params},
-        required={key: str(value) for key, value in entry.required.items()},
-        own_schedule=entry.schedule is not None,
-        interval=built.schedule.interval,
-        prefill=built.schedule.prefill,
-        needs=tuple(sorted(built.reads.arrays)),
-        clairvoyant=built.reads.future,
-        bounded=built.bounded,
-        exact=built.effect == "exact",
-        paper=entry.paper,
-    )
+        return Description(name, entry, entry.parameters, policy(name + inside, **entry.required))
+    built = policy(name)
+    of = defining(built)
+    text = documentation(of).partition("\n")[0] or "a policy of your own"
+    declared = [parameters(type(x)) for level in reversed(built.levels) for x in level]
+    accepts = {key: each for of_piece in declared for key, each in of_piece.items()}
+    return Description(name, Entry(text, type(of), built.schedule), accepts, built)
 
 
 def defining(built: Policy) -> Piece:

@@ -182,12 +182,11 @@ def test_a_piece_of_a_users_own_is_checked_by_its_annotations():
 def test_every_parameter_of_the_catalogue_says_what_it_must_be(name):
     """Values of policies and presets are within the bounds, and a complex number within none."""
     base, _, preset = name.partition("@")
-    entry, shown = CATALOGUE[base].preset(preset), describe(name)
+    entry = CATALOGUE[base].preset(preset)
 
-    assert list(shown.accepts) == list(shown.params)
-    for key, value in shown.params.items():
+    for key, value in describe(name).params.items():
         parameter = entry.parameters[key]
-        assert shown.accepts[key] == parameter.expected != "any value"
+        assert parameter.expected != "any value"
         assert parameter.value(value, name) == value
         with pytest.raises(PolicyError, match=f"{key} is 2j"):
             parameter.value(2j, name)

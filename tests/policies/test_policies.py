@@ -64,7 +64,7 @@ def test_a_policy_is_its_name_and_its_parameters(name):
     assert kvsim.policy(policy.name, **policy.params) == policy
     assert set(policy.params) == set(parameters(policy.name))
     assert all(f"{key}=" in repr(policy) for key in list(policy.params)[:8])
-    assert found.rule
+    assert found.entry.rule
     assert found.params.items() <= policy.params.items()
     assert sys.modules[piece.__module__].__doc__
     with pytest.raises(BudgetError, match="budget is 0; the smallest budget"):

@@ -24,7 +24,7 @@ def made(name, calibration="prefix:16", **params):
 
     What drops rows acts after the prompt alone, as it does by itself, and `full` never does.
     """
-    wrapped = describe(name).kind in ("wrapper", "allocator")
+    wrapped = describe(name).entry.kind in ("wrapper", "allocator")
     full = f"{name}+tova" if wrapped else name
     wanted = {"window": 8, "protect_prompt": False, "sink": 2, "query_buffer": 16, "least": 4}
     wanted |= {"calibration": calibration, **({"rows": 20} if name == "fastkv" else {}), **params}

@@ -52,7 +52,7 @@ def test_selection_layers_are_given_or_refused():
         estimate(LLAMA_8B, kvsim.policy("asl"), 512, 8 * K, selection_layer=32)
 
 
-@pytest.mark.parametrize("name", [n for n in names() if describe(n).kind == "scorer"])
+@pytest.mark.parametrize("name", [n for n in names() if describe(n).entry.kind == "scorer"])
 def test_a_budget_that_never_binds_costs_nothing(name):
     """At a budget of the whole context all ratios are 1 and nothing is scored."""
     policy = kvsim.policy(name, **CATALOGUE[name.partition("@")[0]].required)
