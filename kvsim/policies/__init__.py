@@ -1,6 +1,6 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and its entry in `catalogue.py`, or `access.py` if it stands behind.
+A new policy is one file here and its entry in `catalogue.py`.
 `policy` builds one from its name. The names below are imported on first use, so that the file of a
 policy imports what it needs alone.
 """
@@ -15,8 +15,7 @@ from kvsim.errors import PolicyError
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, PolicyLike
-    from kvsim.policies.access import ACCESS
-    from kvsim.policies.catalogue import CATALOGUE
+    from kvsim.policies.catalogue import ACCESS, CATALOGUE
     from kvsim.policies.description import Description, describe
     from kvsim.policies.entry import Entry
     from kvsim.policies.naming import (
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "ACCESS": "access",
+    "ACCESS": "catalogue",
     "CATALOGUE": "catalogue",
     "Description": "description",
     "Entry": "entry",

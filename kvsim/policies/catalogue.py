@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvsim.core.pieces import Even, Everything, Schedule, Uniform
-from kvsim.policies.access import ACCESS
 from kvsim.policies.entry import Entry, of_file, variant, with_presets
 from kvsim.registry import Registry
 
@@ -136,6 +135,37 @@ _ENTRIES: Mapping[str, Entry] = {
     "pyramidinfer": of_file("pyramidinfer:PyramidInfer", PROMPT),
 }
 
+#: Readers, quantizers and mergers, which stand behind an eviction, or alone.
+_BEHIND: Mapping[str, Entry] = {
+    "quest": of_file("quest:Quest"),
+    "double_sparsity": of_file(
+        "double_sparsity:DoubleSparsity", required={"calibration": "prefix:64"}
+    ),
+    "infllm": of_file("infllm:InfLLM"),
+    "pqcache": of_file("pqcache:PQCache"),
+    "magicpig": of_file("magicpig:MagicPIG"),
+    "rocketkv": of_file(
+        "rocketkv:RocketKV", default="snapkv", inner={"snapkv": {"pool_kernel": 63}}
+    ),
+    "skip_softmax": of_file("skip_softmax:SkipSoftmax"),
+    "topk": Entry("reads the entries that a row attends to most: a bound", "clairvoyant:TopK"),
+    "topp": Entry("reads the fewest entries with a share of a row's attention", "clairvoyant:TopP"),
+    "kivi": of_file("kivi:Kivi"),
+    "kvquant": of_file("kvquant:KVQuant"),
+    "turboquant": of_file("turboquant:TurboQuant"),
+    "think": of_file("think:ThinK"),
+    "int8": Entry("stores 8 bits, with a scale per token", "per_token:Integers"),
+    "int4": Entry(
+        "stores 4 bits, with a scale per token", "per_token:Integers", params={"bits_per_number": 4}
+    ),
+    "fp8": Entry("stores 8-bit floating-point numbers", "per_token:ShortFloats"),
+    "nvfp4": Entry(
+        "stores 4-bit floating-point numbers, with a scale per block", "per_token:BlockFloats"
+    ),
+    "lookm": of_file("lookm:LookM", default="h2o"),
+    "d2o": of_file("d2o:D2O", default="h2o"),
+}
+
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming_llm@original": variant(
         "the same entries; keys rotated to their slot in the cache", positions="slot"
@@ -258,8 +288,29 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         inner=_PER_HEAD,
     ),
     "fastkv@proportional": variant("a fifth of the prompt propagates", rows=0.2),
+    "quest@release": variant("reads at least three pages", least=3),
+    "infllm@release": variant(
+        "blocks of 128, 128 first and 4,096 last entries", page=128, sink=128, local=4096
+    ),
+    "pqcache@release": variant("32 first entries", sink=32),
+    "magicpig@release": variant("adds 1e-4 to probabilities", epsilon=1e-4),
+    "skip_softmax@modelopt": variant(
+        "blocks of 128, a threshold of 1e-5", page=128, threshold=1e-5
+    ),
+    "turboquant@prod": variant("a bit of each key's number for what is left", objective="prod"),
+    "turboquant@vllm": variant(
+        "Hadamard matrix, levels of norm 1, values not rotated",
+        rotation="hadamard",
+        unit=True,
+        uniform_values=True,
+    ),
+    "think@kvpress": variant("prunes the recent keys, too", recent=0),
+    "d2o@release": variant(
+        "weights are cosines, and heads share a threshold", weights="cosine", across_heads=True
+    ),
 }
 
+ACCESS = with_presets(_BEHIND, _PRESETS)
 #: Evictions, and everything that packages bring.
 CATALOGUE: Mapping[str, Entry] = Registry(
     "policy", "kvsim.policies", (Entry,), with_presets(_ENTRIES, _PRESETS), ACCESS

@@ -41,11 +41,11 @@ def with_presets(
     entries: Mapping[str, Entry], presets: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Entry]:
     """Entries by name, with the presets called NAME@PRESET."""
-    of: dict[str, dict[str, Any]] = {name: {} for name in entries}
-    for full, changes in presets.items():
-        name, _, preset = full.partition("@")
-        of[name][preset] = changes
-    return {name: replace(entry, presets=of[name]) for name, entry in entries.items()}
+    own = [(full.partition("@"), changes) for full, changes in presets.items()]
+    return {
+        name: replace(entry, presets={of[2]: changes for of, changes in own if of[0] == name})
+        for name, entry in entries.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from kvsim.core.policy import (
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign
-from kvsim.policies.access import ACCESS
-from kvsim.policies.catalogue import CATALOGUE
+from kvsim.policies.catalogue import ACCESS, CATALOGUE
 from kvsim.policies.entry import Entry, load
 from kvsim.policies.full import Full
 

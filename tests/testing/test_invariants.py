@@ -5,8 +5,7 @@ import pytest
 import kvsim
 import reference
 from kvsim.errors import PolicyError
-from kvsim.policies import CATALOGUE, names, parameters
-from kvsim.policies.access import ACCESS
+from kvsim.policies import ACCESS, CATALOGUE, names, parameters
 from kvsim.testing import INVARIANTS, check_policy, strategies
 from kvsim.testing.invariants import EXEMPT
 from kvsim.testing.invariants.trial import Trial, smallest_budget
