@@ -285,7 +285,7 @@ class Length(NamedTuple):
     """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
 
     depth: of its piece among `Policy.levels`. alike: layers have equal budgets, so that a length
-    which fits the budget fits every layer's.
+    which fits the budget fits every layer's. scaled: it shrinks where it does not fit.
     """
 
     depth: int
@@ -293,6 +293,7 @@ class Length(NamedTuple):
     value: int
     entries: int
     alike: bool = True
+    scaled: bool = False
 
     def at(self, budget: int) -> int:
         """The value where half of the budget holds it, else the same share of a smaller budget.

@@ -86,8 +86,7 @@ class Policy:
         reader: which resident entries a row reads; None for all of them.
         storage: as what entries are stored, or how others merge into them; None for as recorded.
         so_far: the share of the tokens before an event that is its budget; None: the same for all.
-        scaled: lengths that shrink with the budget where they do not fit it.
-        lengths: all lengths that may shrink.
+        lengths: parameters that are lengths; scaled ones shrink where they do not fit the budget.
         default: the policy of this name with default parameters; None where it is not known.
 
     Raises:
@@ -106,7 +105,6 @@ class Policy:
     reader: Reader | None = None
     storage: Quantizer | Merger | None = None
     so_far: Annotated[float, Between(0, 1)] | None = None
-    scaled: tuple[Length, ...] = ()
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
     default: Policy | None = field(default=None, compare=False, repr=False)
 
@@ -148,6 +146,11 @@ class Policy:
             params[_SHOWN:] = [f"{len(params) - _SHOWN} more"]
         after = f"after {schedule(**vars(self.schedule))!r}"
         return f"Policy({', '.join([repr(self.name), *params, after])})"
+
+    @property
+    def scaled(self) -> list[Length]:
+        """Lengths that shrink with the budget where they do not fit it."""
+        return [each for each in self.lengths if each.scaled]
 
     @property
     def columns(self) -> Mapping[str, float]:

@@ -10,13 +10,14 @@ from kvsim.core.policy import Policy
 
 def fitted(policy: Policy) -> Policy:
     """The policy with lengths that fit the budget, called NAME@scaled; else itself."""
-    if not policy.lengths or policy.scaled == policy.lengths:
+    if all(each.scaled for each in policy.lengths):
         return policy
     parts = policy.name.split("+")
     for depth in {each.depth for each in policy.lengths} & set(range(len(parts))):
         parts[depth] = parts[depth].removesuffix("@scaled") + "@scaled"
     default = policy.default and fitted(policy.default)
-    return replace(policy, name="+".join(parts), scaled=policy.lengths, default=default)
+    lengths = tuple(each._replace(scaled=True) for each in policy.lengths)
+    return replace(policy, name="+".join(parts), lengths=lengths, default=default)
 
 
 def remark_of(policy: Policy, budget: int) -> str:

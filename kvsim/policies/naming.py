@@ -118,8 +118,7 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     title = built.name if innermost.own and not outer and not behind else name
     named = replace(built, name=title, protect=protect)
     built = replace(named, protect=built.protect | protect)
-    lengths, scaled = _lengths(built, chain, routed)
-    return replace(built, lengths=lengths, scaled=scaled)
+    return replace(built, lengths=_lengths(built, chain, routed))
 
 
 def _logarithm(entry: Entry, scorer: Scorer) -> Scorer:
@@ -167,10 +166,9 @@ def _innermost(
 
 def _lengths(
     built: Policy, chain: Sequence[Part], routed: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[Length, ...], tuple[Length, ...]]:
-    """The lengths of a policy that are not given, and those that its name wants scaled."""
-    every: list[Length] = []
-    scaled: list[Length] = []
+) -> tuple[Length, ...]:
+    """The lengths of a policy that are not given."""
+    found: list[Length] = []
     outer, alike = chain[0].entry, isinstance(built.layer_budgets, Even)
     for depth, (part, entry, *_) in enumerate(chain):
         meant_for, given, scales = dict(entry.meant_for), set(routed[depth]), entry.scaled
@@ -181,11 +179,8 @@ def _lengths(
         for name in meant_for.keys() - given:
             values = [getattr(x, name) for x in built.levels[depth] if hasattr(x, name)]
             if values and type(values[0]) is int:
-                length = Length(depth, name, values[0], meant_for[name], alike)
-                every.append(length)
-                if scales:
-                    scaled.append(length)
-    return tuple(sorted(every)), tuple(sorted(scaled))
+                found.append(Length(depth, name, values[0], meant_for[name], alike, scales))
+    return tuple(sorted(found))
 
 
 def canonical(name: str) -> str:

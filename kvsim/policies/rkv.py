@@ -38,7 +38,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Inputs, Protection, Scores, protected_by
+from kvsim.core.pieces import Inputs, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_score
 from kvsim.policies.redundancy import mean_similarity
@@ -128,7 +128,3 @@ class RKV(Windowed):
         if self.variant == "original":
             return shares(logits.amax(2), older.unsqueeze(2)).mean(2)
         return shares(logits, older[:, :, None, None]).mean((2, 3))
-
-    def protection(self, budget: int) -> Protection:
-        """The window, and sinks where asked for."""
-        return Protection(sink=self.sink, recent=self.window)

@@ -82,7 +82,3 @@ class AmsRPC(Windowed):
     def score(self, view: View) -> Tensor:
         """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""
         return smooth(view.attn(self.window, group="mean").sum(2), "avg", self.pool_kernel)
-
-    def protection(self, budget: int) -> Protection:
-        """Sinks and the window."""
-        return Protection(sink=self.sink, recent=self.window)

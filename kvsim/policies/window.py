@@ -17,7 +17,8 @@ Pooling = Literal["max", "avg"] | None
 class Windowed(Scorer):
     """A scorer that reads attention of the `window` most recent rows, and protects their entries.
 
-    Subclasses define `score`, and give the window their own default.
+    Subclasses define `score`, and give the window their own default; entries of a parameter `sink`
+    are protected, too.
     """
 
     window: Annotated[int, AtLeast(1)] = 32
@@ -28,8 +29,8 @@ class Windowed(Scorer):
         return Inputs(rows=self.window, copies=0)
 
     def protection(self, budget: int) -> Protection:
-        """Protect the window."""
-        return Protection(recent=self.window)
+        """The window, and the sinks."""
+        return Protection(sink=getattr(self, "sink", 0), recent=self.window)
 
 
 def first_of(view: View, window: int) -> int:
