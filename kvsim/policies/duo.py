@@ -85,14 +85,6 @@ class HeadPlan:
         """SHA-256 of the scores."""
         return hashlib.sha256(json.dumps([[*row] for row in self.scores]).encode()).hexdigest()
 
-    def retrieval(self, share: float) -> Tensor:
-        """The round(share x heads) heads with the highest scores, ties in order; bool [L, H]."""
-        scores = torch.tensor(self.scores, dtype=torch.float64)
-        order = scores.flatten().argsort(descending=True, stable=True)
-        chosen = torch.zeros(scores.numel(), dtype=torch.bool)
-        chosen[order[: round(share * scores.numel())]] = True
-        return chosen.view_as(scores)
-
 
 @dataclass(frozen=True)
 class Planned(Allocator):
@@ -160,8 +152,12 @@ class Duo(Planned):
 
     @cached_property
     def retrieval(self) -> Tensor:
-        """Heads that hold everything, bool [L, H]."""
-        return self._plan.retrieval(self.share)
+        """The round(share x heads) heads with the highest scores, ties in order; bool [L, H]."""
+        scores = torch.tensor(self._plan.scores, dtype=torch.float64)
+        order = scores.flatten().argsort(descending=True, stable=True)
+        chosen = torch.zeros(scores.numel(), dtype=torch.bool)
+        chosen[order[: round(self.share * scores.numel())]] = True
+        return chosen.view_as(scores)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""

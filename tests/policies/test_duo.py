@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("plans")
 
 
-def plan_of(folder, scores):
+def plan_of(folder, scores, **training):
     """The file of a plan."""
     path = folder / "plan.json"
-    path.write_text(HeadPlan(scores).text(), "utf-8")
+    path.write_text(HeadPlan(scores, training).text(), "utf-8")
     return path
 
 
@@ -129,21 +129,27 @@ def test_a_plan_keeps_what_loops_keep(folder, stream):
     assert sum(ran) >= 8
 
 
-def test_a_plan_satisfies_the_invariants(folder):
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("duo", {"sink": 1}),
+        ("duo", {"sink": 1, "stream": 3}),
+        ("headkv", {"window": 2, "pool_kernel": 3}),
+        ("lukv", {}),
+        ("lukv", {"exact": False}),
+    ],
+)
+def test_a_plan_satisfies_the_invariants(folder, kind, params):
     """Sizes, protection, causality and the rest, where a budget binds and where it does not."""
-    case = make_case("sharp", layers=2, heads=2, n=24, prompt_len=8, seed=1)
-    path = plan_of(folder, [[0.3, 0.1], [0.2, 0.4]])
-    for params in ({}, {"stream": 3}):
-        policy = kvsim.policy(f"duo:{path}", sink=1, **params)
-        assert kvsim.policy(policy.name, **policy.params) == policy
-        record = kvsim.replay(case.trace(), policy, 6)
-        last = record.retained(23).sum(-1)
-        if params:
-            assert (last.sum(-1) == 12).all()
-            assert last.tolist() == [[9, 3], [3, 9]]
-        else:
-            assert last.tolist() == [[24, 6], [6, 24]]
-        trial = Trial(policy, case, 6, 3, None, 1)
+    case = make_case("sharp", layers=2, heads=3, n=24, prompt_len=12, seed=1)
+    scores, training = [[1.0, 0.4, 0.1], [0.9, 1.0, 0.7]], {"params": {"n_future": 3}, "sink": 1}
+    if kind == "lukv":
+        scores = (np.arange(1, 100).reshape(-1, 1, 1) / 100 * np.array(scores)).tolist()
+    path = plan_of(folder, scores, **(training if kind == "lukv" else {}))
+    policy = kvsim.policy(f"{kind}:{path}", **params)
+    assert kvsim.policy(policy.name, **policy.params) == policy
+    for interval in (None, 3):
+        trial = Trial(policy, case, 6, interval, None, 1)
         for name, invariant in INVARIANTS.items():
             if name != "head_permutation":  # a plan is of heads in their order
                 invariant(trial)

@@ -5,8 +5,6 @@ import pytest
 
 import kvsim
 from kvsim.policies.duo import HeadPlan
-from kvsim.testing.invariants import INVARIANTS
-from kvsim.testing.invariants.trial import Trial
 from kvsim.testing.strategies import make_case
 
 SCORES = [[0.4, 0.0, 0.1], [0.2, 0.25, 0.05]]
@@ -64,15 +62,3 @@ def test_what_a_head_has_not_goes_to_the_others(plan, case):
     assert held.sum() == 6 * 50
     assert held.max() == 60
     assert held[0, 0] == held[1, 1] == 60
-
-
-def test_headkv_satisfies_the_invariants(plan):
-    """Sizes, protection, causality and the rest; a plan is of heads in their order."""
-    policy = kvsim.policy(f"headkv:{plan}", window=2, pool_kernel=3)
-    assert kvsim.policy(policy.name, **policy.params) == policy
-    case = make_case("sharp", layers=2, heads=3, n=24, prompt_len=12, seed=1)
-    for interval in (None, 3):
-        trial = Trial(policy, case, 6, interval, None, 1)
-        for name, invariant in INVARIANTS.items():
-            if name != "head_permutation":
-                invariant(trial)
