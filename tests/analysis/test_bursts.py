@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from kvsim.analysis.arrays import event_rows
-from kvsim.analysis.kept.bursts import dropped_bursts
+from kvsim.analysis.kept.bursts import burst_variants
 from kvsim.schema import NEVER
 from reference.strategies import evictions
 
@@ -25,23 +25,18 @@ TIED = np.array([[5, 3, 3, NEVER, 5, 5, NEVER, NEVER]] * 2, np.int32)
 @example(TIED)
 def test_bursts_equal_a_loop_over_positions(last):
     """Every number of every head at every event."""
-    found = dropped_bursts(last, lengths=(2, 5))
+    rows, found = burst_variants(last, lengths=(2, 5))
 
-    assert found.rows.tolist() == event_rows(last).tolist()
-    for j, row in enumerate(found.rows.tolist()):
+    assert rows.tolist() == event_rows(last).tolist()
+    for j, row in enumerate(rows.tolist()):
         for head in range(len(last)):
             runs = runs_of([last[head, p] <= row for p in range(row + 1)])
-            at = head, j
-            assert found.total[at] == row + 1
-            assert found.evicted[at] == sum(runs)
-            assert found.runs[at] == len(runs)
-            assert found.longest[at] == max(runs, default=0)
-            np.testing.assert_equal(found.mean[at], np.mean(runs) if runs else np.nan)
-            for i, least in enumerate((2, 5)):
-                inside = sum(length for length in runs if length >= least)
-                assert found.inside[i][at] == inside
-                share = inside / sum(runs) if runs else np.nan
-                np.testing.assert_equal(found.shares[i][at], share)
+            shares = [
+                sum(x for x in runs if x >= least) / (sum(runs) or np.nan) for least in (2, 5)
+            ]
+            expected = [np.mean(runs) if runs else np.nan, max(runs, default=0), *shares]
+            got = [values[head, j] for values, _ in found.values()]
+            np.testing.assert_allclose(got, expected, rtol=1e-15)
 
 
 @pytest.mark.parametrize(("total", "kept"), [(9, 0), (9, 1), (9, 4), (9, 8), (1, 0)])
@@ -52,9 +47,9 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     for one, choice in zip(last, choices, strict=True):
         one[list(choice)] = NEVER
 
-    found = dropped_bursts(last, lengths=(1, 2, 4, 9))
+    _, found = burst_variants(last, lengths=(1, 2, 4, 9))
 
-    for name in ("mean", "shares"):
-        chance = getattr(found, f"{name}_chance")
-        everywhere = getattr(found, name).mean(-2, keepdims=True)
+    for variant in found.keys() - {"longest"}:
+        values, chance = found[variant]
+        everywhere = values.mean(0, keepdims=True)
         np.testing.assert_allclose(chance, np.broadcast_to(everywhere, chance.shape), rtol=1e-12)

@@ -8,7 +8,6 @@ there are no more of them than entries, whatever the number of events. Time T lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,50 +17,15 @@ from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.retention import LENGTHS
 
 
-@dataclass(frozen=True)
-class Bursts:
-    """Runs of evicted entries of one layer at each event. rows [E]; int [H, E] unless said.
+def burst_variants(
+    evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS
+) -> tuple[Ints, dict[str, tuple[Floats, Floats | None]]]:
+    """Rows [E] of the events, and by variant values and their chance [H, E] after each event.
 
-    total: the entries among which runs are looked for; evicted: how many of them are evicted; runs:
-    maximal runs of them. longest: the longest run, 0 without one. inside [lengths, H, E]: evicted
-    entries in runs of at least `lengths`.
+    "" is the mean length of a run of evicted entries, NaN without one; "longest" the longest run, 0
+    without one; "length=n" the share of the evicted entries that lie in runs of at least n. Chance
+    is the expected value of random sets of the same size.
     """
-
-    rows: Ints
-    lengths: tuple[int, ...]
-    total: Ints
-    evicted: Ints
-    runs: Ints
-    longest: Ints
-    inside: Ints
-
-    @property
-    def mean(self) -> Floats:
-        """Mean length of a run, NaN without one; [H, E]."""
-        return share(self.evicted, self.runs)
-
-    @property
-    def shares(self) -> Floats:
-        """Share of the evicted entries in runs of at least `lengths`; [lengths, H, E]."""
-        return share(self.inside, self.evicted)
-
-    @property
-    def mean_chance(self) -> Floats:
-        """Expected `mean` of random sets of the same size; [H, E]."""
-        return chance.mean_run(self.total, self.total - self.evicted)
-
-    @property
-    def shares_chance(self) -> Floats:
-        """Expected `shares` of random sets of the same size; [lengths, H, E]."""
-        kept = self.total - self.evicted
-        return np.stack([chance.share_in_runs(x, self.total, kept) for x in self.lengths])
-
-
-def dropped_bursts(
-    evicted_at: EvictedAt,
-    lengths: Sequence[int] = LENGTHS,
-) -> Bursts:
-    """Runs of positions that are gone after an event: number, lengths, share in long ones."""
     rows = event_rows(evicted_at)
     shape = len(evicted_at), len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
@@ -76,17 +40,22 @@ def dropped_bursts(
             changes += sign * sums.astype(np.int64)
         return changes.reshape(shape).cumsum(-1)[:, :-1]
 
-    longest = np.zeros(shape, np.int64)
+    longest = np.zeros(shape)
     np.maximum.at(longest, (head, start), length)
-    return Bursts(
-        rows,
-        tuple(lengths),
-        np.broadcast_to(rows + 1, gone.shape),
-        gone,
-        alive(np.ones_like(length)),
-        np.maximum.accumulate(longest[:, :-1], -1),  # what is evicted stays so
-        np.stack([alive(length * (length >= least)) for least in lengths]),
-    )
+    total = np.broadcast_to(rows + 1, gone.shape)
+    kept = total - gone
+    return rows, {
+        "": (share(gone, alive(np.ones_like(length))), chance.mean_run(total, kept)),
+        # what is evicted stays so
+        "longest": (np.maximum.accumulate(longest[:, :-1], -1), None),
+        **{
+            f"length={least}": (
+                share(alive(length * (length >= least)), gone),
+                chance.share_in_runs(least, total, kept),
+            )
+            for least in lengths
+        },
+    }
 
 
 def _maximal_runs(died: Ints, n_events: int) -> tuple[Ints, Ints, Ints, Ints]:

@@ -6,18 +6,15 @@ A metric is one function, which imports what it computes, and its entry below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from kvsim.analysis.arrays import Bools
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.subject import Analysis, Layers, Subject
+from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-if TYPE_CHECKING:
-    from kvsim.analysis.kept.bursts import Bursts
 
 Values = Callable[[Subject], Iterator[Cells]]
 
@@ -48,24 +45,20 @@ def _coverage(subject: Subject) -> Iterator[Cells]:
         yield Cells(layers, coverage.middle, "head", "", flat, rows)
 
 
-def _bursts(subject: Subject) -> list[tuple[Layers, Bursts]]:
-    from kvsim.analysis.kept.bursts import dropped_bursts
+def _bursts(subject: Subject) -> list[Any]:
+    from kvsim.analysis.kept.bursts import burst_variants
 
-    return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in subject.layer_groups]
-
-
-def _burst_length(subject: Subject) -> Iterator[Cells]:
-    for layers, bursts in subject.of(_bursts):
-        yield Cells(layers, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
-        longest = bursts.longest.astype(np.float64)
-        yield Cells(layers, longest, "head", "longest", events=bursts.rows)
+    return [(layers, *burst_variants(evicted_at)) for layers, evicted_at in subject.layer_groups]
 
 
-def _burst_share(subject: Subject) -> Iterator[Cells]:
-    for layers, bursts in subject.of(_bursts):
-        each = zip(bursts.lengths, bursts.shares, bursts.shares_chance, strict=True)
-        for length, values, chance in each:
-            yield Cells(layers, values, "head", f"length={length}", chance, bursts.rows)
+def _burst(chosen: Callable[[str], bool]) -> Values:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layers, rows, variants in subject.of(_bursts):
+            for variant, (values, chance) in variants.items():
+                if chosen(variant):
+                    yield Cells(layers, values, "head", variant, chance, rows)
+
+    return cells
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
@@ -130,10 +123,12 @@ PLACES: Mapping[str, Metric] = {
         "sets", "share", None, "AMS, Fig. 4", _coverage),
     "burst_length": Metric(
         "mean length of a run of evicted positions, next to chance",
-        "sets", "entries", None, "AMS, Fig. 2", _burst_length),
+        "sets", "entries", None, "AMS, Fig. 2",
+        _burst(lambda variant: variant in ("", "longest"))),
     "burst_share": Metric(
         "share of the evicted positions that lie in long runs, next to chance",
-        "sets", "share", None, "as burst_length", _burst_share, main="length=32"),
+        "sets", "share", None, "as burst_length",
+        _burst(lambda variant: variant.startswith("length")), main="length=32"),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
         "sets", "relative", None, "G-KV, Fig. 7", _position),
