@@ -42,19 +42,19 @@ def test_sparsity_of_full_attention_equals_loops(case, window, domain):
         weights = metrics.attention(case.q[layer], case.k[layer], case.scale)
         for head in range(case.shape[1]):
             if start < 1:
-                assert np.isnan(found.sequence[:, head]).all()
+                assert all(np.isnan(values[head]) for values in found.values())
                 continue
             keys = list(range(start))
             scores = scores_of(weights, range(head * group, (head + 1) * group), start)
             late = [p for p in keys if p >= start - domain]
             behind = [p for p in late if p >= sink]
-            for i, share in enumerate(SHARES):
+            for share in SHARES:
                 expected = (
                     below(scores, keys, late, share),
                     below(scores, keys[sink:], behind, share),
                 )
-                got = (found.sequence, found.behind_sink)
-                assert [x[i, head] for x in got] == pytest.approx(expected, nan_ok=True)
+                got = [found[f"p={share:g},max={x}"][head] for x in ("sequence", "behind_sink")]
+                assert got == pytest.approx(expected, nan_ok=True)
 
 
 @settings(max_examples=30)
@@ -89,9 +89,10 @@ def test_sparsity_of_a_compressed_cache_equals_loops(case, window, per_query_hea
             keys = [p for p in range(start) if gone[at, head, p] >= case.n - 1 and start < case.n]
             scores = scores_of(weights, own, start) if keys else ()
             behind = [p for p in keys if p >= sink]
-            for i, share in enumerate(SHARES):
+            for share in SHARES:
                 expected = below(scores, keys, keys, share), below(scores, behind, behind, share)
-                got = found[at].sequence[i, head], found[at].behind_sink[i, head]
+                peaks = "sequence", "behind_sink"
+                got = tuple(found[at][f"p={share:g},max={x}"][head] for x in peaks)
                 assert got == pytest.approx(expected, nan_ok=True)
 
 

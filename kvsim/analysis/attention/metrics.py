@@ -34,8 +34,7 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
     from kvsim.analysis.attention.sparsity import attention_sparsity
 
     for layer in analysis.layers:
-        sparsity = attention_sparsity(analysis.trace, layer)
-        for variant, values in sparsity.variants():
+        for variant, values in attention_sparsity(analysis.trace, layer).items():
             yield Cells(layer, values, "head", variant)
 
 

@@ -12,8 +12,7 @@ window sees them, and their mean would be low for that reason alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,23 +38,8 @@ SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
 DOMAIN = 512
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """Share of the domain's keys with a score below shares x maximum; [share, H] each.
-
-    sequence: the maximum over every key before the window. behind_sink: the first positions are
-    left out of domain and maximum. NaN without a key.
-    """
-
-    shares: Floats
-    sequence: Floats
-    behind_sink: Floats
-
-    def variants(self) -> Iterator[tuple[str, Floats]]:
-        """(variant of the metric, values [H]) of each share and maximum."""
-        for i, p in enumerate(self.shares):
-            for name in ("sequence", "behind_sink"):
-                yield f"p={p:g},max={name}", getattr(self, name)[i]
+#: Shares [H] of the keys by variant of the metric, p and the keys of the maximum; NaN without keys.
+Sparsity = dict[str, Floats]
 
 
 def attention_sparsity(
@@ -73,10 +57,9 @@ def attention_sparsity(
     not have.
     """
     layer = trace_layer(trace, layer)
-    start = trace.n_pos - window
-    if start < 1:
-        return _nothing(shares, trace.n_heads)
-    (scores,) = window_scores(trace, layer, [slice(start, trace.n_pos)], start)
+    start = max(0, trace.n_pos - window)
+    rows = [slice(start, trace.n_pos)] if start else []
+    scores = next(window_scores(trace, layer, rows, start), np.empty((trace.n_heads, 0)))
     counted = np.broadcast_to(np.arange(start) >= start - domain, scores.shape)
     return _sparsity(scores, np.ones_like(counted), counted, shares, sink)
 
@@ -109,7 +92,8 @@ def compressed_sparsity(
     def sparsity(record: Record, index: int, blocks: list[Tensor]) -> Sparsity:
         gone = record.gone_after[index]
         if record.positions == "slot" or not blocks:
-            return _nothing(shares, len(gone))
+            none = np.empty((len(gone), 0))
+            return _sparsity(none, none > 0, none > 0, shares, sink)
         (z,) = blocks
         by_head = z if len(gone) == len(z) else z.flatten(0, 1).unsqueeze(1)
         row = torch.arange(start, trace.n_pos, device=z.device)[:, None]
@@ -121,23 +105,16 @@ def compressed_sparsity(
     return by_layer(records, attention, sparsity)
 
 
-def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
-    none = np.full((len(shares), heads), np.nan)
-    return Sparsity(np.asarray(shares), none, none)
-
-
 def _sparsity(
     scores: Floats, measured: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
     """Sparsity of scores [H, n]; maxima over the keys `measured`, shares of those `counted`."""
-    least = np.asarray(shares)
     behind = np.arange(scores.shape[-1]) >= sink
-
-    def below(among: Bools, of: Bools) -> Floats:
-        """Share `of` some keys that score below each p x the largest `among` others; [p, H]."""
-        peak = np.where(among, scores, 0.0).max(-1, initial=0.0)
-        low = scores < least[:, None, None] * peak[:, None]
-        return share((low & of).sum(-1), of.sum(-1))
-
-    behind_sink = below(measured & behind, counted & behind)
-    return Sparsity(least, below(measured, counted), behind_sink)
+    out: Sparsity = {}
+    for p in shares:
+        for name, keys in (("sequence", slice(None)), ("behind_sink", behind)):
+            among, of = (x[:, keys] for x in (measured, counted))
+            peak = np.where(among, scores[:, keys], 0.0).max(-1, initial=0.0)
+            low = scores[:, keys] < p * peak[:, None]
+            out[f"p={p:g},max={name}"] = share((low & of).sum(-1), of.sum(-1))
+    return out

@@ -85,12 +85,11 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
     forced = subject.outcome.forced
     if forced is None or not forced.stream_error.shape[1]:
         return
-    for layer, rows in enumerate(forced.stream_error):
-        for turn, of_turn in subject.trace.answers:
-            yield Cells(layer, np.array([rows[of_turn].mean()]), turn=turn)
-    for variant, part, before in _before(subject):
-        for layer, rows in enumerate(before.stream_error):
-            yield Cells(layer, np.array([rows[part].mean()]), variant=variant)
+    layers = range(len(forced.stream_error))
+    for turn, rows in subject.trace.answers:
+        yield Cells(layers, forced.stream_error[:, rows].mean(1), turn=turn)
+    for variant, rows, before in _before(subject):
+        yield Cells(layers, before.stream_error[:, rows].mean(1), variant=variant)
 
 
 def _peak(*, share: bool) -> Values:

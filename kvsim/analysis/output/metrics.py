@@ -40,8 +40,8 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
 def _layer_error(subject: Subject) -> Iterator[Cells]:
     for variant, turn, rows, part in _parts(subject):
         added = np.asarray(part.added, np.float64)[:, rows]  # where a metric reads `o_proj`
-        for layer, values in zip(subject.record.layers, added, strict=True):
-            yield Cells(layer, np.sqrt((values**2).mean(keepdims=True)), variant=variant, turn=turn)
+        values = np.sqrt((added**2).mean(1))
+        yield Cells(subject.record.layers, values, variant=variant, turn=turn)
 
 
 def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
@@ -49,7 +49,7 @@ def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
 
     each = zip(subject.record.layers, subject.walk(compressed_sparsity), strict=True)
     for layer, sparsity in each:
-        for variant, values in sparsity.variants():
+        for variant, values in sparsity.items():
             yield Cells(layer, values, "head", variant)
 
 
@@ -84,9 +84,7 @@ def _means(
         if numbers is None or not numbers.shape[-1]:
             return
         for turn, rows in subject.trace.answers if turns else ((None, slice(None)),):
-            means = numbers[..., rows].mean(-1)
-            for layer, mean in zip(subject.record.layers, means, strict=True):
-                yield Cells(layer, np.array([mean]), turn=turn)
+            yield Cells(subject.record.layers, numbers[..., rows].mean(-1), turn=turn)
 
     return cells
 
@@ -139,8 +137,7 @@ def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
 
         by_turn = getattr(subject.walk(cache_bytes), name).sum(-1)  # [turn, layer]
         for (turn, _), of_turn in zip(subject.trace.answers, by_turn, strict=True):
-            for layer, value in zip(subject.record.layers, of_turn, strict=True):
-                yield Cells(layer, np.array([value]), turn=turn)
+            yield Cells(subject.record.layers, of_turn, turn=turn)
 
     return cells
 
