@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
-from kvsim.analysis.axes import record_head, record_layer, trace_layer
+from kvsim.analysis.axes import record_layer, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -56,9 +56,7 @@ def retention_lift(
     trace: Trace,
     record: Record,
     layer: int,
-    row: int | None = None,
     *,
-    heads: Sequence[int] | None = None,
     sink: int = 0,
     recent: int = 0,
 ) -> pl.DataFrame:
@@ -70,11 +68,9 @@ def retention_lift(
     Args:
         trace: with the text of its tokens.
         record: of the trace.
-        layer: index in the trace.
-        row: the cache after the event that follows this row; the layer's last event by default.
-        heads: heads of the record, all by default.
+        layer: index in the trace; its cache after its last event.
         sink: first positions left out, which policies keep whatever they are.
-        recent: last positions up to `row` left out, for the same reason.
+        recent: last positions up to the event left out, for the same reason.
 
     Returns:
         One row per token string, the largest lift first: token (halves of surrogate pairs
@@ -86,21 +82,17 @@ def retention_lift(
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises NeedsError for a trace without text of tokens, PolicyError for no heads and for a layer
-    or a head that is not there, PositionError for such a row.
+    Raises NeedsError for a trace without text of tokens, PolicyError for a layer that is not there.
     """
     text_of(trace)  # or an error
     text = list(trace.token_text or ())
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
-    chosen = None if heads is None else [record_head(record, head) for head in heads]
-    row = event_row(gone, row)
-    at_row = (gone if chosen is None else gone[chosen])[:, : row + 1] > row
+    row, n_heads = event_row(gone, None), len(gone)
     last = max(sink, row + 1 - recent)
     names, inverse = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
-    kept = at_row[:, sink:last].sum(0)  # heads that keep the position
+    kept = (gone[:, sink:last] > row).sum(0)  # heads that keep the position
     count = np.bincount(inverse, minlength=len(names))
     retained = np.bincount(inverse, weights=kept, minlength=len(names)).astype(np.int64)
-    n_heads = len(at_row)
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
     low, high = _wilson(retained / n_heads, count)

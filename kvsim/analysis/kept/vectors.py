@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,12 +14,8 @@ from kvsim.core.lazy import torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
-
-class WithChance(NamedTuple):
-    """Values of one layer after its last event, [H], and those of random sets of the same size."""
-
-    value: Floats
-    chance: Floats
+#: Values of one layer after its last event, [H], and those of random sets of the same size.
+WithChance = tuple[Floats, Floats]
 
 
 def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> WithChance:
@@ -43,7 +38,7 @@ def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -
     both = (np.take_along_axis(kept, order, -1) & largest).sum(-1)
     chosen = (count > 0) & (count < n)
     chance = np.where(chosen, count / max(1, n), np.nan)
-    return WithChance(share(both, np.where(chosen, count, 0)), chance)
+    return share(both, np.where(chosen, count, 0)), chance
 
 
 def value_norm_overlaps(
@@ -95,7 +90,7 @@ def key_similarity(keys: Floats) -> Callable[[EvictedAt], WithChance]:
         kept = evicted_at[:, : last + 1] > last
         each = len(kept) // len(unit)
         heads = [mean_cosine(kept[head::each]) for head in range(each)]
-        return WithChance(np.stack(heads, axis=1).ravel(), chance(last).repeat(each))
+        return np.stack(heads, axis=1).ravel(), chance(last).repeat(each)
 
     return similarity
 
