@@ -35,9 +35,6 @@ class Subjected:
         return result
 
 
-# ------------------------------------------------------------------------------------- of a trace
-
-
 @dataclass(frozen=True)
 class Analysis(Subjected):
     """The analyses of one trace.
@@ -61,8 +58,6 @@ class Analysis(Subjected):
             return self.only
         return [layer for layer in range(self.trace.n_layers) if layer not in self.trace.windowed]
 
-
-# ------------------------------------------------------------------------------------ of a record
 
 #: A walk over a trace that computes something for all of its records at once, on a device.
 Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]

@@ -58,18 +58,14 @@ def output_error(
         results.append(OutputDeviation(error, missing, factored, added))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
-            having = [
-                (record, record.layers.index(layer), result, start)
-                for record, result, start in zip(records, results, starts, strict=True)
-                if layer in record.layers
-            ]
-            of_layer = [(record, index, start) for record, index, _, start in having]
+            having = [number for number, record in enumerate(records) if layer in record.layers]
+            of_layer = [(records[n], records[n].layers.index(layer), starts[n]) for n in having]
             gone = ((record, torch.from_numpy(record.gone_after[i])) for record, i, _ in of_layer)
             firsts = (min(first_row(x, trace), first_moved(x, trace, at)) for x, at in gone)
             first = min([*starts, *firsts])
             rows = Layer.read(trace, layer, torch.device(device), projected=projected, first=first)
-            moved = _of_layer(rows, trace, of_layer)
-            for (_, index, result, _), of_record in zip(having, moved, strict=True):
+            moved = zip(having, of_layer, _of_layer(rows, trace, of_layer), strict=True)
+            for result, index, of_record in ((results[n], i, x) for n, (_, i, _), x in moved):
                 result.error[index] = of_record.error.flatten(0, 1).cpu().numpy()
                 result.missing[index] = of_record.missing.flatten(0, 1).cpu().numpy()
                 if result.added is not None:

@@ -14,7 +14,7 @@ Open loop, but for the first layer; as the error where that layer alone evicts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.measuring import measure
-from kvsim.analysis.results import task_of, wide
+from kvsim.analysis.results import task_of
 from kvsim.analysis.table import columns_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
@@ -84,28 +84,21 @@ def reconstruction_table(
 
     of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
     of_trace["layer"] = np.arange(trace.n_layers)
-
-    def parts() -> Iterator[dict[str, Any]]:
-        for place, policy in enumerate(once):
-            records = []
-            for done, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
-                if progress is not None:
-                    what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
-                    progress(done, len(once) * len(budgets), what)
-                records.append(replay(before, policy, budget, device=device))
-            table = measure(before, records, ["concat_error"], device=device)
-            # rows of a record follow each other
-            shape = len(records), trace.n_layers
-            values, levels = (
-                table[name].to_numpy().reshape(shape) for name in ("value", "fidelity")
-            )
-            for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
-                columns = columns_of(record)
-                yield of_trace | {
-                    **{name: columns[name] for name in ("policy", "params", "changed", "budget")},
-                    "ratio": ratio,
-                    "relative_head_error": errors,
-                    "fidelity": level,
-                }
-
-    return wide(parts(), RECONSTRUCTION_COLUMNS)
+    frames = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
+    for place, policy in enumerate(once):
+        records = []
+        for done, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
+            if progress is not None:
+                what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
+                progress(done, len(once) * len(budgets), what)
+            records.append(replay(before, policy, budget, device=device))
+        table = measure(before, records, ["concat_error"], device=device)
+        # rows of a record follow each other
+        for number, (ratio, record) in enumerate(zip(budgets, records, strict=True)):
+            rows, columns = table[number * trace.n_layers :][: trace.n_layers], columns_of(record)
+            cells = of_trace | {"ratio": ratio, "relative_head_error": rows["value"]}
+            cells |= {name: columns[name] for name in ("policy", "params", "changed", "budget")}
+            cells["fidelity"] = rows["fidelity"]
+            typed = (pl.col(name).cast(kind) for name, kind in RECONSTRUCTION_COLUMNS.items())
+            frames.append(pl.DataFrame(cells).select(typed))
+    return pl.concat(frames)
