@@ -155,47 +155,6 @@ def acting_rows(evicted_at: npt.ArrayLike, layer: int | None = None) -> list[int
 
 
 @dataclass(frozen=True)
-class Wipeout:
-    """Region wipe-out of one head at one event: regions, and those lost so far."""
-
-    regions: int
-    wiped: int
-
-    @property
-    def cumulative(self) -> float:
-        """Share of the regions that are wiped out, NaN without a region."""
-        return self.wiped / self.regions if self.regions else math.nan
-
-
-def wipeout(
-    evicted_at: npt.ArrayLike,
-    layer: int,
-    head: int,
-    row: int,
-    *,
-    length: int = 32,
-    threshold: float = 0.0,
-    sink: int = 4,
-    recent: int = 32,
-) -> Wipeout:
-    """Regions [k*length, (k+1)*length) lying whole in [sink, N - recent) after the event at `row`.
-
-    N = row + 1 positions exist. A region survives while more than `threshold` of it is retained.
-    """
-    last = np.asarray(evicted_at)[layer, head]
-    regions = wiped = 0
-    k = 0
-    while (k + 1) * length <= row + 1 - recent:
-        if k * length >= sink:
-            region = last[k * length : (k + 1) * length]
-            after = sum(1 for e in region if e > row) / length
-            regions += 1
-            wiped += after <= threshold
-        k += 1
-    return Wipeout(regions, wiped)
-
-
-@dataclass(frozen=True)
 class Overlap:
     """Retained-set IoU between two events, and the mean of random choices of the same sizes."""
 

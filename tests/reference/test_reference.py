@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvsim
 import reference
 from kvsim.analysis.attention.windows import window_overlap
-from kvsim.analysis.kept.retention import retained_iou, wipeouts
+from kvsim.analysis.kept.retention import retained_iou
 from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
@@ -351,37 +351,6 @@ def test_output_error_of_any_record_equals_the_naive_one(case, seed, rows, posit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics_output, "ROWS", rows)
         check_outputs(case, replace(record, evicted_at=last, positions=positions))
-
-
-@settings(QUIET, max_examples=examples(30))
-@given(
-    measured(names=SIMPLE[1:], min_n=20),
-    st.sampled_from((2, 3, 5, 8)),
-    st.sampled_from((0.0, 0.1, 0.34, 0.5)),
-    st.sampled_from((0, 1, 4)),
-    st.sampled_from((0, 3, 6)),
-)
-def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
-    """Regions and wiped ones of every head at every event."""
-    record = drawn[2]
-    for layer, evicted_at in enumerate(record.evicted_at):
-        _, _, found = next(wipeouts(evicted_at, [length], [threshold], sink, recent))
-        assert found.rows.tolist() == loop_metrics.acting_rows(record.evicted_at, layer)
-        for j, row in enumerate(found.rows.tolist()):
-            for head in range(len(evicted_at)):
-                expected = loop_metrics.wipeout(
-                    record.evicted_at,
-                    layer,
-                    head,
-                    row,
-                    length=length,
-                    threshold=threshold,
-                    sink=sink,
-                    recent=recent,
-                )
-                counts = found.regions[j], found.wiped[head, j]
-                assert counts == (expected.regions, expected.wiped)
-                np.testing.assert_equal(found.cumulative[head, j], expected.cumulative)
 
 
 @settings(QUIET, max_examples=examples(40))
