@@ -83,8 +83,8 @@ def policy_names() -> str:
         "scorer": "scorers (`full`, `random` and `oracle` are references)",
         "wrapper": "wrappers",
         "allocator": "allocators",
-        "propagation": "across layers",
-        "reader": "readers: which of the held entries a row reads",
+        "propagation": "layer-wise token pruning",
+        "reader": "sparse attention: which of the held entries a row reads",
         "quantizer": "quantizers: in how many bits entries are stored",
         "merger": "mergers: what kept entries become when others leave",
     }
@@ -99,7 +99,7 @@ def policy_names() -> str:
 
 
 def access() -> str:
-    """The table of readers and quantizers."""
+    """The table of sparse attention and quantizers."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
     from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 

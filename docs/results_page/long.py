@@ -319,7 +319,7 @@ _NARROW = (
 )
 _LIMITS = (
     "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
-    "* `kvzip` (twice the positions) and policies [across layers](across-layers.md) are missing.",
+    "* `kvzip` (twice the positions) and [layer-wise token pruning](across-layers.md) are missing.",
 )
 _OF_AMS = (
     ", and that AMS has a quarter of its sizes, as budgets are a quarter of its paper's (segments "

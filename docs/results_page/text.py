@@ -38,7 +38,7 @@ def page(
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
-        "## Across layers",
+        "## Layer-wise token pruning",
         _across(r),
         *(_of_a_real_model(r, by_budget[r.plan.budget]) if r.plan.lengths else []),
     ]

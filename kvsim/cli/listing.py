@@ -27,7 +27,7 @@ def policies(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the policies, readers and quantizers, or show some of them in full."""
+    """List policies (eviction, sparse attention, quantization), or show some in full."""
     from kvsim.policies import describe, names
     from kvsim.policies.naming import BEHIND, access_names
 

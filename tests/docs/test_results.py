@@ -73,7 +73,7 @@ def test_the_page_has_its_parts(page):
         "What policies keep and lose",
         "Parameters made smaller",
         "By stage, domain and task",
-        "Across layers",
+        "Layer-wise token pruning",
     ]
     claims = tables(page.with_name("claims.md").read_text("utf-8"))
     assert list(claims) == ["Claims of the papers", *CLAIMS]
@@ -137,7 +137,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     crossed = ("global", "criticalkv", "adakv", "chunkkv", "union", "paged", "dms")
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
     alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
-    assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
+    assert set(across) <= {row[0].replace("`", "") for row in found["Layer-wise token pruning"][1:]}
     head, *rows = found["What policies keep and lose"]
     labels = [row[0].partition(" (")[0].replace("`", "") for row in rows]
     by_label = {
