@@ -113,9 +113,9 @@ def test_the_prompt_ends_with_the_beginning_of_the_answer():
     chat = encode(prompt, small(), words_tokenizer(TEMPLATE), Options(chat=True))
 
     assert plain.text == "w1 w2 w3 w4 w5\n w6"
-    assert plain.header.context_len == len("w1 w2 w3 ")
+    assert plain.context_len == len("w1 w2 w3 ")
     assert chat.ids == [7, 1, 2, 3, 4, 5, 9, 6]
-    assert chat.header.context_len == 4
+    assert chat.context_len == 4
 
 
 def test_recorded_and_live_responses_are_scored(table, tmp_path):
