@@ -123,7 +123,7 @@ class Decoding:
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)
-        self._decoder = Decoder.of(policy, running.model)
+        self._decoder = None if policy.propagation is None else Decoder(running.model)
         if self._decoder is None:
             self._make_blocks()
 

@@ -111,11 +111,6 @@ class Decoder:
         self._layers = decoder_layers(model)
         self._rotary, self._norm, self._head = (cast("nn.Module", part) for part in parts)
 
-    @classmethod
-    def of(cls, policy: Policy, model: PreTrainedModel) -> Decoder | None:
-        """Return the layers of a model for a policy that drops rows on the way down, else None."""
-        return None if policy.propagation is None else cls(model)
-
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Return the input of the first layer, [n, D]: embeddings as the model scales them."""
         inputs: list[Tensor] = []

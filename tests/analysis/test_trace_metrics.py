@@ -17,7 +17,7 @@ from kvsim.policies.asl import ASL
 from kvsim.studies.expectation.expectation import (
     STEPS,
     expected_and_observed,
-    key_projections,
+    key_gaps,
     ks_by_chance,
     state_normality,
 )
@@ -83,8 +83,7 @@ def values_of_arrays(trace, ks, rule):
                 decline = naive_decline(trace, layer, head)
                 out["score_decline", "", layer, head, None] = decline
     for skip in (0, 4):
-        found = key_projections(trace, skip=skip)
-        gap = np.abs(np.median(found.gap - found.normal_gap, axis=(1, 2)))
+        gap = np.abs(np.median(key_gaps(trace, skip=skip), axis=(1, 2)))
         for layer in layers:
             out["projection_gap", f"skip={skip}", layer, None, None] = gap[layer]
     for k in ks:

@@ -95,7 +95,7 @@ def test_a_policy_as_a_press_is_the_live_run(interop, model, prompt, name):
     policy, tokens = kvsim.policy(name), prompt(LENGTH, 1)
     schedule = {"interval": INTERVAL, "prefill": True}
     record, expected = decoded(model, policy, tokens, **schedule)
-    press = interop.press(policy, BUDGET, **schedule)
+    press = interop.PolicyPress(policy, BUDGET, **schedule)
 
     logits = pressed(model, press, tokens)
 
@@ -113,7 +113,7 @@ def test_a_policy_as_a_press_is_the_live_run(interop, model, prompt, name):
 def test_generate_under_a_press_is_the_live_run(interop, model, prompt):
     """`model.generate` counts positions on from the rows that have run, not from those held."""
     tokens, policy = prompt(PROMPT, 1), kvsim.policy("adakv+snapkv")
-    press = interop.press(policy, BUDGET, interval=INTERVAL)
+    press = interop.PolicyPress(policy, BUDGET, interval=INTERVAL)
     ids = torch.tensor([tokens])
     greedy = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 30}
 
@@ -128,7 +128,10 @@ def test_generate_under_a_press_is_the_live_run(interop, model, prompt):
 def test_a_forward_of_several_rows_is_one_step(interop, model, prompt):
     """Events that fall within a question fire together after its last row, the next one on time."""
     schedule = {"interval": INTERVAL, "prefill": False}
-    tokens, press = prompt(LENGTH, 1), interop.press(kvsim.policy("knorm"), BUDGET, **schedule)
+    tokens, press = (
+        prompt(LENGTH, 1),
+        interop.PolicyPress(kvsim.policy("knorm"), BUDGET, **schedule),
+    )
     cache = DynamicCache()
     with torch.no_grad(), press(model):
         for start, stop in ((0, PROMPT), (PROMPT, 100), (100, 104)):
@@ -142,7 +145,7 @@ def test_a_forward_of_several_rows_is_one_step(interop, model, prompt):
 
 def test_the_press_refuses_what_it_cannot_follow(interop, model, prompt):
     """Batches, padding, other caches, going back, and policies without a place in a press."""
-    press = interop.press(kvsim.policy("knorm"), BUDGET, interval=8, new_tokens=4)
+    press = interop.PolicyPress(kvsim.policy("knorm"), BUDGET, interval=8, new_tokens=4)
     ids = torch.tensor([prompt(PROMPT, 1)])
     cache = DynamicCache()
     with torch.no_grad():
@@ -168,7 +171,7 @@ def test_the_press_refuses_what_it_cannot_follow(interop, model, prompt):
             model(ids[:, :1], past_key_values=cache)
     for name in ("streaming_llm@original", "fastkv"):
         with pytest.raises(PolicyError, match="for which a press has no place"):
-            interop.press(kvsim.policy(name), BUDGET)
+            interop.PolicyPress(kvsim.policy(name), BUDGET)
     assert "forward" not in vars(model.model)
 
 
@@ -223,8 +226,8 @@ def test_sinks_that_kvpress_loses_stay_with_the_same_score(kvpress, interop, mod
     """The slots of kvpress's decoding are in the order of top-k, those of kvsim in the text's."""
     tokens, score = prompt(LENGTH, 1), kvpress.StreamingLLMPress()
     theirs = kvpress.DecodingPress(score, compression_interval=INTERVAL, target_size=BUDGET)
-    ours = interop.press(kvsim.Policy("p", interop.scorer(score)), BUDGET, interval=INTERVAL)
-    policy = interop.press(kvsim.policy("streaming_llm"), BUDGET, interval=INTERVAL)
+    ours = interop.PolicyPress(kvsim.Policy("p", interop.scorer(score)), BUDGET, interval=INTERVAL)
+    policy = interop.PolicyPress(kvsim.policy("streaming_llm"), BUDGET, interval=INTERVAL)
     cache, full = DynamicCache(), DynamicCache()
     pressed(model, theirs, tokens, cache)
     pressed(model, ours, tokens)

@@ -77,11 +77,11 @@ def test_tokens_after_a_compressed_prompt_are_those_of_kvpress(smollm2, running,
 @pytest.mark.parametrize("name", ["ams+tova", "adakv+snapkv"])
 def test_the_pipeline_of_kvpress_runs_a_policy(smollm2, running, kvpress, name):
     """The answer and the kept sets are those of the live run of context, question and answer."""
-    from kvsim.studies.interop.kvpress import press
+    from kvsim.studies.interop.kvpress import PolicyPress
 
     model, tokenizer = smollm2
     policy, schedule = kvsim.policy(name), {"interval": 16, "prefill": True}
-    one = press(policy, BUDGET, **schedule)
+    one = PolicyPress(policy, BUDGET, **schedule)
     run = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer, device="cpu")
 
     answer = run(CONTEXT, question=QUESTION, press=one, max_new_tokens=NEW)["answer"]

@@ -20,7 +20,7 @@ from kvsim.core.arguments import setting
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Inputs, Policy, Protection, Scorer, Scores, Uniform, Wrapper
+from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
@@ -164,10 +164,6 @@ def _rotated(view: View, last: int) -> Tensor:
     logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.formula.scale
     hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-
-
-def _more(reads: Inputs) -> Inputs:
-    return replace(reads, rows=reads.rows + 1, last=reads.last + 1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,26 +50,12 @@ _BY_CHANCE = 64
 _DEVIATIONS = 256
 
 
-class Projections(NamedTuple):
-    """Projections of queries on keys, [layer, qhead, key], in nats (variance in their squares).
+def key_gaps(trace: Trace, *, skip: int = 4, n_future: int = 512, device: str = "cpu") -> Floats:
+    """The gap of every key from position `skip` on, less `normal_gap`; [layer, qhead, key] in nats.
 
-    Queries are those before RoPE, and keys are rotated back by the mean rotation of the positions
-    behind the rows, as the policy does.
-    """
-
-    mean: Floats
-    variance: Floats
-    gap: Floats
-    normal_gap: Floats
-
-
-def key_projections(
-    trace: Trace, *, skip: int = 4, n_future: int = 512, device: str = "cpu"
-) -> Projections:
-    """The gap of every key from position `skip` on over the queries of the same rows.
-
-    All of these queries are taken for every key, those before it too: they are samples of queries
-    to come.
+    Over the queries of the same rows before RoPE, those before a key too: they are samples of
+    queries to come. Keys are rotated back by the mean rotation of the positions behind the rows, as
+    the policy does.
     """
     stop, layers = trace.n_pos, []
     with torch.inference_mode():
@@ -87,10 +72,10 @@ def key_projections(
             for _, z in logit_blocks(read, skip, stop, keys, source.formula):
                 exact = torch.logaddexp(exact, z.logsumexp(3))
             exact = exact - math.log(stop - skip)  # the mean over queries of exp(scale q.k)
-            parts = middle, 2 * half, exact - middle - half
+            parts = 2 * half, exact - middle - half
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
-    mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
-    return Projections(mean, variance, gap, normal_gap(variance, stop - skip))
+    variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
+    return np.asarray(gap - normal_gap(variance, stop - skip))
 
 
 def logit_blocks(
@@ -149,11 +134,6 @@ class Expectation:
     rows: int
     observed: Floats = field(repr=False)
     expected: Floats = field(repr=False)
-
-    @property
-    def keys(self) -> int:
-        """Keys that are compared."""
-        return int(self.observed.shape[-1])
 
     @cached_property
     def spearman(self) -> Floats:

@@ -13,7 +13,7 @@ from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import (
     LEAST_SAMPLES,
     STEPS,
-    key_projections,
+    key_gaps,
     ks_by_chance,
     prompt_expectation,
     state_normality,
@@ -37,8 +37,7 @@ def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
     for skip in (0, SINK) if not trace.windowed else ():
         if trace.n_pos < skip + 2:
             continue
-        projections = key_projections(trace, skip=skip, device=analysis.device)
-        off = np.abs(np.median(projections.gap - projections.normal_gap, axis=(1, 2)))
+        off = np.abs(np.median(key_gaps(trace, skip=skip, device=analysis.device), axis=(1, 2)))
         for layer, value in enumerate(off):
             yield Cells(layer, value.reshape(1), variant=f"skip={skip}")
 

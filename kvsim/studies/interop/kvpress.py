@@ -1,8 +1,9 @@
 """kvpress: a policy of kvsim as a press, and the score of a press as a scorer of kvsim.
 
-    from kvsim.studies.interop.kvpress import press
+    from kvsim.studies.interop.kvpress import PolicyPress
 
-    pipeline(context, question=question, press=press(kvsim.policy("ams+tova"), 512, interval=64))
+    press = PolicyPress(kvsim.policy("ams+tova"), 512, interval=64)
+    pipeline(context, question=question, press=press)
 
 Written for kvpress 0.5.5 (https://github.com/NVIDIA/kvpress); `pip install 'kvsim[kvpress]'`.
 """
@@ -14,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Run
-from kvsim.core.policy import Inputs, Policy, Schedule, Scorer
+from kvsim.core.policy import Inputs, Policy, Scorer
 from kvsim.core.record import Record
 from kvsim.core.view import View
 from kvsim.engine.checks import whole
@@ -48,37 +49,18 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error) or error from error
 
-__all__ = ["PolicyPress", "PressScorer", "press", "scorer"]
+__all__ = ["PolicyPress", "PressScorer", "scorer"]
 
 
 # ------------------------------------------------------------------------------- policy as a press
 
 
-def press(
-    policy: Policy,
-    budget: int,
-    *,
-    interval: int | None = None,
-    prefill: bool | None = None,
-    new_tokens: int = 1024,
-) -> PolicyPress:
-    """Return a policy in the form of a press, for kvpress's pipeline or a `with` block of your own.
+class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no types
+    """A policy of kvsim as a press, for kvpress's pipeline or a `with` block of your own.
 
     budget: entries per KV head. interval, prefill: the schedule, the policy's own by default: rows
     between events in decoding, and whether one fires at the end of the first forward. new_tokens:
     the most tokens after that forward, those of a question included.
-
-    Raises:
-        PolicyError: a policy that a running model cannot follow, rotates keys to their slots, or
-            drops rows of the prompt on the way down.
-        BudgetError: a budget that is no whole number.
-    """
-    schedule = policy.schedule.override(interval, prefill, None)
-    return PolicyPress(policy, budget, schedule, new_tokens)
-
-
-class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no types
-    """A policy of kvsim as a press.
 
     The first forward on an empty cache is the prompt; later ones are decoding, a question included.
     A forward of several tokens is one step: events that fall within it fire after its last row.
@@ -88,15 +70,28 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
 
     A PrefillDecodingPress, because kvpress's pipeline has only those compress both the context and
     the answer; as with each of them, it takes a single question.
+
+    Raises:
+        PolicyError: a policy that a running model cannot follow, rotates keys to their slots, or
+            drops rows of the prompt on the way down.
+        BudgetError: a budget that is no whole number.
     """
 
-    def __init__(self, policy: Policy, budget: int, schedule: Schedule, new_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        budget: int,
+        *,
+        interval: int | None = None,
+        prefill: bool | None = None,
+        new_tokens: int = 1024,
+    ) -> None:
         super().__init__()
         check_live(policy)
         advice = "for which a press has no place; run it with kvsim live"
         refuse(policy, SLOTS, DROPS, ROUNDS, MERGES, REPEATS, advice=advice)
-        self.policy, self.budget, self.schedule = policy, whole(budget), schedule
-        self.new_tokens = new_tokens
+        self.policy = replace(policy, schedule=policy.schedule.override(interval, prefill))
+        self.budget, self.new_tokens = whole(budget), new_tokens
         self._running: RunningModel | None = None
         self._decoding: Decoding | None = None
 
@@ -162,8 +157,6 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
             self.budget,
             prompt_len=prompt_len,
             n_pos=max(prompt_len, min(most, steady_length(running.model) or most)),
-            interval=self.schedule.interval,
-            prefill=self.schedule.prefill,
             name="kvpress",
         )
         for layer in decoding.cache.layers:

@@ -18,7 +18,7 @@ from kvsim.plots import (
 from kvsim.studies.expectation.expectation import (
     STEPS,
     expected_and_observed,
-    key_projections,
+    key_gaps,
     prompt_expectation,
     state_normality,
 )
@@ -162,9 +162,8 @@ def test_what_the_page_says_of_the_sample():
         for some in (policies, kept)
     )
     error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
-    normality, projections = state_normality(trace), key_projections(trace)
-    distance = normality.mean((1, 2))
-    near = (np.abs(projections.gap - projections.normal_gap) <= 1).mean((1, 2))
+    distance = state_normality(trace).mean((1, 2))
+    near = (np.abs(key_gaps(trace)) <= 1).mean((1, 2))
 
     assert ((by_step > 0.4) & (by_step < 0.6)).all()
     assert agreement.std(-1).mean() > by_step.std()
