@@ -153,7 +153,7 @@ class LiveSource(Source):
     @property
     def keys(self) -> Tensor:
         """[L, H, n, d], after RoPE."""
-        rows = self._keys.rows
+        rows = self._rows(0)
         if self.rotated and rows.numel():
             raise PolicyError(
                 "a scorer reads keys, which are rotated to their slots; expected one that chooses "
@@ -164,9 +164,12 @@ class LiveSource(Source):
     @property
     def values(self) -> Tensor:
         """[L, H, n, d]."""
-        if self._latent is not None:
-            return computable(self._keys.rows)[..., -self._latent :]
-        return computable(self._values.rows)
+        rows = computable(self._rows(1))
+        return rows if self._latent is None else rows[..., -self._latent :]
+
+    def _rows(self, which: int) -> Tensor:
+        """The keys (0) or values (1) as they are held, [L, H, n, d]; latents are in both."""
+        return (self._keys, self._values)[which].rows
 
     @property
     def exact_keys(self) -> Tensor:
@@ -249,7 +252,7 @@ class LiveSource(Source):
 
     def writable(self, which: int) -> Tensor:
         """The keys (0) or values (1) in the cache itself, [L, H, n, d]."""
-        return (self._keys, self._values)[which].rows
+        return self._rows(which)
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Free the memory of all entries but those in slots [L, H, n]."""

@@ -18,7 +18,6 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
 from kvsim.runner.cache import LiveSource
-from kvsim.runner.model import computable
 
 
 @dataclass
@@ -96,28 +95,15 @@ class PagedSource(LiveSource):
         first = index * self._tables
         return [(first + i, slice(i * per, i * per + per)) for i in range(self._tables)]
 
-    @property
-    def keys(self) -> Tensor:
-        """[L, H, n, d], after RoPE."""
-        if self.rotated and self.n_slots:
-            return super().keys  # which refuses them
-        return computable(self._dense()[0])
-
-    @property
-    def values(self) -> Tensor:
-        """[L, H, n, d]."""
-        return computable(self._dense()[1])
-
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the slots of the View, [L, H, n, d]: pads on the left."""
+    def _rows(self, which: int) -> Tensor:
+        """The keys (0) or values (1) in the slots of the View, [L, H, n, d]: pads on the left."""
         like, n = self._sequences.pool.keys, self.n_slots
-        keys, values = (like.new_zeros(len(self.layers), self._heads, n, self._dim) for _ in "kv")
+        dense = like.new_zeros(len(self.layers), self._heads, n, self._dim)
         for index in range(len(self.layers)):
             for at, heads in self._of(index):
-                length = self._sequences.lengths[at]
-                for dense, rows in zip((keys, values), self._sequences.read(at), strict=True):
-                    dense[index, heads, n - length :] = rows.transpose(0, 1)
-        return keys, values
+                rows = self._sequences.read(at)[which]
+                dense[index, heads, n - len(rows) :] = rows.transpose(0, 1)
+        return dense
 
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the entries [H, w, d] of new rows to a layer of the block; returns these alone."""
@@ -177,7 +163,7 @@ class PagedSource(LiveSource):
         self._slots = [slots.shape[-1]] * len(self.layers)
         if self.rotated:
             ragged = bool(self._pads.any()) or len({*self._sequences.lengths}) > 1
-            keys = self._to_slots(self._dense()[0], slots, ragged=ragged)
+            keys = self._to_slots(self._rows(0), slots, ragged=ragged)
             for index in range(len(self.layers)):
                 for at, heads in self._of(index):
                     self._sequences.replace(at, keys[index, heads].transpose(0, 1))

@@ -97,14 +97,9 @@ def test_the_closed_loop_has_the_logits_of_masks(name):
     expected = by_rows(model, record).double().log_softmax(-1)
     nll = -expected.gather(-1, torch.tensor(TOKENS[PROMPT:])[:, None])[:, 0]
     np.testing.assert_allclose(outcome.forced.nll, nll, rtol=0, atol=1e-4)
-    full = -kvsim_logprobs(trace)
+    full = -np.array(trace.header.response_logprobs)
     np.testing.assert_allclose(outcome.forced.full_nll, full, rtol=0, atol=1e-4)
     assert np.abs(outcome.forced.nll - full).max() > 1e-3
-
-
-def kvsim_logprobs(trace: kvsim.Trace) -> np.ndarray:
-    """The log-likelihood of the response as recorded."""
-    return np.array(trace.header.response_logprobs)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "falcon_h1"])

@@ -191,26 +191,16 @@ def running():
     return running.model
 
 
-def begun(policy, paging, *, shared):
-    """A Decoding, to be entered, and what runs the prompt in it; the latter returns logits [V]."""
-    decoding = Decoding(
-        running(), policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW, paging=paging
-    )
-
-    def start():
-        if not shared or policy.propagation is not None:
-            return decoding.feed(running.prefix.tokens)[-1]
-        decoding.begin(running.prefix)
-        return running.prefix.logits
-
-    return decoding, start
-
-
-def written(policy, paging=None, *, shared=False):
-    """Tokens and logits that the model writes under a policy, and its Decoding."""
-    decoding, start = begun(policy, paging, shared=shared)
-    with decoding:
-        logits = [start()]
+def written(policy, paging=None, *, shared=False, run=None):
+    """Tokens and logits that a model writes under a policy behind its prefix, and its Decoding."""
+    model, prefix = run or (running(), running.prefix)
+    sizes = {"prompt_len": PROMPT, "n_pos": PROMPT + NEW}
+    with Decoding(model, policy, BUDGET, **sizes, paging=paging) as decoding:
+        if shared and policy.propagation is None:
+            decoding.begin(prefix)
+            logits = [prefix.logits]
+        else:
+            logits = [decoding.feed(prefix.tokens)[-1]]
         while len(logits) < NEW:
             logits.append(decoding.feed([int(logits[-1].argmax())])[-1])
     return [int(x.argmax()) for x in logits], torch.stack(logits), decoding
@@ -251,24 +241,14 @@ def test_all_policies_write_the_text_of_the_ordinary_cache():
 def test_a_softcap_and_sinks_are_applied_in_blocks(family):
     """Models with either write the text of the ordinary cache."""
     model = RunningModel(FAMILIES[family].build())
-    tokens = [i * 7 % 63 for i in range(PROMPT)]
-    prefix = prefill(model, tokens)
+    run = model, prefill(model, [i * 7 % 63 for i in range(PROMPT)])
     for name, tables in {"adakv+snapkv": "layer", "tova": "head"}.items():
-        policy, texts, logits = live_policies()[name], [], []
-        for paging in (None, Paging(8, tables)):
-            with Decoding(
-                model, policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW, paging=paging
-            ) as decoding:
-                decoding.begin(prefix)
-                rows = [prefix.logits]
-                while len(rows) < NEW:
-                    rows.append(decoding.feed([int(rows[-1].argmax())])[-1])
-            formulas = [source.formula for _, source in decoding._blocks]
-            assert all(each.softcap or each.sinks for each in formulas)
-            texts.append([int(x.argmax()) for x in rows])
-            logits.append(torch.stack(rows))
-        assert texts[0] == texts[1], name
-        torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+        policy = live_policies()[name]
+        text, logits, _ = written(policy, shared=True, run=run)
+        more, rows, decoding = written(policy, Paging(8, tables), shared=True, run=run)
+        assert all(x.formula.softcap or x.formula.sinks for _, x in decoding._blocks)
+        assert more == text, name
+        torch.testing.assert_close(rows, logits, rtol=0, atol=1e-5)
 
 
 def test_a_shared_prefix_is_stored_once():

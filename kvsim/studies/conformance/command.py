@@ -73,7 +73,7 @@ def conform(
     report = compared(
         content,
         policies[0],
-        int(budget) if budget is not None and budget.isdecimal() else budget,
+        budget,
         trace=trace,
         interval=interval,
         prefill=prefill,

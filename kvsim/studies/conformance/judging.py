@@ -67,41 +67,35 @@ class DumpCase:
         check_cell(trace, policy, self.budget, None, self.schedule)
         setting = setting_of(trace, policy, self.budget, self.schedule)
         for run in runs(trace, self.layers, policy):
-            comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
+            at = [self.layers.index(layer) for layer in run.layers]
             source = TraceSource(trace, run.layers, torch.device("cpu"))
             block = Block(source, policy, setting, run.layers)
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
                     choice = block.choose(row, fires=row in self.events)
-                    block.apply(choice, comparison.follow(choice))
-                yield from comparison.differences
-                comparison.differences = []
+                    kept, differences = self._compared(choice, at)
+                    block.apply(choice, kept)
+                yield from differences
 
+    def _compared(self, choice: Choice, at: list[int]) -> tuple[Tensor, list[Difference]]:
+        """The sets of the dump as far as they are in the cache, [L, H, n], and where they differ.
 
-class _Comparison:
-    """Compare the kept sets of a block's policy with the sets of some layers, and follow these."""
-
-    def __init__(self, case: DumpCase, at: list[int]) -> None:
-        self._case, self._at = case, at
-        self.differences: list[Difference] = []
-
-    def follow(self, choice: Choice) -> Tensor:
-        """Return the sets of the dump, as far as they are in the cache."""
-        case, view = self._case, choice.view
+        at: places of the block's layers in those of the dump.
+        """
+        view = choice.view
         pos, live = view.pos, view.live
         stayed = torch.zeros(*pos.shape[:2], view.row + 1, dtype=torch.bool)
         layer, head, slot = live.nonzero(as_tuple=True)
         stayed[layer, head, pos[layer, head, slot]] = True
         sets = stayed  # where the implementation has no event
-        if view.row in case.kept:
-            sets = torch.from_numpy(case.kept[view.row][self._at])
+        if view.row in self.kept:
+            sets = torch.from_numpy(self.kept[view.row][at])
         kept, absent = sets.gather(-1, pos.clamp(min=0)) & live, sets & ~stayed
-        differs = (kept != choice.keep).any(-1) | absent.any(-1)
-        for index in differs.any(-1).nonzero().flatten().tolist():
-            self.differences += self._of_layer(choice, kept, absent, differs, index)
         if not bool(kept.any(-1).all()):
             raise DumpError(f"after row {view.row} a head keeps nothing that is in the cache")
-        return kept
+        differs = (kept != choice.keep).any(-1) | absent.any(-1)
+        layers = differs.any(-1).nonzero().flatten().tolist()
+        return kept, [x for i in layers for x in self._of_layer(choice, kept, absent, differs, i)]
 
     def _of_layer(
         self, choice: Choice, kept: Tensor, absent: Tensor, differs: Tensor, index: int
@@ -136,7 +130,7 @@ class _Comparison:
             differences.append(
                 Difference(
                     row=choice.view.row,
-                    layer=self._case.trace.layer_ids[self._case.layers[self._at[index]]],
+                    layer=self.trace.layer_ids[int(choice.view.layers[index])],
                     head=head,
                     kind=next((kind for kind, is_so in kinds.items() if is_so), "choice"),
                     extra=tuple(pos[extra[head]].tolist()),
@@ -163,7 +157,8 @@ class _Comparison:
         if choice.scores is None or choice.protected is None or not bool(extra.any()):
             return []
         scores, gaps = choice.scores[index].double(), []
-        scale = _largest(scores, choice.view.live[index])
+        finite: Any = scores[choice.view.live[index] & scores.isfinite()].abs()
+        scale = (float(finite.max()) if finite.numel() else 0.0) or 1.0  # of the layer
         for part in parts:
             a, b = extra & part, missing & part
             if int(a.sum()) != int(b.sum()) or bool((choice.protected[index] & (a | b)).any()):
@@ -172,10 +167,4 @@ class _Comparison:
         return gaps
 
     def _tied(self, gaps: Sequence[float]) -> bool:
-        return all(abs(gap) <= self._case.tolerance for gap in gaps)
-
-
-def _largest(scores: Tensor, live: Tensor) -> float:
-    """The largest finite score of a layer, of either sign."""
-    finite: Any = scores[live & scores.isfinite()].abs()
-    return float(finite.max()) or 1.0 if finite.numel() else 1.0
+        return all(abs(gap) <= self.tolerance for gap in gaps)

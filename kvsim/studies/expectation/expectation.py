@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -147,7 +148,7 @@ class Expectation:
 
 
 def expected_and_observed(
-    trace: Trace, cut: int | None = None, *, sink: int = 4, device: str = "cpu"
+    trace: Trace, cut: int | None = None, *, sink: int = SINK, device: str = "cpu"
 ) -> Expectation:
     """Expected and observed attention of every query head, one layer in memory at a time.
 
@@ -245,7 +246,7 @@ def prompt_expectation(analysis: Analysis) -> Expectation | None:
 
     None where it cannot be compared (`expected_and_observed`).
     """
-    trace, cut = analysis.trace, analysis.trace.prompt_len
-    if not SINK + 2 <= cut < trace.n_pos or trace.windowed:
-        return None
-    return expected_and_observed(trace, cut, sink=SINK, device=analysis.device)
+    trace = analysis.trace
+    with suppress(PolicyError):
+        return expected_and_observed(trace, trace.prompt_len, device=analysis.device)
+    return None

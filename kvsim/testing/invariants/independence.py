@@ -7,7 +7,7 @@ order of the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -272,17 +272,11 @@ def head_permutation(trial: Trial) -> None:
     _, heads, group, _, _ = trial.case.shape
     order = np.random.default_rng(trial.salt).permutation(heads)
     qorder = (order[:, None] * group + np.arange(group)).ravel()
-    case = trial.case
-    moved = replace(
-        case,
-        q=case.q[:, qorder],
-        k=case.k[:, order],
-        v=case.v[:, order],
-        o_proj=None if case.o_proj is None else case.o_proj[:, qorder],
-        probe_q=case.probe_q[:, qorder],
-        probe_k=case.probe_k[:, order],
+    names = {"k": order, "v": order, "probe_k": order} | dict.fromkeys(
+        ("q", "o_proj", "probe_q"), qorder
     )
-    permuted = replace(trial, case=moved).replay().evicted_at
+    arrays: Any = {name: getattr(trial.case, name)[:, x] for name, x in names.items()}
+    permuted = replace(trial, case=replace(trial.case, **arrays)).replay().evicted_at
     back = np.empty_like(permuted)
     back[:, qorder if trial.policy.per_query_head else order] = permuted
     trial.same(back, f"heads in the order {order.tolist()}")

@@ -172,13 +172,8 @@ def both(*makers):
 
 def layers(metric, variant, first, second):
     """Rows of the traces in two layers."""
-
-    def make(sign):
-        pairs = ((0, first), (1, second)) if sign > 0 else ((0, second), (1, first))
-        for layer, value in pairs:
-            yield from rows(None, [value, value + 0.01], metric, variant, layer=layer)
-
-    return make
+    pairs = (first, second), (second, first)
+    return both(*(trace_rows(metric, variant, *x, layer=i) for i, x in enumerate(pairs)))
 
 
 def lead(sign):
@@ -196,18 +191,8 @@ def by_depth(sign):
 
 def overlaps(**values):
     """Overlap of windows by variant, with chance 0.3."""
-    return both(
-        *(
-            lambda sign, name=name, pair=pair: rows(
-                None,
-                [pair[sign < 0], pair[sign < 0] + 0.001],
-                "window_overlap",
-                name,
-                chance=0.3,
-            )
-            for name, pair in values.items()
-        )
-    )
+    pairs = values.items()
+    return both(*(trace_rows("window_overlap", name, *pair, chance=0.3) for name, pair in pairs))
 
 
 def changed(policy, params, metric="output_error", **own):

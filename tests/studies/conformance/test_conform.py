@@ -46,7 +46,7 @@ def votes(trace, live, row, layer, head, kind):
     q, rows = rows_of(trace, window, row, layer, kind)
     k = trace.read("k")[layer].double().numpy()
     out = []
-    for qhead in (2 * head, 2 * head + 1):
+    for qhead in range(4) if kind == "mean-of-all-heads" else (2 * head, 2 * head + 1):
         total = np.zeros(len(live))
         for i, r in enumerate(rows):
             z = k[qhead // 2, live] @ q[qhead, i] / np.sqrt(8)
@@ -100,7 +100,7 @@ def dump_of(trace, kind=""):
 KINDS = (
     *("event-late", "row-early", "row-late", "lost-sinks", "lost-window", "window-on-top"),
     *("sinks-on-top", "one-more", "one-fewer", "window-early", "window-rotated"),
-    *("window-of-one", "max-of-heads", "first-head", "no-eviction"),
+    *("window-of-one", "max-of-heads", "first-head", "mean-of-all-heads", "no-eviction"),
 )
 
 
@@ -122,35 +122,8 @@ def test_each_deviation_is_recognised_by_name(trace, kind):
     assert f"explained by {kind}: " in "\n".join(report.lines())
 
 
-def test_a_wrong_average_over_all_heads_is_recognised(trace):
-    """So is the mean over all query heads of the layer, where heads are to vote by themselves."""
-    lines = dict(zip(("layer", "head", "row", "pos"), np.array([*_shared(trace)]).T, strict=True))
-    dump = Dump.of_table(lines, **_more(dump_of(trace)))
-    assert [each.name for each in kvsim.conform(dump, POLICY).deviations] == ["mean-of-all-heads"]
-
-
 def _more(dump):
     return {name: getattr(dump, name) for name in ("trace", "budget", "schedule")}
-
-
-def _shared(trace):
-    """Lines of an implementation with one set per layer, by the mean over all query heads."""
-    for layer in range(2):
-        live, since = [], 0
-        for row in EVENTS:
-            live += range(since, row + 1)
-            q, rows = rows_of(trace, WINDOW, row, layer, "")
-            total = np.zeros(len(live))
-            for qhead in range(4):
-                k = trace.read("k")[layer, qhead // 2, live].double().numpy()
-                for i, r in enumerate(rows):
-                    z = np.where(np.array(live) <= r, np.exp(k @ q[qhead, i] / np.sqrt(8)), 0)
-                    total += z / z.sum()
-            safe = [p < SINK or p > row - WINDOW for p in live]
-            order = sorted(range(len(live)), key=lambda i: (not safe[i], -total[i]))
-            live = sorted(live[i] for i in order[:BUDGET])
-            since = row + 1
-            yield from ((layer, head, row, p) for head in (0, 1) for p in live)
 
 
 def test_the_first_difference_has_its_place_and_gap(trace):
