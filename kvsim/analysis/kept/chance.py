@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,9 @@ def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
     # heads and events repeat few cases
     shape = [1 + int(x.max(initial=0)) for x in given]
     different, inverse = np.unique(np.ravel_multi_index(given, shape), return_inverse=True)
-    cases = np.unravel_index(different, shape)
-    if len(different) <= _FEW:
-        single = (_at_most(*case) for case in zip(*(x.tolist() for x in cases), strict=True))
-        return np.fromiter(single, np.float64, len(different))[inverse]
-    most, marked, total, kept = cases
+    most, marked, total, kept = np.unravel_index(different, shape)
     probability: Floats = scipy.stats.hypergeom.cdf(most, total, marked, kept)
     return probability[inverse]
-
-
-#: Up to so many cases are looked up first: the first events of records of a trace share them.
-_FEW = 16
-
-
-@lru_cache(1 << 16)
-def _at_most(most: int, marked: int, total: int, kept: int) -> float:
-    return float(scipy.stats.hypergeom.cdf(most, total, marked, kept))
 
 
 def iou(first: Any, second: Any, total: Any) -> Floats:
