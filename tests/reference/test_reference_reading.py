@@ -194,8 +194,8 @@ def check(layer: reading.Layer, rule: reading.Rule, trace: Trace, record: Record
     np.testing.assert_allclose(measured.ravel(), expected, rtol=1e-5, atol=1e-6)
     resident, taken = reading.bits_of(layer, read, rule)
     size = cache_bytes(trace, [record])[0]
-    np.testing.assert_allclose(8 * size.resident.sum(), resident)
-    np.testing.assert_allclose(8 * size.read.sum(), taken)
+    np.testing.assert_allclose(8 * size[0].sum(), resident)
+    np.testing.assert_allclose(8 * size[1].sum(), taken)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ Shape letters: H KV heads, w rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,12 +27,9 @@ EXACT = 16
 _MOST = 1 << 24
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes of each layer, mean over the rows of the answer of each turn; [turn, layer, H]."""
-
-    resident: Floats
-    read: Floats
+#: Bytes of each layer that are resident, and that rows read, means over the rows of the answer of
+#: each turn; [turn, layer, H].
+Bytes = tuple[Floats, Floats]
 
 
 def cache_bytes(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Bytes]:
@@ -42,20 +38,18 @@ def cache_bytes(trace: Trace, records: Sequence[Record], device: str = "cpu") ->
 
 
 def _of(trace: Trace, record: Record, device: str) -> Bytes:
-    answers = [slice(*rows) for rows in trace.header.answers(trace.n_pos)]
-    shape = len(answers), *record.evicted_at.shape[:2]
+    shape = len(trace.answers), *record.evicted_at.shape[:2]
     resident, read = (np.full(shape, np.nan) for _ in range(2))
     owners = [trace.owners[layer] for layer in record.layers]
     for index, evicted_at in enumerate(record.gone_after):
         gone = torch.from_numpy(evicted_at).to(device)
-        for turn, rows in enumerate(answers):
-            if rows.start == rows.stop:
-                continue
-            both = _of_layer(trace, record, index, gone, rows)
-            resident[turn, index], read[turn, index] = (x.cpu().numpy() / 8 for x in both)
-            if owners[index] in owners[:index]:  # an earlier layer holds the entries
-                resident[turn, index] = 0
-    return Bytes(resident, read)
+        for turn, rows in enumerate(slice(*x) for x in trace.header.answers(trace.n_pos)):
+            if rows.start < rows.stop:
+                both = _of_layer(trace, record, index, gone, rows)
+                resident[turn, index], read[turn, index] = (x.cpu().numpy() / 8 for x in both)
+                if owners[index] in owners[:index]:  # an earlier layer holds the entries
+                    resident[turn, index] = 0
+    return resident, read
 
 
 def _of_layer(

@@ -66,12 +66,10 @@ def _more(subject: Subject, reference: str) -> Floats | None:
 
 
 def _regret(subject: Subject) -> Iterator[Cells]:
-    more = _more(subject, "optimum")
-    if more is None:
-        return
-    for turn, rows in subject.trace.answers:
-        values = mean_known(more[..., rows]).ravel()
-        yield Cells(subject.record.layers, values, "qhead", turn=turn)
+    if (more := _more(subject, "optimum")) is not None:
+        for turn, rows in subject.trace.answers:
+            values = mean_known(more[..., rows]).ravel()
+            yield Cells(subject.record.layers, values, "qhead", turn=turn)
 
 
 def _means(
@@ -131,11 +129,11 @@ def _all_heads(subject: Subject) -> Floats:
     return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
 
 
-def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
+def _bytes(place: int) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         from kvsim.analysis.output.bytes import cache_bytes
 
-        by_turn = getattr(subject.walk(cache_bytes), name).sum(-1)  # [turn, layer]
+        by_turn = subject.walk(cache_bytes)[place].sum(-1)  # [turn, layer]
         for (turn, _), of_turn in zip(subject.trace.answers, by_turn, strict=True):
             yield Cells(subject.record.layers, of_turn, turn=turn)
 
@@ -184,12 +182,12 @@ METRICS: Mapping[str, Metric] = {
     "bytes_held": Metric(
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that "
         "is not rounded, scales and summaries of pages included; summaries add up the layers",
-        "rows", "bytes", "lower", "kvsim", _bytes("resident"),
+        "rows", "bytes", "lower", "kvsim", _bytes(0),
         default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
         "head reads, and what choosing them reads; summaries add up the layers",
-        "rows", "bytes", "lower", "as bytes_held", _bytes("read"),
+        "rows", "bytes", "lower", "as bytes_held", _bytes(1),
         default=False, layers="sum"),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
