@@ -180,7 +180,6 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
         PolicyError: the values have no common mean (`mixed`).
     """
     table, by = split_by(table, by)
-    by = [name for name in by if name not in (*KEYS, "trace")]
     if remark := mixed(table, by):
         raise PolicyError(remark)
     if "event" not in by:
@@ -236,7 +235,6 @@ def averages(
         `chance` (mean), `fidelity`.
     """
     table, by = split_by(as_table(table), by)
-    by = [name for name in by if name not in (*KEYS, "trace")]
     if metrics is not None:
         table = main_variants(table, listed(metrics))
     values = per_prompt(table, by)
@@ -256,9 +254,10 @@ def averages(
 
 
 def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:
-    """Return the Table with the columns `by`, and their names; values without a stage are left out.
+    """Return the Table with the columns `by`, and names of those that results do not have anyway.
 
-    Raises PolicyError where the Table lacks a column, and for a column of values.
+    Values without a stage are left out. Raises PolicyError where the Table lacks a column, and for
+    a column of values.
     """
     given: list[str] = listed(by)
     names = [*dict.fromkeys(given)]
@@ -270,7 +269,7 @@ def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame
             f"the table has no column {missing[0]!r}{suggest(missing[0], [*columns, 'stage'])} to "
             f"split by; it has {', '.join(columns)}"
         )
-    return table, names
+    return table, [name for name in names if name not in (*KEYS, "trace")]
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

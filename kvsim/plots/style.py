@@ -272,13 +272,6 @@ def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
     axis.tick_params(labelsize=7)
 
 
-def layer_axis(axis: Axes, n_layers: int) -> None:
-    """Make the horizontal axis that of the layers, with whole numbers."""
-    plain(axis, "layer")
-    axis.set_xlim(-0.5, n_layers - 0.5)
-    whole_ticks(axis.xaxis)
-
-
 def whole_ticks(*axes: Axis) -> None:
     """Put ticks at whole numbers only, and at least one."""
     for axis in axes:

@@ -23,8 +23,8 @@ from kvsim.plots.style import (
     caption,
     colour_bar,
     finish,
-    layer_axis,
     name_axes,
+    plain,
     series,
     short_text,
     single_panel,
@@ -82,7 +82,9 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
         axis.annotate(f"tau {tau:g}", (1, tau), **right)
     axis.set_ylim(bottom=0)
     name_axes(axis, y="rank variance / that of the first tested layer")
-    layer_axis(axis, max((curve.n_layers for curve in curves), default=1))
+    plain(axis, "layer")
+    axis.set_xlim(-0.5, max((curve.n_layers for curve in curves), default=1) - 0.5)
+    whole_ticks(axis.xaxis)
     terms: dict[str, set[Any]] = {
         "budget": sizes,
         "window": {curve.rule.window for curve in curves},
