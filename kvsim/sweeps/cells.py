@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
 
-#: What rules of a policy other than a scorer's return.
-_RETURNED = {"plan": "a Plan with quotas [layer, KV head]", "budgets": "budgets [layer]"}
-
 
 class Cell(NamedTuple):
     """A policy at a budget on a trace, and the schedule of its events.
@@ -232,11 +229,6 @@ def failure(cell: Cell, reason: str, *, unexpected: bool = False, trace: str = "
 
 def _unexpected(error: BaseException) -> str:
     """Return one line on an error of a policy's own code: what, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = frames[-1]
-    returned = [_RETURNED[each.name] for each in frames if each.name in _RETURNED]
-    return (
-        f"the policy raised {type(error).__name__} ({error_line(error)}) in "
-        f"{Path(frame.filename).name}, line {frame.lineno}; expected "
-        f"{['scores [layer, KV head, entry]', *returned][-1]}"
-    )
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return f"the policy raised {type(error).__name__} ({error_line(error)}) in {where}"

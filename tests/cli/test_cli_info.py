@@ -110,7 +110,6 @@ LOCAL = [
     ("replay", "sample", "--policy", "tova", "--budget", "32", "--out", "URL"),
     ("report", "sample", "--out", "URL"),
     ("plot", "mass_curve", "sample", "--out", "URL"),
-    ("study", "layers", "sample", "--figures", "URL"),
     ("study", "cost", "--policy", "tova", "--budget", "32", "--model-config", "URL"),
     ("prompts", "--out", "URL"),
     ("demo", "--out", "URL"),
