@@ -50,13 +50,7 @@ def cost(
     ] = None,
     context: Annotated[
         list[str] | None,
-        shared.several("N[,...]", "Tokens, prompt included; default: the trace's."),
-    ] = None,
-    prompt: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
-        ),
+        shared.several("N[,...]", "Tokens of the prompt; default: the trace, with its response."),
     ] = None,
     settings: shared.Settings = None,
     selection_layer: Annotated[
@@ -95,11 +89,10 @@ def cost(
     if not contexts:
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
     policies = shared.build_policies(policy, settings)
-    # the prompt is that of the trace where it is the trace's context
-    traced = {} if opened is None or prompt is not None else {opened.n_pos: opened.prompt_len}
+    prompts = {} if opened is None else {opened.n_pos: opened.prompt_len}
     options: dict[str, Any] = {"selection_layer": selection_layer, "trace": opened}
     costs = [
-        estimate(model, each, resolve_budget(size, n), n, prompt=traced.get(n, prompt), **options)
+        estimate(model, each, resolve_budget(size, n), n, prompt=prompts.get(n), **options)
         for n in contexts
         for each in policies
         for size in (budget if "held" in bounds_of(each) else budget[:1])
