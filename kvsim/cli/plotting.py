@@ -177,16 +177,7 @@ def _replayed(
 
     check_models(traces)
     for trace in traces:
-        for option, count in (("layer", trace.n_layers), ("head", trace.part().n_heads)):
-            place = flags[option]
-            if place is not None and place >= count:
-                raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
         whole = [layer for layer in range(trace.n_layers) if layer not in trace.windowed]
-        if figure.replay and whole and flags["layer"] in trace.windowed:
-            raise OptionError(
-                f"--layer {flags['layer']} of {trace.name} has a sliding window, so no policy is "
-                f"replayed there; expected one that sees the whole text, as {whole[0]}"
-            )
         if flags["layer"] is None and figure.single and figure.replay and trace.windowed and whole:
             flags["layer"] = whole[0]  # the figure's own default may have a window
     if figure.replay is None:

@@ -139,5 +139,4 @@ def test_layers_with_a_window_are_passed_over(run, tmp_path):
         assert re.fullmatch(r"Note: 2 of 3 layers do not see the whole text.*\n", err), figure
     status, _, err = run("plot", "bursts", *asked, "--layer", "2", "--out", tmp_path / "x.png")
     assert status == 2
-    assert "--layer 2 of memory has a sliding window" in err
-    assert "as 1" in err
+    assert "layer is 2; the record of tova on memory has layers 1" in err

@@ -103,14 +103,14 @@ REFUSED = {
     f"{PARETO} --metric regrett": "'regrett'; did you mean 'regret'",
     f"{PARETO} --metric sparsity": "is about traces and the same for",
     f"{PLOT} overlap_curves TRACE --interval 8 --set prefill=no": "leave --interval, --set out",
-    f"{PLOT} overlap_curves TRACE --layer 99": "--layer is 99; small has 0 to",
+    f"{PLOT} overlap_curves TRACE --layer 99": "layer is 99; small has layers 0 to",
     "plot overlap_curves TRACE --out x.jpg": "expected a file that ends in .png, .svg or .pdf",
     "plot overlap_curves TRACE --out file.png": "file.png exists; give another --out, nothing was",
     f"{PLOT} reconstruction_error TRACE --policy tova --budget 8": "leave --budget out",
     f"{PLOT} reconstruction_error TRACE --policy tova --interval 8": "leave --interval out",
     f"{PLOT} reconstruction_error TRACE": "give --policy POLICY",
     f"{PLOT} token_text TRACE --policy tova,h2o --budget 8": "one policy at one budget, but 2",
-    f"{PLOT} token_text TRACE --policy tova --budget 8 --head 99": "--head is 99; small has 0 to",
+    f"{PLOT} token_text TRACE --policy tova --budget 8 --head 99": "head is 99; small has heads",
     f"{PLOT} token_text TRACE sample --policy tova --budget 8": "shows one trace, but 2 were given",
     f"{PLOT} token_text TRACE --policy snapkv --budget 16 --set window=2,4": (
         "token_text shows one policy at one budget, but 2 were given"
