@@ -164,11 +164,9 @@ class Draft:
 
 def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
     """Raise OutputError if something is at `path`, unless it is a file that may be replaced."""
-    if path.is_symlink() or path.exists():
-        if not overwrite:
-            raise OutputError(f"{path} exists; {advice}, nothing was changed")
-        if not path.is_file():
-            raise OutputError(f"{path} exists and is not a file; {advice}, nothing was changed")
+    if (path.is_symlink() or path.exists()) and not (overwrite and path.is_file()):
+        kind = " and is not a file" if overwrite else ""
+        raise OutputError(f"{path} exists{kind}; {advice}, nothing was changed")
 
 
 def put_in_place(draft: Path, target: Path, *, overwrite: bool) -> None:

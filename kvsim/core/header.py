@@ -167,6 +167,7 @@ class Header:
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         heads, value_dim = shapes["v"][1::2]
         largest, meta = (n_qheads, heads, dim, value_dim), self.meta
+        yield "query heads", n_qheads, n_qheads % heads == 0, f"a multiple of {heads} KV heads"
         sizes, says = self.sizes, f"(heads, KV heads, dim, value_dim) each, at most {largest}"
         yield "sizes", sizes, not sizes or _are_sizes(sizes, n_layers, largest), says
         end = self.prompt_len

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.core.left_out import LeftOut, stored_shape
-from kvsim.schema import AXES, CHUNK, OF_ROWS, SUMS
+from kvsim.schema import AXES, CHUNK, SUMS
 
 #: Dtypes of floating-point numbers; bfloat16 is stored as its bits, for which zarr has no name.
 FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -105,7 +105,6 @@ def cut_shape(
     name: str, shape: tuple[int, ...], n_pos: int, left_out: LeftOut = None
 ) -> tuple[int, ...]:
     """Return the shape for `n_pos` positions."""
-    if left_out is not None and name in OF_ROWS:
-        n_pos -= left_out[1] - left_out[0]
     pairs = zip(AXES[name], shape, strict=True)
-    return tuple(n_pos if axis == "pos" else length for axis, length in pairs)
+    whole = tuple(n_pos if axis == "pos" else length for axis, length in pairs)
+    return stored_shape(name, whole, left_out)

@@ -102,11 +102,6 @@ class StoredTrace:
         """The text of each token, or None."""
         return self.attributes.get("token_text")
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file but the document of the group."""
-        return {key: size for key, (size, _) in self.store.files.items()}
-
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
         if name == "tokens":

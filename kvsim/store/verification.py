@@ -216,7 +216,8 @@ def describe(path: str | Path) -> dict[str, Any]:
     Sizes are without the document of the group. Raises TraceError as `open_trace`.
     """
     stored = StoredTrace(path)
-    header, sizes, meta = stored.header, stored.sizes, stored.header.meta
+    header, meta = stored.header, stored.header.meta
+    sizes = {key: size for key, (size, _) in stored.store.files.items()}
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     attributes, probe = attributes_of(header), header.probe
     turns = [

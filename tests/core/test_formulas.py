@@ -109,6 +109,24 @@ def test_full_attention_equals_the_definition(name, rows, kernel, monkeypatch):
             assert math.isclose(float(lse[i, row]), expected[1], abs_tol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["plain", "softcap"])
+def test_a_mask_says_what_a_row_sees(name, kernel):
+    """Output and log-sum-exp equal the loop; a row that sees nothing gives 0 and -inf."""
+    formula = FORMULAS[name]
+    q, k, v = (x[0].unflatten(0, (HEADS, -1)) for x in arrays())
+    seen = torch.rand(HEADS, 1, N, N, generator=torch.Generator().manual_seed(2)) > 0.5
+    seen[1, 0, 4] = False
+
+    out, lse = attend(q, k, v, formula, mask=seen)
+
+    for h, g, row in np.ndindex(HEADS, QHEADS // HEADS, N):
+        entries = k[h, 0].numpy(), v[h, 0].numpy(), facts(formula, 0)
+        at = seen[h, 0, row].nonzero()[:, 0].tolist()
+        expected = naive(q[h, g, row].numpy(), *entries, at)
+        assert np.allclose(out[h, g, row], expected[0], atol=1e-12)
+        assert np.isclose(float(lse[h, g, row]), expected[1], atol=1e-12)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 13, N - 1])
 @pytest.mark.parametrize("name", WHOLE)
 def test_parts_merge_and_sinks_count_once(name, cut):

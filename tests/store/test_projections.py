@@ -206,44 +206,6 @@ def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
     assert array_fingerprint(*facts) == stored.fingerprint == trace.fingerprint
 
 
-class Gated(torch.nn.Module):
-    """An output projection with a gate behind the kernel."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.weight = inner, inner.weight
-
-    def forward(self, x):
-        """Gate what comes in."""
-        return self.inner(x.sigmoid())
-
-
-@pytest.fixture
-def gated():
-    """The small model with a gate in front of the projection of its second layer."""
-    small.cache_clear()
-    model = small()
-    attention = model.model.layers[1].self_attn
-    attention.o_proj = Gated(attention.o_proj)
-    yield model
-    small.cache_clear()
-
-
-def test_a_model_whose_projections_cannot_be_checked_is_recorded_without(gated, tmp_path):
-    """With a note by default; an error where they are asked for."""
-    out = tmp_path / "a.zarr"
-    trace = capture(gated, words_tokenizer(), "w1 w2 w3", max_new_tokens=3, out=out)
-
-    assert not trace.has("o_proj")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
-    (note,) = trace.meta["notes"]
-    assert note.startswith("recorded without o_proj: o_proj of layer 1 differs by")
-    assert "--o-proj" not in note
-    assert verify(out).ok
-    with pytest.raises(CaptureError, match="o_proj of layer 1 differs by"):
-        capture(gated, words_tokenizer(), "w1 w2", out=tmp_path / "b.zarr", o_proj=True)
-
-
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_model_whose_layers_change_the_stream_between_them_has_no_norm(stored, tmp_path):
     """With a note by default, on disk and in memory; an error where the stream is asked for."""
