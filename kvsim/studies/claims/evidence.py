@@ -131,7 +131,9 @@ class Evidence:
 
     def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
         """Values and chance [2, prompt] by (result, budget as requested, layer)."""
-        at = metric, _main(metric) if variant is None else variant, layered
+        if variant is None:
+            variant = METRICS[metric].main
+        at = metric, variant, layered
         if at not in self._values:
             values = self._values[at] = {}
             part = self._parts.get(at[:2], pl.DataFrame())
@@ -325,10 +327,6 @@ _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 def untraced(metric: str, of_what: str = "") -> str:
     """Why a property of the traces has no value."""
     return f"needs {metric} of traces{of_what}: kvsim report RUN TRACE..."
-
-
-def _main(metric: str) -> str:
-    return METRICS[metric].main if metric in METRICS else ""
 
 
 def _distinct(settings: Sequence[tuple[PolicySetting, ...]]) -> list[str]:

@@ -159,16 +159,11 @@ class Trial:
 
     def _close(self, plans: Plans, i: int, last: Ints, heads: list[int]) -> bool:
         """Whether in layer i of the block an entry that stays and one that leaves nearly tie."""
-        gone, rest = [], []
-        for head in heads:
-            live = plans.pos[i, head] >= 0
-            pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
-            leaving = last[head, pos] == plans.row
-            layer = plans.layers[i]
-            free = ~leaving & ~self.protected(plans.row, int(plans.budgets[i]), layer)[pos]
-            gone.append(score[leaving])
-            rest.append(score[free])
-        out, kept = np.concatenate(gone), np.concatenate(rest)[:, None]
+        pos, scores = plans.pos[i, heads], plans.scores[i, heads]
+        live, at = pos >= 0, pos.clip(0)
+        leaving = live & (np.take_along_axis(last[heads], at, -1) == plans.row)
+        protected = self.protected(plans.row, int(plans.budgets[i]), plans.layers[i])[at]
+        out, kept = scores[leaving], scores[live & ~leaving & ~protected][:, None]
         size = np.maximum(abs(kept), abs(out))
         with np.errstate(invalid="ignore"):  # a score may be -inf
             near = abs(kept - out) < self.case.tolerance * size

@@ -42,24 +42,12 @@ def pairs(record, layer, head):
 
 
 def test_dense_masks_are_the_definition(record):
-    """Every row of every layer and head sees the positions p with p <= r <= evicted_at[p]."""
+    """Rows see the positions p with p <= r <= evicted_at[p]; so says the function of a mask."""
     masks = Masks.of(record)
     for layer, head in np.ndindex(2, 2):
         assert (masks.dense(layer)[head].numpy() == pairs(record, layer, head)).all()
     some = slice(40, 50)
     assert (masks.dense(1, some) == masks.dense(1)[:, some]).all()
-
-
-def block_mask(masks, layer):
-    """The mask of a layer for flex_attention, for two query heads of each KV head."""
-    return flex.create_block_mask(
-        masks.mask_mod(layer, 2), None, 4, N, N, device="cpu", BLOCK_SIZE=16
-    )
-
-
-def test_the_function_of_a_mask_is_the_dense_mask(record):
-    """Pair by pair, for each query head."""
-    masks = Masks.of(record)
     dense = flex.create_mask(masks.mask_mod(0, 2), None, 4, N, N, device="cpu")
     assert (dense[0] == masks.dense(0).repeat_interleave(2, 0)).all()
 
@@ -88,7 +76,8 @@ def test_attention_under_a_mask_is_the_output_of_a_replay(trace, record, monkeyp
         assert float(moved.max()) > 0.1
         assert np.abs(moved.numpy() - error[layer])[:, PROMPT:].max() < 1e-5
         q, k, v = (trace.read(name)[layer][None] for name in "qkv")
-        blocks = block_mask(masks, layer)
+        visible = masks.mask_mod(layer, 2)  # of two query heads of each KV head
+        blocks = flex.create_block_mask(visible, None, 4, N, N, device="cpu", BLOCK_SIZE=16)
         other = flex.flex_attention(
             q, k, v, block_mask=blocks, scale=trace.formulas[0].scale, enable_gqa=True
         )
