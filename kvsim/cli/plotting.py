@@ -284,6 +284,7 @@ def _swept(
     from kvsim.analysis.measuring import available
     from kvsim.analysis.registry import metric
     from kvsim.analysis.summaries import COSTS
+    from kvsim.engine.checks import Setup
     from kvsim.engine.replay import run
     from kvsim.sweeps.driver import Plan
     from kvsim.sweeps.grid import grid_of
@@ -296,8 +297,8 @@ def _swept(
         raise OptionError(f"{name} shows one policy at one budget, but {count} were given")
     if figure.replay == "plans":
         cell = plan.cells[0]
-        where = cell.trace, cell.policy, cell.budget, cell.schedule
-        record = run(*where, layers=cell.layers, internals=True)
+        setup = Setup(cell.trace, cell.policy, cell.budget, cell.schedule).checked()
+        record = run(setup, layers=cell.layers, internals=True)
         return Data(traces, [record], None, [record.remark])
     with progress_bar("cells") as report:
         swept = plan.finish(plan.begin(), progress=report).whole()

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
+from kvsim.core.parameters import integer
 from kvsim.errors import BudgetError
+from kvsim.schema import NEVER
 
 T = TypeVar("T")
 
@@ -53,6 +55,16 @@ def share_of(budget: int | str) -> str | None:
     return None if re.fullmatch(r"[+-]?[\d_]+", text) else text
 
 
+def in_entries(budget: int) -> int:
+    """The budget as an int. BudgetError for anything else, a share or a truth value included."""
+    entries = integer(budget)
+    if entries is not None and entries <= NEVER:
+        return entries
+    raise BudgetError(
+        f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
+    )
+
+
 def resolve_budget(
     budget: int | str, n_pos: int, expected: str = "entries (128) or a share (25%)"
 ) -> int:
@@ -60,7 +72,9 @@ def resolve_budget(
 
     expected: what errors say is.
     """
-    text = str(budget).strip()
+    if not isinstance(budget, str):
+        return in_entries(budget)
+    text = budget.strip()
     try:
         if not text.endswith("%"):
             return int(text)

@@ -87,7 +87,7 @@ class Entries:
         return head * total + pos
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether nothing has left."""
         return self.aligned and not self._compacted
 

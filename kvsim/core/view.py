@@ -220,7 +220,7 @@ class View:
             of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
             return Scores(torch.cat([part.values for part in parts]), of_all)
         foreign = not type(scorer).__module__.startswith("kvsim.")
-        if foreign or not self._entries.whole:
+        if foreign or not self._entries.complete:
             self._reads_budget |= foreign  # or the prompt's length, or the time of day
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget
@@ -301,7 +301,7 @@ class View:
         first = int(self.since.min()) + 1
         if first == self.row:
             return self.attn(1, group="sum")[..., 0, :]
-        if first == 0 and self._entries.whole:  # the same under every policy and budget
+        if first == 0 and self._entries.complete:  # the same under every policy and budget
             key = "received", self.row
             return self.memo(key, lambda: self._received(0), shared=True).clone()
         return self._received(first)

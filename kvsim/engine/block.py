@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -104,16 +104,17 @@ class Block:
         first = setting.ends[0] - 1
         self.store = Store(policy.storage, source, self.evicted_at, first, self._placed)
 
-    def fire(self, rows: Iterable[int], internals: bool | frozenset[str]) -> Iterator[Plans]:
-        """Fire the events after rows; yields decisions, by position in the text, on request."""
-        at = self.source.positions.cpu().numpy()
+    def fire(self, rows: Iterable[int], internals: bool | frozenset[str]) -> list[Plans]:
+        """Fire the events after rows; returns decisions, by position in the text, on request."""
+        at, plans = self.source.positions.cpu().numpy(), list[Plans]()
         for row in rows:
             choice = self.choose(row)
             for decided in choice.plans(internals) if internals else ():
                 pos = np.where(decided.pos < 0, -1, at[decided.pos])
-                yield replace(decided, row=int(at[row]), pos=pos)
+                plans.append(replace(decided, row=int(at[row]), pos=pos))
             self.apply(choice)
             del choice  # the next event's attention takes its place
+        return plans
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parts import of_rows
-from kvsim.core.policy import Policy
 from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, Source, View
@@ -20,12 +19,12 @@ class Descent:
     """Which rows of the prompt are propagated to each layer.
 
     rows: for each layer their positions, int [k] ascending, None for all of them; layers with the
-    same rows share one tensor. whole: so many first layers have caches that are never cut.
+    same rows share one tensor. uncut: so many first layers have caches that are never cut.
     """
 
     selection: Selection
     rows: tuple[Tensor | None, ...]
-    whole: int = 0
+    uncut: int = 0
 
 
 #: Returns the view of a layer at the end of the prefill over rows of the prompt (None for all).
@@ -65,19 +64,11 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
         restarted=again and bool(dropped),
         notes={**facts, **notes},
     )
-    whole = 0
+    uncut = 0
     if propagation.kv_before == "full":
         last = facts.get("layer", n_layers - 1) if selection.layer is None else selection.layer
-        whole = last + 1
-    return Descent(selection, tuple(of_layer), whole)
-
-
-def descent_of(trace: Trace, policy: Policy, setting: Setting, device: str) -> Descent | None:
-    """The rows of each layer by recorded attention; None of a policy that drops none."""
-    if policy.propagation is None:
-        return None
-    look = recorded(trace, setting, device)
-    return descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
+        uncut = last + 1
+    return Descent(selection, tuple(of_layer), uncut)
 
 
 def recorded(trace: Trace, setting: Setting, device: str) -> Look:

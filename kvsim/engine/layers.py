@@ -13,7 +13,7 @@ from kvsim.core.parameters import integer
 from kvsim.core.parts import of_rows
 from kvsim.core.pieces import ACROSS_LAYERS, Uniform
 from kvsim.core.policy import Policy
-from kvsim.core.shared_results import DEFAULT_MEMORY, MEMO_BYTES
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
@@ -75,7 +75,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
             )
 
 
-def _layer_bytes(trace: Trace, policy: Policy) -> int:
+def replay_bytes(trace: Trace, policy: Policy) -> int:
     """Bytes of the keys and values of a layer and of its events, without those of blocks of rows.
 
     Keys and values are those of all positions, and as gathered for an event, at most as many.
@@ -100,12 +100,6 @@ def _layer_bytes(trace: Trace, policy: Policy) -> int:
     return numbers * trace.dtype.itemsize
 
 
-def replay_bytes(trace: Trace, policy: Policy, layers: int, memory: int | None) -> int:
-    """Most bytes of a replay of so many layers in a memory budget; of a short text fewer."""
-    limit = DEFAULT_MEMORY if memory is None else memory
-    return min(limit, layers * _layer_bytes(trace, policy))
-
-
 def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     """How many layers fit the memory budget with keys, values and working space.
 
@@ -117,7 +111,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
         fixed += sharing(trace) * trace.n_heads * trace.n_pos * _OF_ENTRY
     elif policy.across_layers:
         layers, subject = sharing(trace), f"{policy.name} needs all layers at once,"
-    need = layers * _layer_bytes(trace, policy)
+    need = layers * replay_bytes(trace, policy)
     if need + fixed > limit:
         raise MemoryLimitError(
             f"{subject} {(need + fixed) / 2**20:.0f} MiB to replay, the memory budget is "
@@ -129,22 +123,22 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 class LayerRun(NamedTuple):
     """Layers that are replayed together.
 
-    trace: the rows that they compute. whole: nothing is ever evicted. each: how many are held at
+    trace: the rows that they compute. uncut: nothing is ever evicted. each: how many are held at
     once.
     """
 
     layers: tuple[int, ...]
     trace: Trace
-    whole: bool
+    uncut: bool
     each: int
 
-    def source(self, device: str, memory: int | None) -> TraceSource:
+    def source(self, device: str, memory: int) -> TraceSource:
         """Return what a View reads from; of the memory, results for other replays get 1/16."""
         trace, places = self.trace, self.layers
         if len(trace.header.readers(places[0])) > 1:
             trace, places = read_together(trace, places[0]), (0,)
-        most = MEMO_BYTES if memory is None else memory // 16
-        return TraceSource(trace, places, torch.device(device), most=most, each=self.each)
+        on = torch.device(device)
+        return TraceSource(trace, places, on, most=memory // 16, each=self.each)
 
 
 def runs(
@@ -171,18 +165,18 @@ def runs(
         """Whether a run of `count` layers ends before a layer."""
         follows = layer == before + 1 or policy.across_layers
         alone = trace.owners.count(before) > 1 or trace.owners.count(layer) > 1
-        alike = rows[before] is rows[layer] and (before < whole) == (layer < whole)
+        alike = rows[before] is rows[layer] and (before < uncut) == (layer < uncut)
         if count == most or not follows or alone or not alike:
             return True
         return bool(_difference(trace, before, layer))
 
     rows = (None,) * trace.n_layers if descent is None else descent.rows
-    whole = 0 if descent is None else descent.whole
+    uncut = 0 if descent is None else descent.uncut
     run: list[int] = []
     for layer, following in zip_longest(layers, layers[1:]):
         run.append(layer)
         if following is None or breaks(layer, following, len(run)):
             of_run = rows[layer]
             part = trace if of_run is None else of_rows(trace, of_run)
-            yield LayerRun(tuple(run), part, layer < whole, each)
+            yield LayerRun(tuple(run), part, layer < uncut, each)
             run = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,12 @@ from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budgeted
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
-from kvsim.core.parts import by_query_head
-from kvsim.core.policy import Policy, PolicyLike, Schedule
-from kvsim.core.reading import Reads
+from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Plans, Record, facts_of
 from kvsim.core.shared_results import DEFAULT_MEMORY
-from kvsim.core.trace import Trace
-from kvsim.core.view import Setting
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell, check_options, remarks, whole
-from kvsim.engine.depth import Descent, descent_of
+from kvsim.engine.checks import Setup, check_options
+from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.layers import replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import goes_by_rows, replay_rows
@@ -87,56 +82,46 @@ def replay(
     trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
     schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
-    entries = 0
-    if isinstance(budget, str):
-        policy, entries = budgeted(policy, trace, budget)
-    else:
-        entries = whole(budget)
+    policy, entries = budgeted(policy, trace, budget)
+    setup = Setup(trace, policy, entries, schedule).checked(memory)
     how: Any = {"layers": layers, "device": resolve_device(device), "memory": memory}
-    record = run(trace, policy, entries, schedule, internals=internals, progress=progress, **how)
+    record = run(setup, internals=internals, progress=progress, **how)
     return replace(record, facts=replace(record.facts, share=share_of(budget)))
 
 
 def run(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    schedule: Schedule,
+    setup: Setup,
     *,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     memory: int | None = None,
     internals: bool | frozenset[str] = False,
     progress: Callable[[int, int], None] | None = None,
-    checked: bool = False,
     by_row: bool = True,
 ) -> Record:
-    """`replay` with the schedule resolved.
-
-    checked: `check_cell` has passed already. by_row: an interval of 1 may go in blocks of rows.
-    """
-    policy, trace = policy.at(budget), trace.part()
-    source = by_query_head(trace) if policy.per_query_head else trace
-    if not checked:
-        check_cell(trace, policy, budget, memory, schedule)
+    """`replay` of what has been checked; by_row: an interval of 1 may go in blocks of rows."""
+    trace, policy, schedule = setup.trace, setup.policy, setup.schedule
+    memory = DEFAULT_MEMORY if memory is None else memory
     chosen = replayed(trace, layers)
-    evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
+    evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
     owners = [trace.owners[layer] for layer in chosen]
+    parts = [*dict.fromkeys(owners)]
     plans: list[Plans] = []
     done, reads = 0, None
     with torch.inference_mode():
-        setting = setting_of(trace, policy, budget, schedule)
-        descent = descent_of(trace, policy, setting, device)
-        parts = [*dict.fromkeys(owners)]
-        for part in runs(source, parts, policy, descent=descent, memory=memory):
-            setting = setting_of(trace, policy, budget, schedule, part.trace)
+        descent = None
+        if policy.propagation is not None:
+            look = recorded(trace, setup.setting(), device)
+            descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
+        for part in runs(setup.by_set, parts, policy, descent=descent, memory=memory):
+            setting = setup.setting(part.trace)
             block = Block(part.source(device, memory), policy, setting, part.layers)
-            positions = part.trace.positions.numpy()
-            rows = () if part.whole else block.setting.events
+            rows = () if part.uncut else setting.events
             if by_row and internals is not True and schedule.interval == 1 and goes_by_rows(block):
                 replay_rows(block, rows)
             else:
                 plans += block.fire(rows, internals)
+            positions = part.trace.positions.numpy()
             result = placed(block.evicted_at.cpu().numpy(), positions, trace.n_pos)
             for layer, of_layer in zip(part.layers, result, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
@@ -144,34 +129,33 @@ def run(
             if progress is not None:
                 progress(done, len(chosen))
         if policy.reader is not None:
-            first = schedule.ends(trace.prompt_len, trace.header.context_len)[0]
-            reads = read(
-                *(ended(trace, first), policy.reader, evicted_at, budget, chosen),
-                device=device,
-                memory=DEFAULT_MEMORY if memory is None else memory,
-            )
+            behind = ended(trace, setup.ends[0])
+            how: Any = {"device": device, "memory": memory}
+            reads = read(behind, policy.reader, evicted_at, setup.budget, chosen, **how)
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
-    return record_of_run(
-        *(trace, policy, budget, schedule, descent, evicted_at, reads, chosen),
+    return record_of(
+        setup,
+        evicted_at,
+        chosen,
+        descent=descent,
+        reads=reads,
         digest=trace.fingerprint if trace.path is not None else "",
         positions="slot" if restarted else policy.positions,
         internals=tuple(plans),
     )
 
 
-def record_of_run(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    schedule: Schedule,
-    descent: Descent | None,
+def record_of(
+    setup: Setup,
     evicted_at: NDArray[np.int32],
-    reads: Reads | None,
     layers: Sequence[int],
+    *,
+    descent: Descent | None,
     **more: Any,
 ) -> Record:
     """The Record of what a policy decided in some layers; more: attributes that differ by run."""
+    trace, policy, schedule = setup.trace, setup.policy, setup.schedule
     return Record(
         evicted_at=evicted_at,
         policy=policy.name,
@@ -180,41 +164,14 @@ def record_of_run(
         storage=policy.storage,
         schedule=schedule,
         facts=facts_of(policy, schedule),
-        budget=budget,
+        budget=setup.budget,
         prompt_len=trace.prompt_len,
         layers=tuple(layers),
         layer_ids=tuple(trace.layer_ids[layer] for layer in layers),
         trace=trace.name,
-        remark="\n".join(remarks(trace, policy, budget, schedule, descent)),
+        remark="\n".join(setup.remarks(descent)),
         selection=None if descent is None else descent.selection,
-        reads=reads,
         **more,
-    )
-
-
-def setting_of(
-    trace: Trace, policy: Policy, budget: int, schedule: Schedule, part: Trace | None = None
-) -> Setting:
-    """Return the setting of events; part: the trace of the rows that the layers compute."""
-    protection, part = policy.protection(budget), part or trace
-    context_len = trace.header.context_len
-    ends = tuple(schedule.ends(trace.prompt_len, context_len))
-    last = ends[-1] if part.n_pos == trace.n_pos else part.prompt_len
-    return Setting(
-        budget=budget,
-        prompt_len=last,
-        ends=(*ends[:-1], last),
-        interval=schedule.interval,
-        n_layers=trace.n_layers,
-        clairvoyant=policy.scorer.reads.future,
-        protected=protection.size(ends[-1]),
-        longest=partial(schedule.longest, trace.prompt_len, budget, context_len=context_len),
-        windowed=trace.windowed,
-        events=tuple(schedule.rows(*part.extent)),
-        scorer_protection=cache(policy.scorer.protection),
-        protected_ends=(protection.first(last), protection.recent),
-        response=part.prompt_len,
-        policy=policy.name,
     )
 
 

@@ -62,7 +62,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     view = RowView(block, start, stop)
     protection, last = policy.protection(view.setting.budget), entries.pos.shape[-1] - 1
     pos, recent = entries.pos, protection.recent
-    stays = (pos < protection.first(view.setting.prompt_len)) | (pos < 0)
+    stays = pos < protection.first(view.setting.prompt_len)  # and pads
     slots = []
     for row in range(start, stop):
         view.open(row, count + row - start)

@@ -44,9 +44,9 @@ def run_prompt(
     if lane.policy.propagation is not None or lane.running.has_states:
         logits = lane.feed(ids, logits=wanted)
     else:
-        n = min([begin, *(row + 1 for row in lane.events)])
+        n = min([begin, *(row + 1 for row in lane.setup.events)])
         if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
-            n = min(n, *lane.schedule.ends(len(ids), lane.sketch.header.context_len))
+            n = min(n, *lane.setup.schedule.ends(len(ids), lane.sketch.header.context_len))
         prefix = prefix_of(ids[:n])
         lane.begin(prefix)
         logits = lane.feed(ids[n:], logits=wanted) if ids[n:] else prefix.logits[None]

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvsim.core.policy import Policy, Schedule
+from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell, whole
+from kvsim.engine.checks import Setup
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
-from kvsim.engine.replay import placed, record_of_run, setting_of
+from kvsim.engine.replay import placed, record_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.forward import evaluating
@@ -78,24 +78,19 @@ class Decoding:
         questions: Spans = (),
     ) -> None:
         check_live(policy, paged=paging is not None)
-        policy = policy.at(whole(budget))
-        self.running, self.policy, self.budget = running, policy, whole(budget)
-        self.schedule: Schedule = policy.schedule.override(interval, prefill)
-        sequence = sketch(
-            *(running, policy, prompt_len, n_pos),
-            context_len=context_len,
-            name=name,
-            questions=questions,
-        )
-        self.sketch, parts = sequence.part(), [sequence.part([x]) for x in {*sequence.owners}]
+        sizes: dict[str, Any] = {"context_len": context_len, "questions": questions, "name": name}
+        sequence = sketch(running, policy, prompt_len, n_pos, **sizes)
+        schedule = policy.schedule.override(interval, prefill)
+        self.setup = Setup(sequence, policy, budget, schedule).checked()
+        self.running, self.sketch = running, self.setup.trace
+        self.policy = policy = self.setup.policy
+        parts = [sequence.part([x]) for x in {*sequence.owners}]
         self._row_size = sum(part.n_heads * part.entry_size for part in parts)
-        check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
         more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])}
         self.layers = (*chosen, *sorted(more - {*chosen}))
-        self.events = self.schedule.rows(*self.sketch.extent)
-        self._events = deque(self.events)  # that have not fired
+        self._events = deque(self.setup.events)  # that have not fired
         self._questions, self._asked = [*questions], 0
         self.tokens: list[int] = []
         self.peak_bytes = 0
@@ -103,10 +98,10 @@ class Decoding:
         self._observe, self._paging = observe, paging
         self._repeats, self._repeated = policy.reads.context_again, repeated
         # the first row that may read a part, or see rounded entries
-        self._first = self.schedule.ends(prompt_len, context_len)[0]
-        reader, terms = policy.reader, (self.budget, self.layers)
+        self._first, reader = self.setup.ends[0], policy.reader
         first = ended(self.sketch, self._first)
-        self._reads = None if reader is None else LiveReads(first, reader, *terms)
+        given = self.setup.budget, self.layers
+        self._reads = None if reader is None else LiveReads(first, reader, *given)
         #: after which row entries are first rounded
         self._stores = self._first - 1 if policy.rounds else None
         self._prunes = self._first if policy.storage and policy.storage.reads.last else 0
@@ -114,7 +109,7 @@ class Decoding:
         self._open = self._busy = False
         self._stack = ExitStack()
         self._blocks: list[tuple[Block, LiveSource]] = []
-        self._whole: set[int] = set()  # layers of which nothing is ever evicted
+        self._uncut: set[int] = set()  # layers of which nothing is ever evicted
         #: by the number of each layer that reads entries of a block
         self._evicting: dict[int, LiveLayer] = {}
         self._descent: Descent | None = None
@@ -140,10 +135,9 @@ class Decoding:
                 source = LiveSource(part, run.layers, like, **how, exact=policy.rounds)
             else:
                 source = PagedSource(part, run.layers, like, self._paging, **how)
-            setting = setting_of(sketch, policy, self.budget, self.schedule, part)
-            block = Block(source, policy, setting, run.layers)
+            block = Block(source, policy, self.setup.setting(part), run.layers)
             self._blocks.append((block, source))
-            self._whole.update(run.layers if run.whole else ())
+            self._uncut.update(run.layers if run.uncut else ())
             for index, layer in enumerate(source.readers):
                 number = sketch.layer_ids[layer]
                 held = self._parts[number] if layer in source.layers else None
@@ -179,7 +173,7 @@ class Decoding:
         """Take over the first rows of the sequence, which no event precedes."""
         n = len(prefix.tokens)
         late = (self._reads is not None or self._stores is not None) and n > self._first
-        early = late or any(row < n - 1 for row in self.events)
+        early = late or any(row < n - 1 for row in self.setup.events)
         shared = not (self.tokens or self._decoder or early or self.running.has_states)
         self._require(shared, "a prefix is no part of this run; feed the tokens")
         self.take(prefix.tokens, prefix.keys, prefix.values, dict(enumerate(prefix.queries)))
@@ -239,7 +233,7 @@ class Decoding:
         """Say that the next question ends before row `stop`, earlier than it might have."""
         self._questions[self._asked] = len(self.tokens), stop
         self._asked += 1
-        rows = self.schedule.rows(*self.sketch.extent[:3], self._questions)
+        rows = self.setup.schedule.rows(*self.sketch.extent[:3], self._questions)
         self._events = deque(row for row in rows if row >= len(self.tokens))
 
     @contextmanager
@@ -255,10 +249,9 @@ class Decoding:
 
     def _descend(self, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
-        setting = setting_of(self.sketch, self.policy, self.budget, self.schedule)
         decoder = cast("Decoder", self._decoder)
         self._descent, calls, logits = prefill_in_depth(
-            decoder, self.sketch, self.policy, setting, prompt
+            decoder, self.sketch, self.policy, self.setup.setting(), prompt
         )
         self._make_blocks()
         self._make_room()
@@ -353,7 +346,7 @@ class Decoding:
             for _, source in self._blocks:
                 source.note_arrays(rows)
         for block, source in self._blocks:
-            if source.layers[0] in self._whole:
+            if source.layers[0] in self._uncut:
                 continue
             at = row - source.dropped
             block.event(at)
@@ -407,7 +400,5 @@ class Decoding:
             by_layer.update(zip(source.layers, last, strict=True))
         evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)
-        cell = self.sketch, self.policy, self.budget, self.schedule, self._descent
-        return record_of_run(
-            *(*cell, evicted_at, reads, self.layers), positions=self._positions, closed=True
-        )
+        how: dict[str, Any] = {"reads": reads, "positions": self._positions, "closed": True}
+        return record_of(self.setup, evicted_at, self.layers, descent=self._descent, **how)

@@ -19,6 +19,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import KvsimError, error_line
 from kvsim.sweeps.outcome import Failure
@@ -132,8 +133,8 @@ class Replays:
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
         policy = cell.policy
-        how = {"layers": cell.layers, "internals": self._notes, "checked": True, **self._limits}
-        record = run(cell.trace, policy, cell.budget, cell.schedule, **how)
+        setup = Setup(cell.trace, policy, cell.budget, cell.schedule)
+        record = run(setup, layers=cell.layers, internals=self._notes, **self._limits)
         compared = self._compared[cell.number] = dict[str, Record]()
         remarks = [record.remark]
         if self._beside and policy.bounded:

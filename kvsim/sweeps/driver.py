@@ -19,7 +19,7 @@ from kvsim.core.options import takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup
 from kvsim.errors import ConfigError, KvsimError
 from kvsim.experiment import ReplayOptions, SweepOptions
 from kvsim.progress import with_bar
@@ -268,7 +268,7 @@ def refusals(cells: Sequence[Cell], memory: int | None) -> dict[int, KvsimError]
     refused: dict[int, KvsimError] = {}
     for cell in cells:
         try:
-            check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
+            Setup(cell.trace, cell.policy, cell.budget, cell.schedule).checked(memory)
         except KvsimError as error:
             refused[cell.number] = error
     return refused

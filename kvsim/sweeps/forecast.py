@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvsim.core.lazy import torch
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replay_bytes
 from kvsim.errors import KvsimError
@@ -29,8 +30,8 @@ def forecast(plan: Plan, rest: Sequence[Task]) -> Forecast:
     memory, size = 0, _DOCUMENTS + _TABLE
     for task in rest:
         trace, cells, layers = plan.trace_of(task), len(task.cells), len(task.layers)
-        limit = task.options.get("memory")
-        held = [replay_bytes(trace, cell.policy, layers, limit) for cell in task.cells]
+        limit = task.options.get("memory") or DEFAULT_MEMORY
+        held = [min(limit, layers * replay_bytes(trace, x.policy)) for x in task.cells]
         judge = _judge_bytes(trace) if "judge" in task.options else 0
         memory = max(memory, layers * layer_bytes(trace) + max(held, default=0) + judge)
         size += _TABLE + cells * layers * trace.n_heads * len(task.metrics) * _ROW + cells * _CELL

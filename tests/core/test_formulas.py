@@ -11,6 +11,7 @@ from kvsim.analysis.output.error import output_error
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Inputs, Policy, Scorer
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
@@ -257,7 +258,7 @@ def test_rows_one_by_one_equal_blocks_of_rows(name, policy):
     fast = kvsim.replay(trace, kvsim.policy(policy), 10, interval=1)
     by_event = kvsim.policy(policy)
     schedule = by_event.schedule.override(1, None)
-    slow = run(trace, by_event, 10, schedule, by_row=False)
+    slow = run(Setup(trace, by_event, 10, schedule), by_row=False)
 
     assert np.array_equal(fast.evicted_at, slow.evicted_at)
 

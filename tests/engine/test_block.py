@@ -5,7 +5,7 @@ import torch
 
 import kvsim
 from kvsim.engine.block import Block
-from kvsim.engine.replay import setting_of
+from kvsim.engine.checks import Setup
 from kvsim.engine.source import TraceSource
 from kvsim.schema import NEVER
 from traces import random_trace
@@ -16,7 +16,7 @@ def block():
     """The block of `tova` over two layers, whose prompt is longer than the budget."""
     trace = random_trace(n=24, size=1.0, prompt_len=12)
     policy = kvsim.policy("tova")
-    setting = setting_of(trace, policy, 8, policy.schedule)
+    setting = Setup(trace, policy, 8).setting()
     return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, setting, range(2))
 
 

@@ -12,6 +12,7 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Schedule, Scorer, Scores
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.schema import NEVER
@@ -26,7 +27,7 @@ def make_trace(**options):
 def replay_by_event(trace, name, budget):
     """The Record of a policy of kvsim without the faster way through rows."""
     policy = kvsim.policy(name)
-    return run(trace, policy, budget, policy.schedule, by_row=False)
+    return run(Setup(trace, policy, budget), by_row=False)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ for name in sys.argv[2:]:
     policy, trace = kvsim.policy(name, **set_to), kvsim.open_trace(sys.argv[1])
     source = by_query_head(trace) if policy.per_query_head else trace
     taken(policy)  # what is imported and built once
-    counted = layers._layer_bytes(source, policy) + 4 * layers.LOGIT_BYTES
+    counted = layers.replay_bytes(source, policy) + 4 * layers.LOGIT_BYTES
     print(json.dumps([name, taken(policy), counted]))
 """
 

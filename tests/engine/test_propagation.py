@@ -9,7 +9,7 @@ from kvsim.analysis.kept.retention import entries_seen, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Propagation, Selection, Step
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.policies.full import Full
@@ -285,6 +285,6 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         kvsim.replay(trace, kvsim.policy("fastkv", rows=0.1), 20)
     deep = changed(trace, layer_ids=range(3, 10))
     with pytest.raises(PolicyError, match="not all of a model"):
-        check_cell(deep, kvsim.policy("gemfilter"), 20, None)
+        Setup(deep, kvsim.policy("gemfilter"), 20).checked()
     with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):
         Policy("odd", Full(), propagation=3)

@@ -9,6 +9,7 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.optimum import solve
@@ -175,7 +176,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
     for seed in range(1):
         trace = short_trace(seed)
         attention = attended(trace)
-        record = run(trace, oracle, 3, schedule)
+        record = run(Setup(trace, oracle, 3))
         retained = retained_by(attention, record.evicted_at).sum(-1)
         best = [
             best_by_trying(of, events, places, spared, pooled=pooled)
@@ -183,7 +184,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
         ]
 
         assert retained == pytest.approx(best, rel=1e-9)
-        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule)
+        mass = run(Setup(trace, replace(oracle, scorer=Oracle()), 3))
         assert (retained_by(attention, mass.evicted_at).sum(-1) <= retained + 1e-9).all()
 
 

@@ -17,7 +17,7 @@ from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
 from kvsim.engine import rows as engine_rows
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup as Checked
 from kvsim.engine.replay import run
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE
@@ -102,7 +102,7 @@ def possible(case: Case, setup: Setup) -> loops.Outcome:
         policy, schedule = setup.built, setup.schedule
         fires = {"interval": schedule.interval, "prefill": schedule.prefill}
         assume(setup.policy == "full" or loops.event_rows(case.n, case.prompt_len, **fires))
-        check_cell(case.trace(), policy, setup.budget, None, schedule)
+        Checked(case.trace(), policy, setup.budget, schedule).checked()
         return naive(case, setup)
     except PolicyError:
         assume(condition=False)
@@ -111,7 +111,8 @@ def possible(case: Case, setup: Setup) -> loops.Outcome:
 
 def replay(case: Case, setup: Setup, **options) -> kvsim.Record:
     """The engine's replay of the same case."""
-    return run(case.trace(), setup.built, setup.budget, setup.schedule, **options)
+    checked = Checked(case.trace(), setup.built, setup.budget, setup.schedule).checked()
+    return run(checked, **options)
 
 
 def disagreement(
@@ -241,7 +242,7 @@ def test_replay_under_a_softcap_equals_the_naive_replay(name, params, monkeypatc
         trace = changed(case.trace(), formulas=formulas, o_proj=case.o_proj)
         setup = Setup(name, params, 9, 4, prefill=None)
         outcome = naive(case, setup)
-        record = run(trace, setup.built, 9, setup.schedule)
+        record = run(Checked(trace, setup.built, 9, setup.schedule))
         assert outcome.agrees(record.evicted_at, 1e-9, ties=False)
         changes |= not outcome.agrees(replay(case, setup).evicted_at, 1e-9, ties=False)
     assert changes

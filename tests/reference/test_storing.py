@@ -16,6 +16,7 @@ from kvsim.analysis.output.changed import folds, rounded, stored_after
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
 from kvsim.core.merging import Merger
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
 from kvsim.policies.d2o import D2O
@@ -227,7 +228,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
         outcome = naive(case, setup, eviction, store=stored.event)
-        record = run(case.trace(), policy, setup.budget, schedule)
+        record = run(Setup(case.trace(), policy, setup.budget, schedule))
         # rounded numbers tie often
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
         _compare(case, case.trace(), record, store, first=case.prompt_len - 1)

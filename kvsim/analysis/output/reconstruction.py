@@ -27,7 +27,7 @@ from kvsim.analysis.results import task_of
 from kvsim.analysis.table import columns_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import replay
 from kvsim.engine.source import check_unwindowed, ended
 from kvsim.errors import PolicyError
@@ -80,7 +80,7 @@ def reconstruction_table(
     before = ended(trace, cut)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
     for policy, budget in product(once, budgets.values()):
-        check_cell(before, policy, budget, None)
+        Setup(before, policy, budget).checked()
 
     of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
     of_trace["layer"] = np.arange(trace.n_layers)

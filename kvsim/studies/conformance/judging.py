@@ -13,9 +13,8 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup
 from kvsim.engine.layers import runs
-from kvsim.engine.replay import setting_of
 from kvsim.engine.source import TraceSource
 from kvsim.errors import DumpError
 
@@ -63,9 +62,8 @@ class DumpCase:
 
     def differences(self) -> Iterator[Difference]:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
-        trace, policy = self.trace, self.policy.at(self.budget)
-        check_cell(trace, policy, self.budget, None, self.schedule)
-        setting = setting_of(trace, policy, self.budget, self.schedule)
+        setup = Setup(self.trace, self.policy, self.budget, self.schedule).checked()
+        trace, policy, setting = setup.trace, setup.policy, setup.setting()
         for run in runs(trace, self.layers, policy):
             at = [self.layers.index(layer) for layer in run.layers]
             source = TraceSource(trace, run.layers, torch.device("cpu"))

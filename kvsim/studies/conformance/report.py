@@ -10,7 +10,6 @@ from typing import Any
 
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import PolicyLike
-from kvsim.engine.checks import whole
 from kvsim.engine.layers import replayed
 from kvsim.errors import DumpError
 from kvsim.policies import as_policy
@@ -139,7 +138,7 @@ def conform(
     dump = replace(dump, trace=source)
     layers = tuple(source.layer_ids.index(number) for number in dump.layers)
     replayed(source, layers)
-    total = resolve_budget(entries, source.n_pos) if isinstance(entries, str) else whole(entries)
+    total = resolve_budget(entries, source.n_pos)
     schedule = (dump.schedule or rule.schedule).override(interval, prefill)
     events = tuple(schedule.rows(source.prompt_len, max(dump.kept) + 1, *source.extent[2:]))
     case = DumpCase(dict(dump.kept), layers, source, rule, total, schedule, events, tolerance)

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from kvsim.core.arguments import in_entries
 from kvsim.core.pieces import ACROSS_LAYERS, BOUNDED, Run
 from kvsim.core.policy import Allocator, Policy
 from kvsim.core.propagation import Forecast
 from kvsim.core.record import bounds_of
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import check_budget, whole
+from kvsim.engine.checks import check_budget
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
 from kvsim.policies.duo import Duo
@@ -129,7 +130,7 @@ def estimate(
     is interpolated; without one it is fixed by the policy, measured on `trace`, or assumed. Raises
     BudgetError and PolicyError as a replay would.
     """
-    prompt, budget = context if prompt is None else prompt, whole(budget)
+    prompt, budget = context if prompt is None else prompt, in_entries(budget)
     policy = policy.at(budget)
     _check(policy, model, budget, context, prompt)
     layer, source, remarks = _selection(policy, model, budget, prompt, selection_layer, trace)

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvsim.core.arguments import in_entries
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Run
 from kvsim.core.policy import Inputs, Policy, Scorer
 from kvsim.core.record import Record
 from kvsim.core.view import View
-from kvsim.engine.checks import whole
 from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
@@ -91,7 +91,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         advice = "for which a press has no place; run it with kvsim live"
         refuse(policy, SLOTS, DROPS, ROUNDS, MERGES, REPEATS, advice=advice)
         self.policy = replace(policy, schedule=policy.schedule.override(interval, prefill))
-        self.budget, self.new_tokens = whole(budget), new_tokens
+        self.budget, self.new_tokens = in_entries(budget), new_tokens
         self._running: RunningModel | None = None
         self._decoding: Decoding | None = None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
-from kvsim.engine.checks import check_cell
+from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import BudgetError, PolicyError, TraceError
 from kvsim.schema import NEVER
@@ -83,7 +83,7 @@ def same_events(trial: Trial) -> None:
     beyond = case.n - case.prompt_len + 1 + trial.salt % case.n
     alone, none = replace(trial, interval=beyond, prefill=True), Schedule(interval=None)
     try:
-        record = run(case.trace(), policy, trial.budget, none)
+        record = run(Setup(case.trace(), policy, trial.budget, none).checked())
     except (BudgetError, PolicyError):
         require(not _has_rule(alone), f"refused with no interval, and not with {beyond}")
     else:
@@ -167,7 +167,7 @@ def _has_rule(trial: Trial) -> bool:
     trace = trial.case.trace(trial.context_len)
     try:
         trace = trial.case.trace(trial.context_len, trial.questions)
-        check_cell(trace, trial.policy, trial.budget, None, trial.schedule)
+        Setup(trace, trial.policy, trial.budget, trial.schedule).checked()
     except (BudgetError, PolicyError):
         return False
     return True

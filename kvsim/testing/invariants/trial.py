@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import check_budget
+from kvsim.engine.checks import Setup, check_budget
 from kvsim.engine.replay import run
 from kvsim.errors import BudgetError
 from kvsim.schema import NEVER, Compress
@@ -64,7 +64,8 @@ class Trial:
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
         trace = self.case.trace(self.context_len, self.questions) if trace is None else trace
-        return run(trace, self.policy, self.budget, self.schedule, **options)
+        setup = Setup(trace, self.policy, self.budget, self.schedule)
+        return run(setup.checked(), **options)
 
     @property
     def schedule(self) -> Schedule:
