@@ -34,11 +34,6 @@ class Clock(NamedTuple):
     group: int = 1
 
 
-def behind_window(quantizer: Any) -> tuple[Clock, Clock]:
-    """`clocks` of a quantizer with a parameter `window`, behind which entries leave one by one."""
-    return (Clock(quantizer.window),) * 2
-
-
 class Quantizer(Piece, ABC):
     """A deterministic round trip of entries that leave the exact window; a frozen dataclass."""
 
@@ -53,8 +48,8 @@ class Quantizer(Piece, ABC):
 
     @property
     def clocks(self) -> tuple[Clock, Clock]:
-        """When keys leave the exact window, and when values do."""
-        return Clock(), Clock()
+        """When keys leave the exact window, and when values do: one by one, behind `window`."""
+        return (Clock(getattr(self, "window", 0)),) * 2
 
     def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The channels of a layer's keys that are stored, bool [H, d], where `reads.last` is not 0.

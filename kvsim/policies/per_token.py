@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Quantizer, behind_window, check_channels
+from kvsim.core.storing import Quantizer, check_channels
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -32,8 +32,6 @@ class Integers(Quantizer):
 
     bits_per_number: Annotated[int, AtLeast(2), AtMost(16)] = 8
     window: Annotated[int, AtLeast(0)] = 0
-
-    clocks = property(behind_window)
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each token by itself."""
@@ -62,8 +60,6 @@ class ShortFloats(Quantizer):
 
     format: Literal["e4m3", "e5m2", "fp16", "bf16"] = "e4m3"
     window: Annotated[int, AtLeast(0)] = 0
-
-    clocks = property(behind_window)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -99,8 +95,6 @@ class BlockFloats(Quantizer):
     label: ClassVar[str] = "nvfp4"
 
     window: Annotated[int, AtLeast(0)] = 0
-
-    clocks = property(behind_window)
 
     def check(self, run: Run) -> None:
         """Raise PolicyError where a head has no whole blocks."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Quantizer, behind_window, check_channels
+from kvsim.core.storing import Quantizer, check_channels
 from kvsim.policies.kivi import between_limits
 
 
@@ -46,8 +46,6 @@ class TurboQuant(Quantizer):
     uniform_values: bool = False
     window: Annotated[int, AtLeast(0)] = 0
     seed: Annotated[int, AtLeast(0)] = 0
-
-    clocks = property(behind_window)
 
     def check(self, run: Run) -> None:
         """Raise PolicyError for a Hadamard matrix whose size is no power of two."""
