@@ -52,11 +52,12 @@ class Pages:
     of_layer: dict[Hashable, Any]
     _memo: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return `compute()` for these pages: a summary, computed when it is first read."""
-        if key not in self._memo:
-            self._memo[key] = compute()
-        return cast("T", self._memo[key])
+    def once(self, key: Hashable, compute: Callable[[], T], *, of_layer: bool = False) -> T:
+        """Return `compute()`, of these pages or all of the layer, computed when first read."""
+        memo = self.of_layer if of_layer else self._memo
+        if key not in memo:
+            memo[key] = compute()
+        return cast("T", memo[key])
 
 
 class Reader(Piece, ABC):
@@ -98,12 +99,15 @@ class Reader(Piece, ABC):
         """
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """Which pages rows read, bool [H, G, w, P] of scores [H, G, w, P]; `best` by default.
+        """Which pages rows read, bool [H, G, w, P] of scores [H, G, w, P].
+
+        By default the `best`, as many as fit the budget, or a parameter `share` of it.
 
         G is 1 in what is returned where the heads of a group read the same pages, and H is 1, too,
         where all heads do. entries [H, 1, w, P]: how many a page has at each row, 0 where it does
         not exist yet.
         """
+        budget = int(getattr(self, "share", 1.0) * budget)
         return best(self.heads, scores, entries, budget // self.page)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:

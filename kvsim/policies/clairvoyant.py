@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs
-from kvsim.core.reading import Heads, Pages, Reader, best, shared
+from kvsim.core.reading import Heads, Pages, Reader, shared
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class TopK(Reader):
         if self.heads == "query":
             return z  # they do not underflow
         return z.masked_fill_(~visible, -torch.inf).softmax(-1)
-
-    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """The highest scores, as many as fit the budget."""
-        return best(self.heads, scores, entries, int(self.share * budget))
 
 
 @dataclass(frozen=True)

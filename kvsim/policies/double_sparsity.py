@@ -8,7 +8,7 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs, Run
-from kvsim.core.reading import Heads, Pages, Reader, best
+from kvsim.core.reading import Heads, Pages, Reader
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Sourced
 
@@ -61,13 +61,9 @@ class DoubleSparsity(Sourced, Reader):
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Products of labels [H, G, w, n]."""
-        at = self._heavy(pages)
+        at = pages.once("heavy", lambda: self._heavy(pages), of_layer=True)
         labels = pages.once("labels", lambda: self._label(pages.keys.flatten(1, 2), at))
         return self._label(queries, at) @ labels.unsqueeze(1).mT
-
-    def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """The largest products, as many as fit the budget."""
-        return best(self.heads, scores, entries, int(self.share * budget))
 
     def _label(self, x: Tensor, at: Tensor) -> Tensor:
         """The channels at [H, c] of x [H, ..., d], rounded."""
@@ -83,15 +79,12 @@ class DoubleSparsity(Sourced, Reader):
 
     def _heavy(self, pages: Pages) -> Tensor:
         """The channels of each head's labels [H, c]."""
-        if "heavy" not in pages.of_layer:
-            trace, rows = self.source.trace or pages.trace, slice(0, self.source.rows)
-            only = slice(pages.layer, pages.layer + 1)
-            q, k = (trace.read(name, only, rows)[0].to(pages.keys) for name in ("q", "k"))
-            size = (q.unflatten(0, (len(k), -1)) * k.unsqueeze(1)).abs().mean((1, 2))  # [H, d]
-            order = size.argsort(dim=-1, descending=True, stable=True)
-            pages.of_layer["heavy"] = order[:, : self._count(k.shape[-1])]
-        heavy: Tensor = pages.of_layer["heavy"]
-        return heavy
+        trace, rows = self.source.trace or pages.trace, slice(0, self.source.rows)
+        only = slice(pages.layer, pages.layer + 1)
+        q, k = (trace.read(name, only, rows)[0].to(pages.keys) for name in ("q", "k"))
+        size = (q.unflatten(0, (len(k), -1)) * k.unsqueeze(1)).abs().mean((1, 2))  # [H, d]
+        heavy: Tensor = size.argsort(dim=-1, descending=True, stable=True)
+        return heavy[:, : self._count(k.shape[-1])]
 
     def _count(self, dim: int) -> int:
         return max(1, int(self.channels * dim))

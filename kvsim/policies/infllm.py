@@ -56,7 +56,7 @@ class InfLLM(Ends):
 
     def _mean(self, pages: Pages) -> Tensor:
         """The mean key of the representatives of each block [H, P, d]."""
-        votes = self._votes(pages)
+        votes = pages.once("votes", lambda: self._votes(pages), of_layer=True)
         of_entry = votes.gather(1, pages.pos.flatten(1)).view_as(pages.pos)
         of_entry = of_entry.masked_fill(~pages.live, -torch.inf)
         chosen = (highest(of_entry, self.representatives) & pages.live).to(pages.keys)
@@ -65,16 +65,13 @@ class InfLLM(Ends):
 
     def _votes(self, pages: Pages) -> Tensor:
         """Representative scores of all entries of the layer [H, T]."""
-        if "votes" not in pages.of_layer:
-            trace, only = pages.trace, slice(pages.layer, pages.layer + 1)
-            q, k = (trace.read(name, only)[0].to(pages.keys.device) for name in ("q", "k"))
-            of_group = q.unflatten(0, (len(k), -1)).double().sum(1)  # [H, T, d]
-            upto = torch.nn.functional.pad(of_group.cumsum(1), (0, 0, 1, 0))
-            after = torch.arange(1, trace.n_pos + 1, device=k.device)  # the row behind an entry
-            last = (after + self._window(pages.budget)).clamp_(max=trace.n_pos)
-            pages.of_layer["votes"] = ((upto[:, last] - upto[:, after]) * k).sum(-1)
-        votes: Tensor = pages.of_layer["votes"]
-        return votes
+        trace, only = pages.trace, slice(pages.layer, pages.layer + 1)
+        q, k = (trace.read(name, only)[0].to(pages.keys.device) for name in ("q", "k"))
+        of_group = q.unflatten(0, (len(k), -1)).double().sum(1)  # [H, T, d]
+        upto = torch.nn.functional.pad(of_group.cumsum(1), (0, 0, 1, 0))
+        after = torch.arange(1, trace.n_pos + 1, device=k.device)  # the row behind an entry
+        last = (after + self._window(pages.budget)).clamp_(max=trace.n_pos)
+        return ((upto[:, last] - upto[:, after]) * k).sum(-1)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """A key of 16-bit numbers, which a row reads."""

@@ -63,10 +63,8 @@ class MagicPIG(Reader):
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """In how many tables a key shares the query's bucket [H, G, w, n]."""
         keys = pages.keys.flatten(1, 2)
-        if "learned" not in pages.of_layer:
-            pages.of_layer["learned"] = self.learned(keys, visible[:, 0, 0])
-        mean, layer = pages.of_layer["learned"], pages.trace.layer_ids[pages.layer]
-        rng = np.random.default_rng([self.seed, layer])
+        mean = pages.once("learned", lambda: self.learned(keys, visible[:, 0, 0]), of_layer=True)
+        rng = np.random.default_rng([self.seed, pages.trace.layer_ids[pages.layer]])
         directions = rng.standard_normal((self.tables, keys.shape[-1], self.bits))
         planes = torch.from_numpy(directions).to(keys.device)
         shared = keys.new_zeros(*queries.shape[:3], keys.shape[1], dtype=torch.int16)

@@ -57,11 +57,10 @@ class PQCache(Ends):
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Coded logits [H, G, w, n]."""
         keys = pages.keys.flatten(1, 2).unflatten(-1, (self.subspaces, -1)).transpose(1, 2).double()
-        if "centroids" not in pages.of_layer:
-            # the first row that reads sees what is held of the prompt, and itself
-            held = visible[:, 0, 0].sum(-1, keepdim=True) - 1
-            pages.of_layer["centroids"] = self._learned(keys, held)
-        coded = pages.once("coded", lambda: _coded(keys, *pages.of_layer["centroids"]))
+        # the first row that reads sees what is held of the prompt, and itself
+        held = visible[:, 0, 0].sum(-1, keepdim=True) - 1
+        learned = pages.once("centroids", lambda: self._learned(keys, held), of_layer=True)
+        coded = pages.once("coded", lambda: _coded(keys, *learned))
         return queries @ coded.to(queries).unsqueeze(1).mT * pages.formula.scale
 
     def _learned(self, keys: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
