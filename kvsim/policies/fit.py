@@ -29,16 +29,13 @@ def remark_of(policy: Policy, budget: int) -> str:
         values = (f"{_key(policy, x)}={x.at(budget)} instead of {x.value}" for x in changed)
         text = ", ".join(values) or "all lengths fit"
         return f"{policy.name}: scaled to budget {budget}: {text}"
-    inner = {x._replace(depth=0): x for x in reversed(policy.lengths)}.values()  # not taken over
-    large = " ".join(
-        f"--set {policy.name}.{_key(policy, x)}={x.at(budget)}"
+    large = dict.fromkeys(
+        f"{x.name}={x.value}"
         for x in changed
-        if x in inner and x.name in ("window", "recent") and 2 * x.value > budget
+        if x.name in ("window", "recent") and 2 * x.value > budget
     )
-    return large and (
-        f"{policy.name}: lengths exceed half of budget {budget}; compare with {large}, or all "
-        "lengths with --set fit=true"
-    )
+    lengths = f"lengths exceed half of budget {budget} ({', '.join(large)})"
+    return f"{policy.name}: {lengths}; --set fit=true scales them" if large else ""
 
 
 def _key(policy: Policy, length: Length) -> str:
