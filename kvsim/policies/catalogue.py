@@ -230,7 +230,6 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         mix_lambda=0.07,
         sink=4,
         schedule=EVERY_512,
-        meant_for=_AT_512,
     ),
     "morphkv@gkv": variant("the same as morphkv"),
     "morphkv@original": variant(

@@ -19,7 +19,7 @@ from kvsim.policies.entry import Entry
 
 #: Policies of a plan of heads, the first class that of the allocator, and the scorer inside; that
 #: of `lukv` is named by the plan.
-_PLANNED = {
+PLANNED = {
     "duo": Entry("", "duo:Duo", EVERY_ROW, params={"heads": "group"}, default="tova"),
     "headkv": Entry("", "headkv:HeadKV", PROMPT, default="snapkv"),
     "lukv": Entry("", "lukv:LUKV", PROMPT),
@@ -33,7 +33,7 @@ def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
     """
     kind, _, file = name.partition(":")
     own = Entry("a policy of your own", Scorer)
-    if kind in _PLANNED:
+    if kind in PLANNED:
         return own, _of_plan(kind, file)[0], True
     target = _target(name)
     if isinstance(target, type):
@@ -51,14 +51,14 @@ def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """Build a policy of the user's own. Raises PolicyError where that fails."""
     kind, _, attribute = name.partition(":")
-    if kind in _PLANNED:
+    if kind in PLANNED:
         _, pieces, values = _of_plan(kind, attribute)
         values = {**values, **params}
         allocator, scorer = (
             piece(**{key: values[key] for key in parameters(piece) if key in values})
             for piece in pieces
         )
-        return Policy(name, scorer, allocator, schedule=_PLANNED[kind].schedule or PROMPT)
+        return Policy(name, scorer, allocator, schedule=PLANNED[kind].schedule or PROMPT)
     target = built = _target(name)
     if callable(target):
         with _explained(f"{name!r} cannot be built from {params}"):
@@ -71,11 +71,6 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
             "function that takes the parameters and returns one of them"
         )
     return built
-
-
-def takes_more(name: str) -> bool:
-    """Whether a policy of the user's own may take parameters that it does not name."""
-    return name.partition(":")[0] not in _PLANNED
 
 
 def plain_scorer(where: str, name: Any) -> type[Any]:
@@ -93,7 +88,7 @@ def plain_scorer(where: str, name: Any) -> type[Any]:
 
 def _of_plan(kind: str, file: str) -> tuple[Mapping[str, Any], list[type[Any]], dict[str, Any]]:
     """The parameters of the policy of a plan, its allocator and scorer, and values of the plan."""
-    entry = _PLANNED[kind]
+    entry = PLANNED[kind]
     allocator, name, values = entry.piece, entry.default, {"file": file, **entry.params}
     if name:
         scorer = CATALOGUE[name].piece

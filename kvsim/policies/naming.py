@@ -342,7 +342,8 @@ def _route(
     A policy of the user's own also gets what no part has, because a function may take more than its
     signature names, unless `declared_alone`.
     """
-    own = (at for at, part in enumerate(parts) if part.own and foreign.takes_more(part.name))
+    plans = tuple(f"{kind}:" for kind in foreign.PLANNED)
+    own = (at for at, x in enumerate(parts) if x.own and not x.name.startswith(plans))
     rest = None if declared_alone else next(own, None)
     out: list[dict[str, Any]] = [{} for _ in parts]
     for given, value in params.items():
