@@ -157,16 +157,6 @@ def test_a_layer_that_reads_the_entries_of_another_has_its_shares():
     assert scores[49].min() > 0
 
 
-def test_a_uniform_plan_is_the_scorer(folder):
-    """Where every head loses the same share, each keeps the budget that it has without a plan."""
-    case = make_case("sharp", layers=2, heads=2, group=2, n=60, prompt_len=50)
-    policy = kvsim.policy(written(folder, uniform(2, 2)))
-    alone = kvsim.policy("expected_attention", epsilon=0.02, protect={"recent": 1})
-    for budget in (7, 20, 49):
-        kept, plain = (kvsim.replay(case.trace(), x, budget).evicted_at for x in (policy, alone))
-        assert (kept == plain).all()
-
-
 def test_the_release_keeps_its_first_protected_entries(folder):
     """A head whose number is below sinks and window keeps the first; others keep these, too."""
     ratios = uniform(1, 3)

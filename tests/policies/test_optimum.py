@@ -188,17 +188,6 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
         assert (retained_by(attention, mass.evicted_at).sum(-1) <= retained + 1e-9).all()
 
 
-def test_it_is_the_mass_oracle_at_one_event():
-    """With one event there is nothing to weigh: both keep what later rows attend to most."""
-    trace = short_trace(3)
-    records = [
-        kvsim.replay(trace, kvsim.policy("oracle", by=by), 3, interval=100)
-        for by in ("mass", "optimum")
-    ]
-
-    assert np.array_equal(*(record.evicted_at for record in records))
-
-
 def test_the_oracle_obeys_the_invariants_of_policies():
     """As any policy, except that its sets belong to one budget and not to each head's quota."""
     oracle = kvsim.policy("oracle", by="optimum")

@@ -49,12 +49,10 @@ def replay(
     policy: str,
     params: Mapping[str, Any] | None = None,
     budget: int,
-    calibration: npt.ArrayLike | str | None = None,
     **settings: Any,
 ) -> Outcome:
     """The naive replay of a policy by name; `settings` are those of `loops.replay`."""
-    of_policy = rule(policy, params, calibration=calibration)
-    return loops.replay(q, k, v, of_policy, budget=budget, **settings)
+    return loops.replay(q, k, v, rule(policy, params), budget=budget, **settings)
 
 
 def rule_of(policy: Policy) -> loops.Rule | None:

@@ -2,11 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvsim.errors import BudgetError
 from kvsim.testing import loops
@@ -19,21 +16,9 @@ from reference.rules import OUTER, Chain, own_protection, parse
 from reference.windows import cake, cake_preference
 
 
-def rule(
-    policy: str,
-    params: Mapping[str, Any] | None = None,
-    *,
-    calibration: npt.ArrayLike | str | None = None,
-) -> loops.Rule:
-    """The rule of a policy by name; `params` as `parse` takes them.
-
-    calibration: queries after RoPE [layer, qhead, row, dim] of another trace, or "prefix:N" or
-    "oracle", as params["calibration"] too.
-    """
+def rule(policy: str, params: Mapping[str, Any] | None = None) -> loops.Rule:
+    """The rule of a policy by name; `params` as `parse` takes them."""
     chain = parse(policy, params)
-    if calibration is not None:
-        scorer = {**chain.params[-1], "calibration": calibration}
-        chain = replace(chain, params=(*chain.params[:-1], scorer))
     pieces = _Pieces(policy, chain)
     schedule, kind = chain.built.schedule, "none" if chain.allocator == "dms" else chain.layers
     return loops.Rule(
@@ -94,7 +79,6 @@ class _Pieces:
         """The scores of layers, of which some wrappers put together what others score alone."""
         chain = self.chain
         assert chain.score is not None
-        calibration = chain.calibration
         scored = []
         for event in events:
             at = Event.of(
@@ -102,9 +86,6 @@ class _Pieces:
                 params=chain.params[-1],
                 memory=_memory(event, len(chain.params) - 1),
                 average=chain.average,
-                calibration=None
-                if calibration is None
-                else np.asarray(calibration, dtype=np.float64)[event.layer],
             )
             scored.append(chain.score(at))
         signed = chain.signed

@@ -19,15 +19,13 @@ class Event(loops.Event):
     """An event with the parameters of a piece, and what that piece carries with the entries.
 
     average: what TOVA averages over: "all" heads, its "group", all heads by "slot". memory: per KV
-    head, by position; doubt: the noise of what is remembered. calibration [qhead, row, dim], after
-    RoPE, of another trace.
+    head, by position; doubt: the noise of what is remembered.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
     average: str = "all"
     memory: Numbers = field(default_factory=list)
     doubt: Numbers = field(default_factory=list)
-    calibration: Floats | None = None
 
     @classmethod
     def of(cls, event: loops.Event, **changes: Any) -> Event:
@@ -37,10 +35,6 @@ class Event(loops.Event):
     def calibrated(self) -> tuple[Floats, list[int]]:
         """The calibration queries after RoPE [qhead, row, dim], and the positions of their rows."""
         source = self.params["calibration"]
-        if not isinstance(source, str):
-            if self.calibration is None:
-                raise PolicyError("calibration is missing; give queries, 'prefix:N' or 'oracle'")
-            return self.calibration, list(range(self.calibration.shape[1]))
         if source == "oracle":
             queries = self.queries
         else:

@@ -451,23 +451,6 @@ def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
     return rule
 
 
-def published_quest(q: Floats, keys: Floats, budget: int, page: int) -> set[int]:
-    """Positions that the authors' evaluation reads for one query [dim] over keys [n, dim].
-
-    mit-han-lab/Quest, evaluation/quest_attention.py: keys times the sign of the query, the last
-    page padded with the lowest number, largest value of each channel in a page, product with |q|;
-    at least three pages, and no more of the budget than there are entries.
-    """
-    n, dim = keys.shape
-    sign = np.where(q > 0, 1.0, -1.0)
-    padded = np.full((-(-n // page) * page, dim), np.finfo(np.float64).min)
-    padded[:n] = keys * sign
-    score = padded.reshape(-1, page, dim).max(1) @ (q * sign)
-    count = min(max(3, min(n, budget) // page), len(score))
-    best = np.argsort(-score, kind="stable")[:count]
-    return {p for i in best for p in range(i * page, min((i + 1) * page, n))}
-
-
 def unpacked(bits: npt.NDArray[np.uint8], pages: int) -> set[int]:
     """Which of so many pages a row's bytes mark; the highest bit of a byte is the first page."""
     marked = {

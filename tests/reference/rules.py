@@ -144,12 +144,6 @@ class Chain:
         return "slot" if self.allocator == "ams@release" else "all"
 
     @property
-    def calibration(self) -> Any:
-        """The calibration queries of a scorer that has some, None where they are the trace's."""
-        given = self.params[-1].get("calibration")
-        return None if isinstance(given, str) else given
-
-    @property
     def signed(self) -> bool:
         """Whether the scorer's scores may be negative."""
         return bool(chain_of(self.built.scorer)[-1].scale != "positive")
@@ -170,22 +164,19 @@ def _values(known: str, *pieces: Any) -> dict[str, Any]:
 
 
 def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
-    """Take a policy apart; calibration rows may also be an array."""
+    """Take a policy apart; what is to be calibrated is so by all rows if nothing is given."""
     names, given = policy.split("+"), dict(params or {})
-    calibration = next((given.pop(x) for x in [*given] if x.endswith("calibration")), None)
     propagation = names.pop(0) if names[0].partition("@")[0] in PROPAGATIONS else None
     inner = CATALOGUE.get((names or [propagation or ""])[-1].partition("@")[0])
     if inner is not None and not inner.innermost and inner.default:
         names.append(inner.default)
     scorer = names.pop() if names else "full"
     if scorer.partition("@")[0] in ("qfilter", "triattention"):
-        given["scorer__" * (len(names) + bool(propagation)) + "calibration"] = "oracle"
+        given.setdefault("calibration", "oracle")
     known = _known(RULES, scorer)[1]
     built = kvsim.policy(policy, **given)
     *wrapping, innermost = chain_of(built.scorer)
     own = [_values(known, innermost, built.layer_budgets)]
-    if "calibration" in own[0]:
-        own[0]["calibration"] = calibration
     allocator = names.pop(0) if names and _known(OUTER, names[0])[0] is None else None
     wrappers = [_values(_known(OUTER, x)[1], y) for x, y in zip(names, wrapping, strict=True)]
     outer = {} if allocator is None else _values(_known(OUTER, allocator)[1], built.allocator)

@@ -163,8 +163,6 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
             value = draw(st.sampled_from((value, "norms")))
         # half of the budget by default; and a preset that shares between heads is meant to
         drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
-        if plain == "calibration":
-            drawn[key] = value
     return drawn
 
 

@@ -209,26 +209,6 @@ def test_reading_equals_the_naive_loop(name, front):
         check(*generated(name, front, seed))
 
 
-def test_quest_reads_what_the_published_evaluation_reads():
-    """`@release` chooses the positions that the authors' evaluation code attends to."""
-    sizes = []
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        page, budget = int(rng.choice([1, 2, 4, 7])), int(rng.integers(1, 30))
-        case = make_case("normal", n=31, prompt_len=30, dim=8, seed=seed)
-        record = kvsim.replay(
-            case.trace(), policy("quest@release", page=page, dense_layers=0), budget
-        )
-        layer = reading.Layer(case.q[0], case.k[0], case.v[0], record.evicted_at[0], case.scale)
-        pages = layer.pages(0, 30, page)
-        marked = reading.unpacked(record.reads.bits[0, 0, 0], len(pages))
-        read = {p for i in marked for p in pages[i]}
-        assert read == reading.published_quest(case.q[0, 0, 30], case.k[0, 0], budget, page)
-        sizes.append(len(read))
-    assert min(sizes) < 5
-    assert max(sizes) > 25
-
-
 def test_pages_of_a_layer_need_heads_that_hold_as_many():
     """A layer whose heads hold different numbers of entries has no pages in common."""
     case = make_case("sharp", heads=2, n=24, prompt_len=20, seed=1)
