@@ -42,9 +42,9 @@ def _return(analysis: Analysis) -> Iterator[Cells]:
     from kvsim.analysis.attention.windows import GAP_SHARE, attention_gaps, gap_windows
 
     for layer in analysis.layers if gap_windows(analysis.trace)[1] else ():
-        gaps, chance = attention_gaps(analysis.trace, layer)
-        yield Cells(layer, gaps.after_gap, "head", f"share={GAP_SHARE:g},returns", chance.after_gap)
-        yield Cells(layer, gaps.keys_back, "head", f"share={GAP_SHARE:g},keys", chance.keys_back)
+        pairs = zip(("returns", "keys"), *attention_gaps(analysis.trace, layer), strict=True)
+        for name, values, chance in pairs:
+            yield Cells(layer, values, "head", f"share={GAP_SHARE:g},{name}", chance)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:

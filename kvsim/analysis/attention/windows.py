@@ -173,27 +173,9 @@ def window_overlap(
 GAP_SHARE = 0.1
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """Gaps of one layer; W windows. All counts are per KV head.
-
-    gaps [H, W - 1]: returns after g = 0, 1, ... windows without the key. keys [H]: keys in at least
-    one top. back [H]: those that returned after a gap of at least one window.
-    """
-
-    gaps: Ints | Floats
-    keys: Ints
-    back: Ints | Floats
-
-    @property
-    def after_gap(self) -> Floats:
-        """Share of the returns that the window just before did without; [H]."""
-        return share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))
-
-    @property
-    def keys_back(self) -> Floats:
-        """Share of the keys in any top that came back after a gap; [H]."""
-        return share(self.back, self.keys)
+#: Shares [H] of one layer: of the returns of keys that the window just before did without, and of
+#: the keys in at least one top that returned after such a gap.
+Gaps = tuple[Floats, Floats]
 
 
 def gap_windows(trace: Trace) -> tuple[int, int]:
@@ -212,11 +194,11 @@ def attention_gaps(
     *,
     start: int | None = None,
     window: int | None = None,
-    share: float = GAP_SHARE,
+    top: float = GAP_SHARE,
 ) -> tuple[Gaps, Gaps]:
     """Gaps of the keys before row `start` over whole windows from there on, and by chance.
 
-    Chance has the means of the counts over all orders of the windows. Two windows have to fit
+    Chance has the means of counts over all orders of the windows. Two windows have to fit
     (`gap_windows`). Raises PolicyError for a layer that the trace does not have.
     """
     layer = trace_layer(trace, layer)
@@ -224,7 +206,7 @@ def attention_gaps(
     keys, width = keys if start is None else start, width if window is None else window
     count = (trace.n_pos - keys) // width
     windows = row_blocks(keys, keys + count * width, width)
-    n_top = max(1, round(share * keys))
+    n_top = max(1, round(top * keys))
     shape = trace.n_heads, keys
     gaps = np.zeros((trace.n_heads, count - 1), np.int64)
     tops = np.zeros(shape, np.int64)
@@ -243,8 +225,11 @@ def attention_gaps(
     expected, broken = _orders(count)
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
     keys_in_top = (tops > 0).sum(-1)
-    chance = Gaps(numbers @ expected, keys_in_top, numbers @ broken)
-    return Gaps(gaps, keys_in_top, apart.sum(-1)), chance
+
+    def shares(gaps: Ints | Floats, back: Ints | Floats) -> Gaps:
+        return share(gaps[:, 1:].sum(-1), gaps.sum(-1)), share(back, keys_in_top)
+
+    return shares(gaps, apart.sum(-1)), shares(numbers @ expected, numbers @ broken)
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:
