@@ -92,7 +92,8 @@ def _overlaps(
 ) -> Floats:
     """Mean over layers of `_BLOCKS`, then chance for a set and for the union; [7, share]."""
     found = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
-    rows = [(*x.before, x.union, x.equal_budget, x.chance, x.chance_union) for x in found]
+    pairs = [list(zip(*overlap.values(), strict=True)) for overlap in found]
+    rows = [(*values, chance[0], chance[3]) for values, chance in pairs]  # of a block, the union
     mean: Floats = np.mean(rows, axis=0)
     return mean
 

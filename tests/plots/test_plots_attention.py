@@ -27,12 +27,11 @@ def lines(axis):
 
 
 def overlaps(traces, layers, tops):
-    """(each of three windows, union, equal budget, chances) by share, mean over prompts, layers."""
+    """(each of three windows, union, equal budget) by share, mean over prompts, layers."""
     found = [
         window_overlap(trace, layer, window=8, shares=tops) for trace in traces for layer in layers
     ]
-    rows = [(*x.before, x.union, x.equal_budget, x.chance, x.chance_union) for x in found]
-    return np.mean(rows, axis=0)
+    return np.mean([[values for values, _ in x.values()] for x in found], axis=0)
 
 
 def test_overlap_is_that_of_the_analysis(traces):

@@ -11,7 +11,7 @@ from kvsim.analysis.subject import Analysis
 
 
 def _overlap(analysis: Analysis) -> Iterator[Cells]:
-    from kvsim.analysis.attention.windows import default_window, window_overlap
+    from kvsim.analysis.attention.windows import SHARES, default_window, window_overlap
 
     trace = analysis.trace
     window = default_window(trace.n_pos)
@@ -19,13 +19,8 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
         return
     for layer in analysis.layers:
         overlap = window_overlap(trace, layer, window=window)
-        sets = [
-            *((f"block={i}", values, overlap.chance) for i, values in enumerate(overlap.before, 1)),
-            ("union", overlap.union, overlap.chance_union),
-            ("equal_budget", overlap.equal_budget, overlap.chance),
-        ]
-        for i, share in enumerate(overlap.shares):
-            for name, values, chance in sets:
+        for i, share in enumerate(SHARES):
+            for name, (values, chance) in overlap.items():
                 row = slice(i, i + 1)
                 yield Cells(layer, values[row], None, f"share={share:g},{name}", chance[row])
 

@@ -22,7 +22,6 @@ by combinatorics, nothing is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -107,27 +106,8 @@ SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
 TOPS = tuple(place / 20 for place in range(1, 21))
 
 
-@dataclass(frozen=True)
-class WindowOverlap:
-    """Overlap of the last block's top keys with those of the three before; [share] or [3, share].
-
-    chance: top keys / keys, the expected overlap of two independent sets; a little above the share,
-    because a set of keys has a whole size.
-
-    before: each earlier block, the oldest first. union: all three together. equal_budget: as many
-    keys as in one top set, by the largest of the three blocks' scores. Means over heads.
-    """
-
-    shares: Floats
-    before: Floats
-    union: Floats
-    equal_budget: Floats
-    chance: Floats
-
-    @property
-    def chance_union(self) -> Floats:
-        """Expected share that three independent sets cover."""
-        return 1.0 - (1.0 - self.chance) ** 3
+#: Overlap of the last block's top keys with those of others, and its chance, by variant [share].
+Overlap = dict[str, tuple[Floats, Floats]]
 
 
 def default_window(n_pos: int) -> int:
@@ -137,8 +117,13 @@ def default_window(n_pos: int) -> int:
 
 def window_overlap(
     trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = SHARES
-) -> WindowOverlap:
+) -> Overlap:
     """Overlap of the top ceil(share x keys) keys, among keys before the first of the four blocks.
+
+    Variants: "block=1" to "block=3", each earlier block, the oldest first; "union", all three
+    together; "equal_budget", as many keys as in one top set, by the largest of the three blocks'
+    scores. Means over heads. Chance is the expected overlap of independent sets: top keys / keys, a
+    little above the share, because a set of keys has a whole size.
 
     Keys later than that are left out, so that all blocks rank the same set. Raises TraceError where
     four windows leave no key, PolicyError for a layer that the trace does not have.
@@ -160,13 +145,14 @@ def window_overlap(
     inside = places(scores)[..., None] < top  # [4, H, D, share]
     last, earlier = inside[3], inside[:3]
     union = earlier.any(0)
-    return WindowOverlap(
-        shares=each,
-        before=(last & earlier).sum(2).mean(1) / top,
-        union=(last & union).sum(1).mean(0) / top,
-        chance=top / domain,
-        equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
-    )
+    blocks_alone = (last & earlier).sum(2).mean(1) / top
+    merged_top = (last & (merged[..., None] < top)).sum(1).mean(0) / top
+    chance = top / domain
+    return {
+        **{f"block={i}": (values, chance) for i, values in enumerate(blocks_alone, 1)},
+        "union": ((last & union).sum(1).mean(0) / top, 1.0 - (1.0 - chance) ** 3),
+        "equal_budget": (merged_top, chance),
+    }
 
 
 #: Share of the keys that is a window's top.
