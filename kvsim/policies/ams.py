@@ -37,10 +37,11 @@ passes never end; there the reference mode takes the rule of the strict mode. Th
 entries that a scorer protects the largest score of the layer, so they tie with the best entry; here
 they come first. The release's TOVA protects the last token in this way; so does that of
 `ams@release`. In the release no event ends the prefill; where one does here, its window is whole.
-`weights="length"` is the paper's ablation without mass weights, for which the release still weighs
-by mass. The defaults are those of the paper's Table 15. The table gives no `recent` and
-`pool_kernel`; here they are 32 and 5, as in the release. `ams@release` has the mode "reference" and
-the hyper-parameters of the release.
+`weights="length"` is the paper's ablation without mass weights. For this ablation the release runs
+`reference_no_mass`, which still weighs by mass; its credit remembers the usage instead of the mass
+(`credit_of="usage"`). The defaults are those of the paper's Table 15. The table gives no `recent`
+and `pool_kernel`; here they are 32 and 5, as in the release. `ams@release` has the mode "reference"
+and the hyper-parameters of the release.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class AMS(Allocator):
     """Allocator that gives each segment of the cache a quota.
 
     In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
-    q_min, credit_decay lambda, credit_mix beta. Ablations: weights "length" or "equal", credit
-    False, segmentation "fixed", segment_mass >= 1 with a large max_segment for a single segment.
+    q_min, credit_decay lambda, credit_mix beta; credit_of says what is remembered, the mass or the
+    usage that it comes from. Ablations: weights "length" or "equal", credit False, segmentation
+    "fixed", segment_mass >= 1 with a large max_segment for a single segment.
     """
 
     segment_mass: Annotated[float, AtLeast(_LEAST_SHARE)] = 0.1
@@ -82,9 +84,10 @@ class AMS(Allocator):
     credit: bool = True
     credit_decay: Annotated[float, Between(0, 1)] = 0.9
     credit_mix: Annotated[float, Between(0, 1)] = 0.9
+    credit_of: Literal["mass", "usage"] = "mass"
     window: Annotated[int, AtLeast(1)] = 128
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
-    suffix_fill: Literal["head_max", "global_max", "observed"] = "head_max"
+    suffix_fill: Literal["head_max", "global_max", "head_mean", "observed", "zero"] = "head_max"
     mode: Literal["strict", "reference"] = "strict"
     weights: Literal["mass", "length", "equal"] = "mass"
     segmentation: Literal["mass", "fixed"] = "mass"
@@ -118,9 +121,11 @@ class AMS(Allocator):
         observed = normalise(usage.clamp(min=0.0), view.live)
         mass, credit = observed, view["credit"].double()
         if self.credit:
-            credit = self.credit_decay * credit + (1 - self.credit_decay) * observed
-            remembered = normalise(credit.clamp(min=0.0), view.live)
-            mixed = self.credit_mix * observed + (1 - self.credit_mix) * remembered
+            raw = self.credit_of == "usage"
+            now = usage if raw else observed
+            credit = self.credit_decay * credit + (1 - self.credit_decay) * now
+            remembered = credit if raw else normalise(credit.clamp(min=0.0), view.live)
+            mixed = self.credit_mix * now + (1 - self.credit_mix) * remembered
             mass = normalise(mixed.clamp(min=0.0), view.live)
         starts = self.segment(mass, view.live)
         parts = SegmentSums.of(starts, mass, protected, view.live)
@@ -182,11 +187,17 @@ class AMS(Allocator):
 
     def _fill(self, usage: Tensor, judged: Tensor) -> Tensor:
         """The usage that suffix entries are given, [L, H, 1]; 1 where nothing could be judged."""
-        known, fill = judged.any(-1, keepdim=True), usage.amax(-1, keepdim=True)
+        if self.suffix_fill == "zero":
+            return usage.new_zeros(*usage.shape[:2], 1)
+        number = judged.sum(-1, keepdim=True)
+        if self.suffix_fill == "head_mean":
+            fill = usage.sum(-1, keepdim=True) / number.clamp(min=1)
+        else:
+            fill = usage.amax(-1, keepdim=True)
         if self.suffix_fill == "global_max":
-            fill = fill.amax(1, keepdim=True).expand_as(known)
-            known = known.any(1, keepdim=True).expand_as(known)
-        return fill.masked_fill(~known, 1.0)
+            fill = fill.amax(1, keepdim=True).expand_as(number)
+            number = number.sum(1, keepdim=True).expand_as(number)
+        return fill.masked_fill(number == 0, 1.0)
 
     def segment(self, mass: Tensor, live: Tensor) -> Tensor:
         """Slots at which segments start, int [L, H, S], for mass [L, H, n]; n where there is none.

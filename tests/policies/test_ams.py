@@ -139,7 +139,7 @@ def run(case: Case | kvsim.Trace, name: str = "ams", *, budget: int = 16, **para
 
 
 @pytest.mark.parametrize(
-    ("fill", "weights"), [("head_max", "mass"), ("observed", "length"), ("global_max", "equal")]
+    ("fill", "weights"), [("head_max", "mass"), ("observed", "length"), ("zero", "equal")]
 )
 def test_every_segment_keeps_its_quota(fill, weights):
     """Segments between their bounds, each with exactly its quota, sinks and recent among them."""

@@ -264,7 +264,10 @@ def ams(
         if params["credit"]:
             past = [credit[head].get(p, 0.0) for p in live]
             decay, mix = params["credit_decay"], params["credit_mix"]
-            weight, fresh = credited(weight, past, decay, mix)
+            if params["credit_of"] == "usage":
+                weight, fresh = credited_usage([u[p] for p in live], past, decay, mix)
+            else:
+                weight, fresh = credited(weight, past, decay, mix)
             now = dict(zip(live, fresh, strict=True))
         if params["segmentation"] == "fixed":
             starts = list(range(0, len(live), int(params["segment_length"])))
@@ -337,7 +340,12 @@ def fill(used: list[tuple[dict[int, float], dict[int, float]]], how: str) -> lis
     found = []
     for u, observed in used:
         own = list(u.values()) or [1.0]
-        value = {"head_max": max(own), "global_max": max(everywhere, default=1.0)}
+        value = {
+            "head_max": max(own),
+            "global_max": max(everywhere, default=1.0),
+            "head_mean": sum(own) / len(own),
+            "zero": 0.0,
+        }
         found.append({**u, **{p: value.get(how, seen) for p, seen in observed.items()}})
     return found
 
@@ -355,6 +363,14 @@ def credited(
     c = [decay * old + (1 - decay) * x for old, x in zip(past, m, strict=True)]
     mixed = [mix * x + (1 - mix) * y for x, y in zip(m, mass(c), strict=True)]
     return [x / sum(mixed) for x in mixed], c
+
+
+def credited_usage(
+    u: Sequence[float], past: Sequence[float], decay: float, mix: float
+) -> tuple[list[float], list[float]]:
+    """The release without mass: c averages usage u as it is, and mix u + (1 - mix) c is weighed."""
+    c = [decay * old + (1 - decay) * x for old, x in zip(past, u, strict=True)]
+    return mass([mix * x + (1 - mix) * y for x, y in zip(u, c, strict=True)]), c
 
 
 def cuts(m: Sequence[float], delta: float, *, strict: bool) -> tuple[list[int], list[Decision]]:

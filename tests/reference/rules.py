@@ -25,7 +25,7 @@ _RKV = f"{_POOLED} mix_lambda threshold slot_order"
 _GKV = f"{_POOLED} fusion decay redundancy mix_lambda threshold cosine"
 _CAKE = f"{_POOLED} gamma dispersion"
 _AMS = (
-    "segment_mass min_segment max_segment min_quota credit credit_decay credit_mix "
+    "segment_mass min_segment max_segment min_quota credit credit_decay credit_mix credit_of "
     "window pool_kernel suffix_fill mode weights segmentation segment_length sink recent"
 )
 _EXPECTED = "n_future sink epsilon covariance value_norm query_buffer origin log"
