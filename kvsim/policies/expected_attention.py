@@ -20,7 +20,8 @@ The default epsilon, 0.01, is that of most of the paper's experiments; kvpress's
 weights of a head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are
 ranked almost only by ||v||. `value_norm="wo_v"` is the formula of the paper: the norm of the value
 after the output projection, averaged over the group. "v" is what the paper's experiments use;
-"none" ranks by a alone.
+"none" ranks by a alone. By default the rotation is averaged over the positions; `rope="mixture"`
+averages exp(x) over them instead, at n_future times the cost.
 
 `expected_attention@kvpress` has epsilon 0. At events in decoding it counts positions from the start
 of kvpress's query buffer (`origin="buffer"`). The buffer holds the rows since the last event
@@ -35,6 +36,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Inputs, Run, Scorer
@@ -53,6 +55,7 @@ class ExpectedAttention(Scorer):
     covariance: bool = True
     value_norm: Literal["none", "v", "wo_v"] = "v"
     query_buffer: Annotated[int, AtLeast(2)] = 256
+    rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
     log: bool = False
 
@@ -85,9 +88,8 @@ class ExpectedAttention(Scorer):
         """(mean over the group of a_j + epsilon) ||v_j||, or its logarithm; [L, H, n]."""
         start, stop, future = self._samples(view)
         _, mu, sigma = view.moments(range(start, stop), covariance=self.covariance)
-        # the transpose of the mean rotation is the mean over the opposite positions
-        keys = view.rope.rotate_mean(view.keys, 1 - future - self.n_future, self.n_future)
-        logits = expected_logits(keys, mu, sigma, view.formula.scale)
+        kind = mixture_logits if self.rope == "mixture" else mean_logits
+        logits = kind(view.keys, mu, sigma, view.formula.scale, view.rope, future, self.n_future)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
         logits.masked_fill_(~scored, -torch.inf)
         if self.log:
@@ -131,6 +133,29 @@ def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float
     """
     out = (mu @ keys.mT) * scale
     return out if sigma is None else out.add_(quadratic(keys, sigma), alpha=scale**2 / 2)
+
+
+def mean_logits(
+    keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
+) -> Tensor:
+    """`expected_logits` under the mean rotation over positions start..start+count-1."""
+    # whose transpose is the mean over the opposite positions
+    return expected_logits(rope.rotate_mean(keys, 1 - start - count, count), mu, sigma, scale)
+
+
+def mixture_logits(
+    keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
+) -> Tensor:
+    """Log of the mean of the expected exponentials over positions, which are held in blocks."""
+    layers, heads, n, dim = keys.shape
+    size = layers * heads * mu.shape[2] * n * dim * keys.element_size()
+    total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)
+    for at in torch.arange(start, start + count).split(max(1, LOGIT_BYTES // size)):
+        # the rotation by -p is the transpose of the rotation by p
+        back = rope.rotate(keys.unsqueeze(2), -at.to(keys.device).unsqueeze(-1))
+        each = expected_logits(back.flatten(2, 3), mu, sigma, scale)
+        total = torch.logaddexp(total, each.unflatten(-1, (len(at), n)).logsumexp(-2))
+    return total - math.log(count)
 
 
 def quadratic(x: Tensor, matrix: Tensor) -> Tensor:

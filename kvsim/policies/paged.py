@@ -18,7 +18,8 @@ Deviations. Scores are summed over the KV heads of a layer, which share their pa
 (`heads="group"`: each KV head has pages of its own). The paper does not say how it combines heads.
 Protected entries stay even if their page does not fit, and are left out of the mean because a
 scorer may have no score for them. If not even the first page fits, its best entries stay.
-`reduction="max"` scores a page by its best token. ||k|| is at least 1e-6.
+`prompt="pages"` evicts whole pages after the prompt, too. `reduction="max"` scores a page by its
+best token. ||k|| is at least 1e-6.
 
 `@release` is the public port to vLLM (`KVCachePruner`, method "global"). `reduction="norms"`
 averages norms over heads first: a page scores the sum of its ||v|| over that of its ||k||, whatever
@@ -67,7 +68,7 @@ class Paged(Allocator):
     page: Annotated[int, AtLeast(1)] = 16
     heads: Literal["all", "group"] = "all"
     reduction: Literal["mean", "max", "norms"] = "mean"
-    prompt: Literal["entries", "heads"] = "entries"
+    prompt: Literal["entries", "pages", "heads"] = "entries"
     ends: bool = False
 
     columns: ClassVar[Mapping[str, float]] = {"cell": nan}
@@ -76,7 +77,8 @@ class Paged(Allocator):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
         heads = slice(None, 1 if self.heads == "all" else None)  # heads that choose
-        if view.is_prompt and self.prompt == "heads":
+        written = view.is_prompt and self.prompt != "pages"
+        if written and self.prompt == "heads":
             heads = slice(None)
         live, always = view.live[:, heads], protected[:, heads]
         shared = scores.double()
@@ -85,7 +87,7 @@ class Paged(Allocator):
             check_alike("paged: heads", alike, alike[:, :1], "they share pages; set heads=group")
             if heads.stop:
                 shared = shared.sum(1, keepdim=True)
-        if view.is_prompt:
+        if written:
             chosen = self._entries(view, shared, live, always)
             cell = chosen.cumsum(-1) - 1.0  # written without gaps
         else:

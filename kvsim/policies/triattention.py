@@ -8,10 +8,10 @@ position, and a_f = E[q_f] and b_f = E[|q_f|] over the calibration queries. The 
 
     mean over d of sum_f Re(a_f exp(i w_f (t + d)) conj(k_f)) + sum_f (b_f - |a_f|) |k_f|
 
-over the distances d = 1, 2, 4, ..., 65536 into the future. The first sum is a trigonometric series
-in the distance from the key. The second is the norm of the key, weighted by the spread of the
-queries. Scores of a query head are standardised over the entries (z-score); an entry gets the
-largest of its group.
+over the distances d = 1, 2, 4, ..., 65536 into the future (`offsets="max"` takes their maximum).
+The first sum is a trigonometric series in the distance from the key. The second is the norm of the
+key, weighted by the spread of the queries. Scores of a query head are standardised over the entries
+(z-score); an entry gets the largest of its group.
 
 Deviations. One set per KV head and layer, the mode that the released code calls per_layer_perhead;
 its default shares one set among the layers. kvsim adds no noise to break ties. The prompt is
@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import reduce
+from typing import ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
@@ -41,9 +42,13 @@ _LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class TriAttention(Calibrated):
-    """Expected logit of a mean query at distances to come, and the norm of the key."""
+    """Expected logit of a mean query at distances to come, and the norm of the key.
+
+    offsets: "mean" over the distances, or the "max".
+    """
 
     protect_prompt: bool = True
+    offsets: Literal["mean", "max"] = "mean"
 
     rotated: ClassVar[bool] = False
     scale = "signed"
@@ -66,7 +71,11 @@ class TriAttention(Calibrated):
         centre = view.rope.rotate(mean.unsqueeze(-2), future).to(view.keys)  # [L, H, G, offsets, d]
         spread = size - torch.hypot(*view.rope.pairs(mean))  # [L, H, G, pairs]
         spread = spread.to(view.keys) * view.rope.attention_scaling
-        series = centre.mean(-2) @ view.keys.mT  # [L, H, G, n]
+        if self.offsets == "mean":
+            series = centre.mean(-2) @ view.keys.mT  # [L, H, G, n]
+        else:
+            each = (query @ view.keys.mT for query in centre.unbind(-2))
+            series = reduce(torch.maximum, each)
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
         candidate = view.live & ~protected_by(self.protection, view)
         return standardised(scores, candidate.unsqueeze(2)).amax(2)

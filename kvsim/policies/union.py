@@ -8,9 +8,11 @@ how:
 
     max    the largest score: an entry stays if any head wants it
     mean   the mean score
+    rank   the mean over the heads of how many of the head's candidates have a smaller score
 
-Both compare scores of different heads, which must share one scale, as attention does. TOVA and RPC
-average over the heads of a layer by themselves, ChunkKV over those of its chunks.
+"max" and "mean" compare scores of different heads, which must share one scale, as attention does.
+"rank" compares orders alone. TOVA and RPC average over the heads of a layer by themselves, ChunkKV
+over those of its chunks.
 
 Sources and deviations. No paper defines this wrapper. Single methods share sets in the same way:
 TOVA (arXiv 2401.06104, mean over the heads of a layer), CAM in kvpress (mean over the KV heads),
@@ -23,11 +25,10 @@ of some of the layers ranks by those. Inside an allocator that gives heads diffe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-from kvsim.core.lazy import Tensor
-from kvsim.core.pieces import Scores, Wrapper
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.pieces import Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
@@ -37,13 +38,16 @@ class Union(Wrapper):
     """The scores of any scorer, reduced over the heads of a layer or of all layers."""
 
     across: Literal["heads", "layers"] = "heads"
-    reduction: Literal["max", "mean"] = "max"
+    reduction: Literal["max", "mean", "rank"] = "max"
 
     across_layers: ClassVar[Any] = property(
         lambda self: self.across == "layers" or self.scorer.across_layers
     )
 
-    scale: ClassVar[Any] = property(attrgetter("scorer.scale"))
+    @property
+    def scale(self) -> Literal["positive", "signed", "log"]:
+        """That of the scorer; ranks are 0 or more."""
+        return "positive" if self.reduction == "rank" else self.scorer.scale
 
     def score(self, view: View) -> Scores:
         """The reduced score, the same in every head that shares the set; [L, H, n]."""
@@ -52,6 +56,8 @@ class Union(Wrapper):
         first = view.pos[: 1 if len(axes) > 1 else None, :1]
         check_alike(f"union: {self.across}", view.pos, first, "no ams, adakv, pyramidkv, cake")
         scores = inner.values
+        if self.reduction == "rank":
+            scores = _ranks(scores, view.live & ~protected_by(self.scorer.protection, view))
         if self.reduction == "max":
             shared = scores.amax(axes, keepdim=True)
         else:
@@ -66,3 +72,10 @@ def check_alike(which: str, marks: Tensor, first: Tensor, cure: str) -> None:
     """
     if bool((marks != first).any()):
         raise PolicyError(f"{which} hold different entries; expected one set for all: {cure}")
+
+
+def _ranks(scores: Tensor, among: Tensor) -> Tensor:
+    """How many entries marked in `among` have a smaller score in the same head; [L, H, n]."""
+    candidates = scores.masked_fill(~among, torch.inf)
+    ranks = torch.searchsorted(candidates.sort(-1).values, candidates)
+    return ranks.where(among, 0).double()

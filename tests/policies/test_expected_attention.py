@@ -1,12 +1,14 @@
 """Rotary embeddings of every layout before the reference, and moments in blocks of rows."""
 
+import math
+
 import pytest
 import torch
 
 import kvsim
 import reference
 from kvsim.core.moments import moments
-from kvsim.policies.expected_attention import quadratic
+from kvsim.policies.expected_attention import expected_logits, mixture_logits, quadratic
 from traces import random_trace
 
 DIM, SCALE = 8, 0.4
@@ -25,14 +27,21 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def rotation(rope, p):
+    """The rotation at position p as a matrix, column by column."""
+    return rope.rotate(torch.eye(DIM, dtype=torch.float64), torch.tensor(p)).mT
+
+
 CASES = [
     ("expected_attention", {"n_future": 9, "sink": 2}, ROPES),
+    ("expected_attention", {"n_future": 4, "rope": "mixture", "query_buffer": 7}, ROPES),
     ("expected_attention@kvpress", {"n_future": 5, "query_buffer": 9}, ROPES),
     # the series of TriAttention is over pairs that rotate
     (
         *("triattention", {"calibration": "prefix:9", "protect_prompt": False}),
         ("half", "interleaved", "yarn"),
     ),
+    ("triattention", {"calibration": "oracle", "offsets": "max"}, ("interleaved", "yarn")),
 ]
 
 
@@ -92,11 +101,21 @@ def test_moments_do_not_cancel_where_the_mean_is_far_off():
 
 
 @pytest.mark.parametrize("held", [1, 2000, 1 << 24])
-def test_forms_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
-    """Blocks of entries, down to one at a time."""
-    k, root = normal(2, 2, 7, DIM, seed=5), normal(2, 2, 3, DIM, DIM, seed=6)
+def test_forms_and_mixtures_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
+    """Blocks of entries and of positions, down to one at a time."""
+    used = ROPES["yarn"]
+    mu, k = normal(2, 2, 3, DIM, seed=4), normal(2, 2, 7, DIM, seed=5)
+    root = normal(2, 2, 3, DIM, DIM, seed=6)
     sigma = root @ root.mT
     monkeypatch.setattr("kvsim.policies.expected_attention.LOGIT_BYTES", held)
 
-    expected = torch.einsum("lhni,lhgij,lhnj->lhgn", k, sigma, k)
-    torch.testing.assert_close(quadratic(k, sigma), expected)
+    form = quadratic(k, sigma)
+    mixture = mixture_logits(k, mu, sigma, SCALE, used, 9, 13)
+
+    torch.testing.assert_close(form, torch.einsum("lhni,lhgij,lhnj->lhgn", k, sigma, k))
+    each = []
+    for p in range(9, 22):
+        turn = rotation(used, p)
+        each.append(expected_logits(k, mu @ turn.T, turn @ sigma @ turn.T, SCALE))
+    expected = torch.stack(each).logsumexp(0) - math.log(13)
+    torch.testing.assert_close(mixture, expected)

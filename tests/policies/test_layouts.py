@@ -39,12 +39,14 @@ class Given(Scorer):
     [
         ("heads", "max", ({0, 3, 4}, {0, 1, 4})),  # 5 3 2 4 and 6 8 2 2
         ("heads", "mean", ({0, 1, 4}, {0, 1, 4})),  # 6 4 4 4 and 6 8 3 3
+        ("heads", "rank", ({0, 1, 4}, {0, 1, 4})),  # 3+0 1+2 2+1 0+3, twice
         ("layers", "max", ({0, 1, 4}, {0, 1, 4})),  # 6 8 2 4
         ("layers", "mean", ({0, 1, 4}, {0, 1, 4})),  # 12 12 7 7
+        ("layers", "rank", ({0, 1, 4}, {0, 1, 4})),  # 6 6 6 6
     ],
 )
 def test_one_set_is_that_of_the_reduced_score(across, reduction, expected):
-    """Of ties the lower positions stay; what is protected has no score."""
+    """Of ties the lower positions stay; what is protected counts in no rank."""
     trace = make_case("normal", layers=2, heads=2, n=5, prompt_len=5).trace()
     policy = Policy("given", Union(Given(), across, reduction), schedule=Schedule(None))
     kept = kvsim.replay(trace, policy, 3).retained(4)

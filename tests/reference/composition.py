@@ -95,6 +95,7 @@ class _Pieces:
             assert wrap is not None
             if name == "union":
                 scored = wrap(chain.params[i], scored)
+                signed = signed and chain.params[i]["reduction"] != "rank"
                 continue
             for layer, event in enumerate(events):
                 inside = Event.of(

@@ -101,10 +101,18 @@ def _expected(
 ) -> tuple[float, float]:
     """The log of the expected score of one key, and the size of its terms."""
     rope, s, count = event.rotary(), event.scale, int(event.params["n_future"])
-    mean_matrix = mean_rotation(rope, len(key), start, count)
-    line = s * float(key @ mean_matrix @ mean)
-    square = s**2 / 2 * float(key @ mean_matrix @ spread @ mean_matrix.T @ key)
-    return line + square, abs(line) + abs(square)
+    if event.params["rope"] == "mean":
+        mean_matrix = mean_rotation(rope, len(key), start, count)
+        line = s * float(key @ mean_matrix @ mean)
+        square = s**2 / 2 * float(key @ mean_matrix @ spread @ mean_matrix.T @ key)
+        return line + square, abs(line) + abs(square)
+    each = []
+    for pos in range(start, start + count):
+        back = key @ rotation(rope, len(key), pos)
+        each.append(s * float(back @ mean) + s**2 / 2 * float(back @ spread @ back))
+    x = np.array(each)
+    top = float(x.max())
+    return top + float(np.log(np.exp(x - top).mean())), float(np.abs(x).max())
 
 
 def _logarithms(
@@ -192,6 +200,7 @@ def triattention(event: Event) -> Scored:
     frequency, scaling = np.array(rope[0]), rope[1]
     drawn, positions = event.calibrated()
     query = _pairs(unrotate(drawn, positions, rope), len(frequency))  # [qhead, row, pair]
+    peak = event.params["offsets"] == "max"
     now = event.place([event.row])[0]
     ahead = [np.exp(1j * frequency * (now + 1 + 2**power)) for power in range(17)]
     held = unprotected(event)
@@ -210,7 +219,7 @@ def triattention(event: Event) -> Scored:
                 key = _pairs(event.keys[h, p], len(frequency))
                 series = [float((at * key.conj()).real.sum()) for at in turned]
                 rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
-                raw.append(scaling * (sum(series) / 17 + rest))
+                raw.append(scaling * ((max(series) if peak else sum(series) / 17) + rest))
                 rough.append(scaling * float(((length + np.abs(mean)) * np.abs(key)).sum()))
             scored = [raw[slot] for slot in open_to]
             centre = float(np.mean(scored)) if scored else 0.0

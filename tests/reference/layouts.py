@@ -115,23 +115,35 @@ def union(params: Mapping[str, Any], scored: Sequence[Scored]) -> list[Scored]:
 def _shared(layers: list[Scored], reduction: str) -> list[Scored]:
     heads = [(each, h) for each in layers for h in range(len(each.values))]
     decisions = [d for each, h in heads for d in each.taken(h)]
-    columns = [
-        {p: s for p, s in each.values[h].items() if p not in each.protected[h]} for each, h in heads
-    ]
+    columns, sizes = [], []
+    for each, h in heads:
+        free = {p: s for p, s in each.values[h].items() if p not in each.protected[h]}
+        if reduction == "rank":
+            order = sorted(free, key=lambda p: free[p])
+            for a, b in pairwise(order):
+                size = max(each.size(h, a), each.size(h, b))
+                margin = (free[b] - free[a]) / size if size > 0 else 0.0
+                decisions.append((margin, max(abs(free[a]), abs(free[b]))))
+            columns.append({p: float(sum(x < free[p] for x in free.values())) for p in free})
+        else:
+            columns.append(free)
+        sizes.append({p: each.size(h, p) for p in free})
     if any(list(column) != list(columns[0]) for column in columns):
         raise PolicyError("heads hold different entries; expected one set for all of them")
     value, noise = {}, {}
     for p in columns[0]:
         scores = [column[p] for column in columns]
         value[p] = max(scores) if reduction == "max" else sum(scores) / len(scores)
-        noise[p] = max(each.size(h, p) for each, h in heads)
+        noise[p] = max(size[p] for size in sizes)
+    ranks = reduction == "rank"
     return [
         Scored(
             [dict(value) for _ in each.values],
             each.protected,
-            [dict(noise) for _ in each.values],
+            None if ranks else [dict(noise) for _ in each.values],
             [list(decisions) for _ in each.values],
-            rounded=each.rounded or reduction == "mean",
+            exact=ranks,
+            rounded=not ranks and (each.rounded or reduction == "mean"),
         )
         for each in layers
     ]
@@ -154,8 +166,9 @@ def paged(
     kept: Sets = [set() for _ in heads]
     decisions: list[Decision] = []
     for members in [heads] if params["heads"] == "all" else [[h] for h in heads]:
+        one_by_one = event.prefill and params["prompt"] != "pages"
         groups = [[h] for h in members] if params["prompt"] == "heads" else [members]
-        for group in groups if event.prefill else [members]:
+        for group in groups if one_by_one else [members]:
             live, required = event.live[group[0]], protected[group[0]]
             if len(required) > budget:
                 raise BudgetError(f"{len(required)} protected entries, budget is {budget}")
@@ -165,7 +178,7 @@ def paged(
                 p: sum(scored.values[h].get(x, 0.0) for h, x in zip(group, row, strict=True))
                 for p, row in zip(live, rows, strict=True)
             }
-            if event.prefill:
+            if one_by_one:
                 assert all(event.live[h] == live for h in group)
                 stay, cut = _entries(live, total, required, budget, params)
                 cell = {p: float(i) for i, p in enumerate(sorted(stay))}

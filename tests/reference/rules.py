@@ -28,7 +28,7 @@ _AMS = (
     "segment_mass min_segment max_segment min_quota credit credit_decay credit_mix credit_of "
     "window pool_kernel suffix_fill mode weights segmentation segment_length sink recent"
 )
-_EXPECTED = "n_future sink epsilon covariance value_norm query_buffer origin log"
+_EXPECTED = "n_future sink epsilon covariance value_norm query_buffer rope origin log"
 
 #: The score of an event under each name, and the parameters that it knows; a preset has those of
 #: its policy unless it is named. None never evicts.
@@ -50,7 +50,7 @@ RULES: dict[str, tuple[Callable[[Event], Scored] | None, str]] = {
     "lagkv": (classic.lagkv, "sink lag cross_scoring"),
     "expected_attention": (expected.expected_attention, _EXPECTED),
     "qfilter": (expected.qfilter, "calibration"),
-    "triattention": (expected.triattention, "calibration protect_prompt"),
+    "triattention": (expected.triattention, "calibration protect_prompt offsets"),
     "oracle": (expected.oracle, "by"),
     "morphkv": (windows.morphkv, _POOLED),
     "morphkv@original": (windows.morphkv_original, "window fusion"),

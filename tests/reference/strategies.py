@@ -101,8 +101,10 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "covariance": _one(*_SWITCH),
     "value_norm": _one("v", "none", "wo_v"),
     "query_buffer": _whole(2, 12),
+    "rope": _one("mean", "mixture"),
     "calibration": _one("prefix:1", "prefix:3", "prefix:8", "oracle"),
     "protect_prompt": _one(*_SWITCH),
+    "offsets": _one("mean", "max"),
     "by": _one("mass", "output"),
     "fusion": _one("max", "sum"),
     "decay": _one(0.0, 0.5, 0.8, 1.0),
@@ -120,7 +122,7 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "leverage": _one("product", "mean", "key", "value"),
     "blending": _one(0.0, 0.5, 2.0),
     "heads": _one("all", "group"),
-    "prompt": _one("entries", "heads"),
+    "prompt": _one("entries", "pages", "heads"),
     "ends": _one(*_SWITCH),
     "alpha": _one(0.01, 0.1, 0.3),
     "share": _one(0.1, 0.5, 1.0),
@@ -160,8 +162,8 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
         value = draw(_DRAWN[plain](most))
         if key == "threshold" and parts[0] == "dms":
             value = draw(st.sampled_from((0.02, 0.05, value)))
-        if key == "reduction" and parts[0] != "union":
-            value = draw(st.sampled_from((value, "norms")))
+        if key == "reduction":
+            value = draw(st.sampled_from((value, "rank" if parts[0] == "union" else "norms")))
         # half of the budget by default; and a preset that shares between heads is meant to
         drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
     return drawn

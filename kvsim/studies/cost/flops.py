@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from kvsim.core.policy import Policy, chain_of
-from kvsim.policies import capkv, compactor
+from kvsim.policies import capkv, compactor, triattention
 from kvsim.policies.kvzip import chunk_lengths
 from kvsim.studies.cost.model import Model
 
@@ -150,9 +150,10 @@ def _expected_attention(p: Any, e: Event) -> Flops:
         m = min(p.query_buffer, m)
     elif not e.prompt:
         m = min(e.since, p.query_buffer + 1) - p.sink
-    out = Flops(2 * n * h * d, 3 * h * n + 3 * g * n * d + m * h * d)
+    times = p.n_future if p.rope == "mixture" else 1  # one per position of the future
+    out = Flops(2 * n * h * d * times, (3 * h * n + 3 * g * n * d) * times + m * h * d)
     if p.covariance:
-        out += Flops(2 * h * d**2 * (m + n), (m + 2 * n) * h * d)
+        out += Flops(2 * h * d**2 * (m + n * times), (m + 2 * n * times) * h * d)
     if p.value_norm == "v":
         out += Flops(0, 2 * g * n * d)
     if p.value_norm == "wo_v":  # W W^T, and v.(W W^T) v
@@ -160,12 +161,15 @@ def _expected_attention(p: Any, e: Event) -> Flops:
     return out
 
 
-def _triattention(_: Any, e: Event) -> Flops:
+def _triattention(p: Any, e: Event) -> Flops:
     """A series and a norm per query head, standardised.
 
-    The series takes 2 n d, the norm of d / 2 pairs n d, the z-scores 6 n.
+    The series takes 2 n d (for each distance with offsets="max"), the norm of d / 2 pairs n d,
+    the z-scores 6 n.
     """
-    return Flops(3 * e.h * e.n * e.d, 2 * e.g * e.n * e.d + 7 * e.h * e.n)
+    series = len(triattention.OFFSETS) if p.offsets == "max" else 1
+    pointwise = 2 * e.g * e.n * e.d + (6 + series) * e.h * e.n
+    return Flops((2 * series + 1) * e.h * e.n * e.d, pointwise)
 
 
 def _kvzip(_: Any, e: Event) -> Flops:
