@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -249,6 +250,18 @@ class Trace:
         whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
         size = self.sizes[whole[-1]] if whole else None
         return tuple(i for i, x in enumerate(self.sizes) if i not in whole or x != size)
+
+    @property
+    def segments(self) -> tuple[tuple[str, int, int], ...]:
+        """(kind, start, stop) of `context`, then `question` and `answer` of each turn.
+
+        Empty ones, such as the answer of a prompt alone, are left out.
+        """
+        questions = self.header.questions
+        ends = [0, self.header.context_len or 0, self.prompt_len, *chain(*questions), self.n_pos]
+        kinds = ["context", *["question", "answer"] * (1 + len(questions))]
+        spans = zip(kinds, *zip(*pairwise(ends), strict=True), strict=True)
+        return tuple((kind, start, stop) for kind, start, stop in spans if start < stop)
 
     @property
     def extent(self) -> tuple[int, int, int | None, tuple[tuple[int, int], ...]]:
