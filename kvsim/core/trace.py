@@ -75,11 +75,8 @@ class Trace:
 
     Attributes:
         n_layers, n_qheads, n_heads: number of layers, of query heads and of KV heads.
-        group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim, value_dim: dimensions of a key, and of a value.
-        entry_size: numbers that a cache holds of an entry in one head; the value of latent
-            attention is a part of the key.
         sizes: query heads, KV heads, dim and value_dim of each layer. Where layers differ in them,
             n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
             together; `part` returns the trace of layers of one size.
@@ -231,12 +228,12 @@ class Trace:
 
     @property
     def group(self) -> int:
-        """Query heads of one KV head."""
+        """Query heads of one KV head; query head i belongs to KV head i // group."""
         return self.n_qheads // self.n_heads
 
     @property
     def entry_size(self) -> int:
-        """Numbers that a cache holds of an entry in one head."""
+        """Numbers that a cache holds of an entry in one head; a latent value is part of its key."""
         return self.dim + (0 if self.header.latent else self.value_dim)
 
     @cached_property
