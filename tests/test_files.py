@@ -60,7 +60,7 @@ COMMANDS = {
     "prompts": (["prompts", "--n", "40"], "p.jsonl", "--overwrite"),
     "report": (["report", "RUN"], "r.html", "--overwrite"),
     "plot": (["plot", "pareto", "RUN"], "f.png", None),
-    "masks": (["masks", "RUN"], "m.safetensors", "--overwrite"),
+    "masks": (["study", "masks", "RUN"], "m.safetensors", "--overwrite"),
 }
 
 

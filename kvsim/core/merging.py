@@ -109,12 +109,15 @@ def unknown(keys: Tensor) -> Tensor:
     return keys.new_full(keys.shape[:-2], torch.nan, dtype=compute_dtype(keys.dtype))
 
 
+#: Of positions before a row, bool [L, H, T], those where the source has them.
+Places = Callable[[Tensor, int], Tensor]
+
+
 class Store:
     """What becomes of the entries of a block of layers under a quantizer, a merger, or neither.
 
-    evicted_at: as of the block. first: the row after which the first entries are rounded. places:
-    of positions before a row, bool [L, H, T], where the source has them. rounded_after: the row
-    after which each key is rounded, int32 [L, H, T]; None where none is.
+    evicted_at: as of the block. first: the row after which the first entries are rounded.
+    rounded_after: the row after which each key is rounded, int32 [L, H, T]; None where none is.
     """
 
     def __init__(
@@ -123,48 +126,49 @@ class Store:
         source: Source,
         evicted_at: Tensor,
         first: int,
-        places: Callable[[Tensor, int], Tensor],
     ) -> None:
         self._storage, self._source, self._evicted_at = storage, source, evicted_at
-        self._places, self._first, self._to = places, first, first
+        self._first = self._to = first
         self._thresholds = unknown(source.keys)  # of a merger, [L, H]
         self.rounded_after: Tensor | None = None
         if isinstance(storage, Quantizer):
             self._after = evicted_at.new_full((2, *evicted_at.shape), NEVER)
             self.rounded_after = self._after[0]
 
-    def before(self, row: int) -> None:
+    def before(self, row: int, places: Places) -> None:
         """Round what left its exact window before row `row`."""
         quantizer, start = self._storage, self._to
         if not isinstance(quantizer, Quantizer) or row <= start:
             return
         begins = start == self._first
-        channels = self._channels(quantizer, row) if begins and quantizer.reads.last else None
+        channels = (
+            self._channels(quantizer, row, places) if begins and quantizer.reads.last else None
+        )
         for which, clock in enumerate(quantizer.clocks):
             if begins or not clock.once:
                 stop = start + 1 if clock.once else row
                 due = advance(self._after[which], self._evicted_at, clock, start, stop)
                 writable = self._source.writable(which)
-                round_marked(quantizer, which, writable, self._places(due, row), channels)
+                round_marked(quantizer, which, writable, places(due, row), channels)
         self._to = row
 
-    def _channels(self, quantizer: Quantizer, row: int) -> Tensor:
+    def _channels(self, quantizer: Quantizer, row: int, places: Places) -> Tensor:
         """The channels of keys that are stored, bool [L, H, d]; row: the source may not have it."""
         last = self._first
         held = self._evicted_at > last
         held[..., last + 1 :] = False
-        held, keys = self._places(held, row), self._source.writable(0)  # of any rotation
+        held, keys = places(held, row), self._source.writable(0)  # of any rotation
         queries = self._source.queries(max(0, last + 1 - quantizer.reads.last), last + 1)
         parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
         return torch.stack([quantizer.channels(q, k.where(here, 0.0)) for q, k, here in parts])
 
-    def left(self, row: int) -> None:
+    def left(self, row: int, places: Places) -> None:
         """Fold what left after row `row` into what stays."""
         if not isinstance(self._storage, Merger):
             return
         pos = torch.arange(self._evicted_at.shape[-1], device=self._evicted_at.device)
         left, stays = self._evicted_at == row, (self._evicted_at > row) & (pos <= row)
-        gone, kept = (self._places(marked, row + 1) for marked in (left, stays))
+        gone, kept = (places(marked, row + 1) for marked in (left, stays))
         tables = self._source.writable(0), self._source.writable(1)
         for layer, part in enumerate(zip(*tables, gone, kept, strict=True)):
             _, self._thresholds[layer] = fold(self._storage, *part, self._thresholds[layer])

@@ -102,7 +102,7 @@ class Block:
         self.since = torch.full_like(self.layers, -1)
         self._next = 0  # first position not yet appended
         first = setting.ends[0] - 1
-        self.store = Store(policy.storage, source, self.evicted_at, first, self._placed)
+        self.store = Store(policy.storage, source, self.evicted_at, first)
 
     def fire(self, rows: Iterable[int], internals: bool | frozenset[str]) -> list[Plans]:
         """Fire the events after rows; returns decisions, by position in the text, on request."""
@@ -138,7 +138,7 @@ class Block:
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
-        self.store.before(row)
+        self.store.before(row, self.placed)
         view = View(
             self.source,
             entries,
@@ -182,12 +182,12 @@ class Block:
         gone = entries.places(self.evicted_at.shape[-1])[entries.live & ~keep]
         self.evicted_at.view(-1).index_fill_(0, gone, row)
         if len(gone):
-            self.store.left(row)
+            self.store.left(row, self.placed)
         slots = entries.compress(keep)
         self.source.evict(slots, entries.live, self.evicted_at)
         self.since = self.since.masked_fill(acts.flatten(), row)
 
-    def _placed(self, marked: Tensor, row: int) -> Tensor:
+    def placed(self, marked: Tensor, row: int) -> Tensor:
         """Positions before row `row`, bool [L, H, T], where the source has them."""
         if not self.source.compacted:
             return marked

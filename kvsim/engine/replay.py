@@ -123,6 +123,7 @@ def run(
                 plans += block.fire(rows, internals)
             positions = part.trace.positions.numpy()
             result = placed(block.evicted_at.cpu().numpy(), positions, trace.n_pos)
+            del block  # before the layers of the next one are loaded
             for layer, of_layer in zip(part.layers, result, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
                 done += owners.count(layer)

@@ -330,7 +330,7 @@ class Decoding:
             self._fire(row)
         if self._stores is not None and row >= self._stores:
             for block, source in self._blocks:
-                block.store.before(row - source.dropped + 1)
+                block.store.before(row - source.dropped + 1, block.placed)
         if row >= prompt_len - 1:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
 

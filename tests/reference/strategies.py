@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import seed, settings
+from hypothesis import reject, seed, settings
 from hypothesis import strategies as st
 
 import reference
 from kvsim.core.policy import Policy, Schedule
+from kvsim.errors import PolicyError
 from kvsim.policies import policy as named
 from kvsim.schema import NEVER
 from kvsim.testing.loops import Outcome, event_rows
@@ -204,7 +205,10 @@ def setups(
     last = last_row()
     useful = max(1, min(10, last)) if draw(_OFTEN) else 10
     params = draw_parameters(draw, name, useful)
-    least = smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
+    try:
+        least = smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
+    except PolicyError:  # parts that do not go together
+        reject()
     if "n_future" in params:  # moments need two samples behind the sinks
         sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
         least = max(least, min(sink + 1, case.n))
