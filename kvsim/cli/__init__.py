@@ -125,8 +125,8 @@ def _kvsim(
 ) -> None:
     """Record a model's attention once, replay any KV-cache eviction policy over it, offline.
 
-    `kvsim help COMMAND` shows the options of a command, `kvsim study --help` lists commands of
-    single papers.
+    `kvsim help COMMAND` shows the options of a command, `kvsim study --help` what policies cost
+    and which masks train for them.
     """
 
 
@@ -141,7 +141,7 @@ def _app(names: Iterable[str], commands: Registry[Command] = COMMANDS) -> typer.
     for name in names:
         if name == "study":
             studies = _app(STUDIES, STUDIES)
-            out.add_typer(studies, name=name, hidden=True, help="Commands of single papers.")
+            out.add_typer(studies, name=name, hidden=True, help="Costs, and masks for training.")
             continue
         command = _command(name, commands)
         first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short

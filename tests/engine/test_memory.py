@@ -1,8 +1,10 @@
 """A trace much larger than the memory budget replays within it."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.engine.layers import apart, layers_per_block
+from kvsim.core.policy import Schedule
+from kvsim.engine.block import Block
+from kvsim.engine.checks import Setup
+from kvsim.engine.layers import apart, layers_per_block, runs
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies.naming import names
 from kvsim.store.verification import describe
@@ -205,3 +210,19 @@ def test_layers_that_share_a_budget_are_scored_apart(each, monkeypatch):
     for mine, expected in zip(apart.internals, together.internals, strict=True):
         assert np.array_equal(mine.budgets, expected.budgets)
         assert np.array_equal(mine.scores, expected.scores, equal_nan=True)
+
+
+def test_a_block_is_freed_without_the_collector():
+    """No cycle keeps the layers of a block while those of the next one are loaded."""
+    trace = random_trace(layers=1, heads=1, n=32, dim=4)
+    setup = Setup(trace, kvsim.policy("tova+int8"), 16, Schedule(interval=8))
+    (run,) = runs(trace, [0], setup.policy)
+    gc.disable()
+    try:
+        block = Block(run.source("cpu", 1 << 20), setup.policy, setup.setting(), [0])
+        block.fire([15, 23], internals=False)
+        freed = weakref.ref(block)
+        del block
+        assert freed() is None
+    finally:
+        gc.enable()
