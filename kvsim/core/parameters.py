@@ -17,9 +17,10 @@ import numbers
 import operator
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property, partial
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -44,8 +45,6 @@ class Bound:
     most: float = math.inf
 
     words: ClassVar[str]
-    #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
-    before: ClassVar[bool] = False
     #: whether a number is within the bound
     allows: ClassVar[Callable[[Any, float], bool]]
 
@@ -86,13 +85,13 @@ class Between(Bound):
 class Finite(Bound):
     """Any real number that a double can hold, neither infinite nor NaN."""
 
-    words, before, allows = "finite", True, lambda _, value: abs(value) <= sys.float_info.max
+    words, allows = "finite", lambda _, value: abs(value) <= sys.float_info.max
 
 
 class Odd(Bound):
     """1, 3, 5, ..., negative ones included: the width of a pooling centred on an entry."""
 
-    words, before, allows = "odd", True, lambda _, value: value % 2 == 1
+    words, allows = "odd", lambda _, value: value % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,9 @@ class Parameter:
         comma = "," if any(" " in phrase for phrase in most) else ""
         return f"{', '.join(most)}{comma} or {last}" if most else last
 
-    @cached_property
-    def fit(self) -> Conversion:
-        """The check of a value."""
-        return _fit_of(self.hint)
-
     def value(self, given: object, label: str, error: type[KvsimError] = PolicyError) -> Any:
         """The value as a plain number; raises `error`, beginning with `label`, for a bad one."""
-        fitted = self.fit(given)
+        fitted = _fitted(self.hint, given)
         if fitted is _UNFIT:
             shown = repr(given) if isinstance(given, str) else reprlib.repr(given)
             shown = shown.replace("\n", " ")
@@ -167,91 +161,51 @@ def is_finite(value: object) -> bool:
 
 
 _UNFIT = object()
-#: Returns a value that fits an annotation, as a plain number where it is a number; else _UNFIT.
-Conversion = Callable[[Any], Any]
 
 
-def _fit_of(hint: Any) -> Conversion:
-    """The check of an annotation, resolved once for a class, as pieces are built at every event."""
+def _fitted(hint: Any, value: Any) -> Any:
+    """The value if it fits an annotation, as a plain number where it is a number; else _UNFIT."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        allows: list[Conversion] = [
-            bound.allows for bound in arguments[1:] if isinstance(bound, Bound)
-        ]
-        return partial(_bounded, _fit_of(arguments[0]), allows)
-    if origin in (Union, UnionType):
-        return partial(_any_of, [*map(_fit_of, arguments)])
-    if origin is Literal:
-        return partial(_among, arguments)
+        fitted = _fitted(arguments[0], value)
+        bounds = () if fitted is None or fitted is _UNFIT else arguments[1:]
+        fits = all(x.allows(fitted) for x in bounds if isinstance(x, Bound))
+        return fitted if fits else _UNFIT
     if origin is tuple:
-        fits = [_fit_of(x) for x in arguments if x is not ...]
-        return partial(_each, fits, arguments[-1] is ...)
-    if hint in (int, float):
-        return partial(_number, hint)
-    try:
-        isinstance(None, hint)
-    except TypeError:  # Any, a protocol, ...: no class of which to be an instance
-        hint = object
-    return lambda value: value if isinstance(value, hint) else _UNFIT
+        return _each(arguments, value)
+    if origin in (Union, UnionType):
+        found = [_fitted(part, value) for part in arguments]
+    elif origin is Literal:
+        found = [x for x in arguments if type(x) is type(value) and x == value]
+    elif hint in (int, float):
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        plain = integer(value)
+        found = [plain] if plain is not None else [float(value)] if hint is float and real else []
+    else:
+        with suppress(TypeError):  # Any, a protocol, ...: no class of which to be an instance
+            return value if isinstance(value, hint) else _UNFIT
+        return value
+    return next((x for x in found if x is not _UNFIT), _UNFIT)
 
 
-# Loops, because generators take several times as long for so few values.
-
-
-def _bounded(fit: Conversion, allows: list[Conversion], value: Any) -> Any:
-    fitted = fit(value)
-    if fitted is not _UNFIT and fitted is not None:
-        for allowed in allows:
-            if not allowed(fitted):
-                return _UNFIT
-    return fitted
-
-
-def _any_of(fits: list[Conversion], value: Any) -> Any:
-    for fit in fits:
-        fitted = fit(value)
-        if fitted is not _UNFIT:
-            return fitted
-    return _UNFIT
-
-
-def _each(fits: list[Conversion], several: bool, value: Any) -> Any:
-    if isinstance(value, str | bytes | Mapping):
+def _each(arguments: tuple[Any, ...], value: Any) -> Any:
+    """A tuple of values that fit, itself if they do as they are."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         return _UNFIT
-    try:
-        values = tuple(value)
-    except TypeError:
-        return _UNFIT
-    fits = fits * len(values) if several else fits
-    fitted = tuple(fit(each) for fit, each in zip(fits, values, strict=False))
-    if len(values) != len(fits) or any(x is _UNFIT for x in fitted):
+    values = tuple(value)
+    hints = arguments[:1] * len(values) if arguments[-1] is ... else arguments
+    fitted = tuple(map(_fitted, hints, values))
+    if len(values) != len(hints) or any(x is _UNFIT for x in fitted):
         return _UNFIT
     return values if all(map(operator.is_, fitted, values)) else fitted
 
 
-def _among(choices: tuple[Any, ...], value: Any) -> Any:
-    for choice in choices:
-        if type(value) is type(choice) and value == choice:
-            return value
-    return _UNFIT
-
-
-def _number(kind: type, value: Any) -> Any:
-    if type(value) is kind:
-        return value
-    plain = integer(value)
-    if plain is not None:
-        return plain
-    real = kind is float and not isinstance(value, bool) and isinstance(value, numbers.Real)
-    return float(value) if real else _UNFIT
-
-
-_NOUNS = {int: "integer", float: "number"}
-_ALTERNATIVES: dict[Any, list[str]] = {
-    NoneType: ["None"],
-    bool: ["True", "False"],
-    str: ["text"],
-    Any: ["any value"],
+_NOUNS: Mapping[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    NoneType: "None",
+    str: "text",
+    Any: "any value",
 }
 
 
@@ -263,18 +217,13 @@ def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
         return _phrases(arguments[0], (*bounds, *inner))
     if origin in (Union, UnionType):
         return [phrase for part in arguments for phrase in _phrases(part, bounds)]
-    if origin is Literal:
-        return [repr(choice) for choice in arguments]
+    if origin is Literal or hint is bool:
+        return [repr(choice) for choice in arguments or (True, False)]
     if origin is tuple:
         count = "" if arguments[-1] is ... else f" of {len(arguments)}"
         return [f"a list{count}, each {' or '.join(_phrases(arguments[0]))}"]
-    if hint in _ALTERNATIVES:
-        return _ALTERNATIVES[hint]
-    noun = _NOUNS.get(hint) or str(getattr(hint, "__name__", hint))
-    words = [*(str(bound) for bound in bounds if bound.before), noun]
-    article = "an" if words[0][0] in "aeiouAEIOU" else "a"
-    behind = " and ".join(str(bound) for bound in bounds if not bound.before)
-    return [" ".join([article, *words, *([behind] if behind else [])])]
+    noun = _NOUNS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+    return [" ".join([noun, " and ".join(map(str, bounds))]).strip()]
 
 
 #: Rows of the smallest window of any paper in the catalogue.

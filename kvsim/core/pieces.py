@@ -17,7 +17,7 @@ from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, suggest
 from kvsim.schema import GUIDE, NEVER, Compress, Spans
 
 Scores = setting.Scores
@@ -34,46 +34,6 @@ BOUNDED = EFFECTS[:2]
 Shared = Literal["none", "heads", "layers", "all"]
 #: Layers share it, so that an event acts on all of them, or none.
 ACROSS_LAYERS = ("layers", "all")
-
-# Members of earlier versions, by the base class that had them, and what took their place.
-_FORMER = {
-    "Piece": {
-        "needs": "reads = Inputs(arrays=...)",
-        "rows": "reads = Inputs(rows=...)",
-        "query_rows": "reads = Inputs(first=..., last=...)",
-        "least_rows": "reads = Inputs(least=...)",
-        "copies": "reads = Inputs(copies=...)",
-        "clairvoyant": "reads = Inputs(future=True)",
-    },
-    "Scorer": {
-        "signed": 'scale = "signed"',
-        "logarithmic": 'scale = "log"',
-        "logarithm": "a parameter log, and `underflows` in its entry",
-    },
-    "Sizing": {
-        "bounded": 'effect = "none"',
-        "exact": 'effect = "near"',
-        "bounds_some": 'effect = "some"',
-        "always_acts": 'effect = "rule"',
-        "across_heads": 'shared = "heads"',
-        "across_layers": 'shared = "layers" or "all"',
-        "ordinal": "`ordinal` in its entry",
-        "yields": "the label of its scorer",
-    },
-    "Propagation": {
-        "counts": "forecast",
-        "restarts": 'caches = "again"',
-        "alone": 'caches = "all"',
-        **dict.fromkeys(("bounded", "exact"), "effect"),
-        "window_rows": "reads = Inputs(rows=...)",
-    },
-    "Reader": {
-        "fitted": "at",
-        "bounded": 'effect = "none"',
-        "weighted": "weights",
-        **dict.fromkeys(("count", "vote"), "chosen"),
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -141,13 +101,16 @@ class Piece:
         return Inputs()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a name to errors. Raise PolicyError for a member of an earlier version."""
+        """Give a name to errors. Raise PolicyError for a value that no contract has."""
         super().__init_subclass__(**options)
-        fields = {name for name, hint in cls.__annotations__.items() if "ClassVar" not in str(hint)}
-        own = vars(cls).keys() - fields
-        former = (_FORMER.get(base.__name__, {}) for base in cls.__mro__[1:])
-        for name, new in ((x, new) for each in former for x, new in each.items() if x in own):
-            raise PolicyError(f"{cls.__name__} declares {name}; expected {new}, see {GUIDE}")
+        known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
+        for name, value in vars(cls).items():
+            method = hasattr(value, "__get__") or hasattr(super(cls, cls), name)
+            if not (method or name[0] == "_" or name.isupper() or name in known):
+                raise PolicyError(
+                    f"{cls.__name__} declares {name}{suggest(name, dir(cls.__mro__[1]))}; expected "
+                    f"a member of its base, a parameter or a _{name} of your own, see {GUIDE}"
+                )
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")
             cls.label = file if package == "kvsim.policies" else cls.__name__

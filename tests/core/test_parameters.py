@@ -112,9 +112,9 @@ def test_a_bound_holds_what_it_says(bound, value):
         (int, "an integer"),
         (Annotated[int, AtLeast(1)], "an integer of at least 1"),
         (Annotated[int, AtLeast(0)] | None, "an integer of at least 0, or None"),
-        (Annotated[int, AtLeast(1), Odd()], "an odd integer of at least 1"),
+        (Annotated[int, AtLeast(1), Odd()], "an integer of at least 1 and odd"),
         (Annotated[float, Between(0, 1)], "a number from 0 to 1"),
-        (Annotated[float, Above(0), Finite()], "a finite number above 0"),
+        (Annotated[float, Above(0), Finite()], "a number above 0 and finite"),
         (Annotated[float, AtLeast(0), Below(1)], "a number of at least 0 and below 1"),
         (
             Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None,
