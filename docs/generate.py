@@ -84,7 +84,7 @@ def policy_names() -> str:
         "wrapper": "wrappers",
         "allocator": "allocators",
         "propagation": "layer-wise token pruning",
-        "reader": "sparse attention: which of the held entries a row reads",
+        "sparse attention": "sparse attention: which of the held entries a row reads",
         "quantizer": "quantizers: in how many bits entries are stored",
         "merger": "mergers: what kept entries become when others leave",
     }

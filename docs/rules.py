@@ -43,7 +43,7 @@ def _policies() -> list[str]:
 
 
 def _access() -> list[str]:
-    """A section for each reader and quantizer: the docstring of its class."""
+    """A section for each sparse attention and quantizer: the docstring of its class."""
     sections: list[str] = []
     first: dict[type, str] = {}
     for name, entry in ACCESS.items():

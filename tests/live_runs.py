@@ -34,7 +34,7 @@ def live_policies():
             check_live(policy)
         except PolicyError:  # a composition alone, or no policy for a running model
             continue
-        if policy.reader is not None or policy.storage is not None:
+        if policy.sparse is not None or policy.storage is not None:
             continue
         if policy.positions == "slot" or policy.propagation is not None:  # no single layers
             continue

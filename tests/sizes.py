@@ -38,7 +38,7 @@ CONTRACTS = {
     "pieces.Scorer": 10,
     "pieces.Allocator": 10,
     "propagation.Propagation": 10,
-    "reading.Reader": 12,
+    "reading.SparseAttention": 12,
     "view.View": 25,
     "trace.Trace": 25,
     "policy.Policy": 25,

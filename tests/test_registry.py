@@ -124,7 +124,7 @@ def test_a_broken_package_is_named_where_it_is_used(tmp_path):
 
 
 def test_a_taken_name_is_refused(tmp_path):
-    """A package cannot replace a policy, reader or quantizer of kvsim; others go on working."""
+    """A package cannot replace a policy or quantizer of kvsim; others go on working."""
     declare(tmp_path, "policies", "tova", "rival:tova")
     declare(tmp_path, "policies", "int8", "rival:int8", package="third")
 

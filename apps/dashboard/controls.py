@@ -37,8 +37,12 @@ SAMPLE = "sample-smollm2"
 #: The option for a sweep over the chosen trace instead of a run.
 HERE = "the chosen trace, replayed here"
 
-#: Kinds of pieces behind an eviction, and the effect of leaving each out.
-BEHIND = {"reader": "reads all", "quantizer": "exact", "merger": "evicts"}
+#: Kinds of pieces behind an eviction: the word in links, and the effect of leaving each out.
+BEHIND = {
+    "sparse attention": ("reader", "reads all"),
+    "quantizer": ("quantizer", "exact"),
+    "merger": ("merger", "evicts"),
+}
 
 #: Options of experiments by name, whose help and defaults widgets have.
 OPTIONS = {option.name: option for option in declared(Experiment)}
@@ -227,7 +231,7 @@ def scorer(key: str, default: str) -> str:
 
 
 def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
-    """Choose a policy of the catalogue: an eviction with its scorer inside, a reader, a quantizer.
+    """Choose a policy of the catalogue: an eviction, sparse attention, a quantizer.
 
     optional: `NONE` can be chosen too.
 
@@ -244,12 +248,12 @@ def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
 
 
 def access(name: str, key: str) -> str:
-    """Choose a reader, a quantizer and a merger behind an eviction, nothing by default."""
+    """Choose sparse attention, a quantizer and a merger behind an eviction, nothing by default."""
     behind = []
-    keys = {kind: f"{key}_{kind}" for kind in BEHIND}
+    keys = {kind: f"{key}_{word}" for kind, (word, _) in BEHIND.items()}
     used = any(st.session_state.get(x) or x in st.query_params for x in keys.values())
-    box = st.sidebar.expander("Reader, quantizer, merger", expanded=used)
-    for kind, without in BEHIND.items():
+    box = st.sidebar.expander("Sparse attention, quantizer, merger", expanded=used)
+    for kind, (_, without) in BEHIND.items():
         listed = [each for each in access_names() if entry(each).kind == kind]
         part = choose(kind.capitalize(), keys[kind], listed, None, box, placeholder=without)
         behind += [part] if part else []

@@ -40,7 +40,7 @@ from . import cache, controls, elements
 PLAIN = "main"
 #: Replayed by default.
 POLICIES = ("streaming_llm", "snapkv", "tova", "ams+tova")
-#: Evictions that are offered with a reader or a quantizer behind them.
+#: Evictions that are offered with sparse attention or a quantizer behind them.
 COMBINED = ("h2o", "snapkv", "tova")
 BUDGETS = ("64", "128")
 #: Budgets for traces of at least so many tokens.
@@ -256,7 +256,7 @@ _SHARES = ("5%", "10%", "25%", "50%")
 
 
 def _offered() -> list[str]:
-    """Return evictions, readers and quantizers that need no parameters, and some of both."""
+    """Return evictions and pieces behind one that need no parameters, and some of both."""
     offered = []
     for name in names():
         entry = controls.entry(name)

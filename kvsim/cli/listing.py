@@ -45,7 +45,9 @@ def policies(
         columns,
         [[shown(x), x.entry.rule, fires(x), needs(x), x.entry.paper] for x in evictions],
     )
-    typer.echo("\nReaders, quantizers and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
+    typer.echo(
+        "\nSparse attention, quantizers and mergers, alone or behind a policy: snapkv+quest+kivi.\n"
+    )
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [
@@ -141,7 +143,7 @@ def needs(policy: Description) -> str:
     entry, reads = policy.entry, policy.policy.reads
     needed = [*entry.required, *sorted(reads.arrays)]
     if reads.future and not entry.required:
-        needed.append("all keys" if entry.kind == "reader" else "later rows")
+        needed.append("all keys" if entry.kind == "sparse attention" else "later rows")
     return " ".join(needed)
 
 

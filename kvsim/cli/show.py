@@ -231,7 +231,7 @@ UNFAIR_NOTE = (
 def _flagged(summary: pl.DataFrame) -> pl.DataFrame:
     """Return a summary with a column `unfair`: rows see more than under another bounded policy.
 
-    A reader alone evicts nothing: its budget is of what rows read.
+    Sparse attention alone evicts nothing: its budget is of what rows read.
     """
     import polars as pl
 

@@ -71,7 +71,7 @@ class Inputs:
 
 
 class Run(NamedTuple):
-    """What a check knows of a run; for a reader, `trace.prompt_len` is where it begins to read.
+    """What a check knows of a run; for sparse attention, `trace.prompt_len` is where it begins.
 
     trace: None where sizes alone are known, so that only what drops rows is checked.
     """

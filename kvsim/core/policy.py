@@ -1,8 +1,8 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
 Some propagate a part of the prompt to deeper layers (a propagation), or read or store what stays in
-another way (a reader, a quantizer, a merger). Pieces are defined in `kvsim.core.pieces`, which can
-be imported from here, `propagation`, `reading`, `storing` and `merging`.
+another way (sparse attention, a quantizer, a merger). Pieces are defined in `kvsim.core.pieces`,
+which can be imported from here, `propagation`, `reading`, `storing` and `merging`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvsim.core.pieces import (
     protected_by,
 )
 from kvsim.core.propagation import Propagation
-from kvsim.core.reading import Reader
+from kvsim.core.reading import SparseAttention
 from kvsim.core.storing import Quantizer
 from kvsim.errors import PolicyError
 from kvsim.schema import schedule
@@ -83,7 +83,7 @@ class Policy:
             position in the sequence; the kept sets stay, the attention output changes.
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
-        reader: which resident entries a row reads; None for all of them.
+        sparse: which resident entries a row reads; None for all of them.
         storage: as what entries are stored, or how others merge into them; None for as recorded.
         so_far: the share of the tokens before an event that is its budget; None: the same for all.
         lengths: parameters that are lengths; scaled ones shrink where they do not fit the budget.
@@ -102,7 +102,7 @@ class Policy:
     positions: Literal["absolute", "slot"] = "absolute"
     per_query_head: bool = False
     propagation: Propagation | None = None
-    reader: Reader | None = None
+    sparse: SparseAttention | None = None
     storage: Quantizer | Merger | None = None
     so_far: Annotated[float, Between(0, 1)] | None = None
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
@@ -111,7 +111,7 @@ class Policy:
     def __post_init__(self) -> None:
         check_fields(self, self.name)
         drops, merges = self.propagation is not None, isinstance(self.storage, Merger)
-        accesses = self.reader is not None or self.storage is not None
+        accesses = self.sparse is not None or self.storage is not None
         shared = set(self.scorer.columns) & set(self.allocator.columns)
         conflicts = {
             f"scorer and allocator both carry a column {''.join([*shared][:1])!r}": shared,
@@ -124,14 +124,14 @@ class Policy:
             "it drops rows of the prompt, and its scores are of rows that repeat all of it": (
                 drops and self.scorer.reads.context_again
             ),
-            "its propagation, reader or scaled lengths have no rule for a budget that grows": (
-                self.so_far is not None and (drops or self.reader is not None or self.scaled)
+            "pruning, sparse attention or scaled lengths have no rule for a budget that grows": (
+                self.so_far is not None and (drops or self.sparse is not None or self.scaled)
             ),
-            "reader, quantizer or merger needs keys at their positions, a set for each KV head": (
+            "what reads or stores entries needs keys at their positions, a set for each KV head": (
                 accesses and (self.positions == "slot" or self.per_query_head)
             ),
-            "a merger changes keys, which a propagation, a reader or a bound needs as recorded": (
-                merges and (drops or self.reader is not None or self.scorer.reads.future)
+            "a merger changes keys, which pruning, sparse attention or a bound needs as recorded": (
+                merges and (drops or self.sparse is not None or self.scorer.reads.future)
             ),
         }
         for conflict, applies in conflicts.items():
@@ -161,7 +161,7 @@ class Policy:
     def reads(self) -> Inputs:
         """What its pieces read."""
         inner = self.scorer, self.allocator, self.layer_budgets
-        pieces = *inner, self.propagation, self.reader, self.storage
+        pieces = *inner, self.propagation, self.sparse, self.storage
         return reduce(or_, (piece.reads for piece in pieces if piece is not None))
 
     @property
@@ -233,8 +233,8 @@ class Policy:
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then reader and quantizer. Pieces of one level share their parameters; an allocator that has
-        the label of the innermost scorer is of its level.
+        Then sparse attention and quantizer. Pieces of one level share their parameters; an
+        allocator that has the label of the innermost scorer is of its level.
         """
         *wrappers, innermost = chain_of(self.scorer)
         outer: list[Any] = [] if self.propagation is None else [self.propagation]
@@ -246,7 +246,7 @@ class Policy:
         return (
             *((piece,) for piece in (*outer, *wrappers)),
             (*inside, self.layer_budgets),
-            *((piece,) for piece in (self.reader, self.storage) if piece is not None),
+            *((piece,) for piece in (self.sparse, self.storage) if piece is not None),
         )
 
     @property

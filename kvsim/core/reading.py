@@ -1,4 +1,4 @@
-"""Readers, which choose the pages of resident entries that a row reads, and accounts of them.
+"""Sparse attention: the pages of resident entries that a row reads, and accounts of them.
 
 A page is a run of consecutive resident entries of a head, in position order: entries `page * i` to
 `page * (i + 1) - 1`. Only entries that were read enter a row's attention.
@@ -36,7 +36,7 @@ class Pages:
     """The resident entries of a layer, page by page; the last pages of a head may not be full.
 
     keys, values [H, P, s, d], 0 on pads; live [H, P, s]; layer: its index in the trace. pos
-    [H, P, s]: positions in the text, 0 on pads. trace: from which a reader learns what it knows
+    [H, P, s]: positions in the text, 0 on pads. trace: from which a piece learns what it knows
     before it reads; a row must not depend on later ones. budget: of the policy. of_layer: what was
     computed once for all pages of the layer.
     """
@@ -60,13 +60,13 @@ class Pages:
         return cast("T", memo[key])
 
 
-class Reader(Piece, ABC):
+class SparseAttention(Piece, ABC):
     """Which pages each row after the prompt reads; the rows of the prompt read everything.
 
     Where the context is compressed before its question, the rows of the question read as those
     after the prompt, and `trace.prompt_len` is where the context ends.
 
-    Subclasses are frozen dataclasses, and have the field `heads` where readers of their kind
+    Subclasses are frozen dataclasses, and have the field `heads` where methods of their kind
     differ. Several query heads that read the same pages have the mean of their scores.
     """
 
@@ -87,8 +87,8 @@ class Reader(Piece, ABC):
         """
         return None
 
-    def at(self, trace: Trace, budget: int) -> Reader:
-        """The reader with the values that parameters have for this trace and budget."""
+    def at(self, trace: Trace, budget: int) -> SparseAttention:
+        """The piece with the values that its parameters have for this trace and budget."""
         return self
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Reader(Piece, ABC):
 def shared(heads: Heads, scores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     """Scores of the query heads that read the same pages, and which of these exist, bool as scores.
 
-    Shapes as in `Reader.chosen`.
+    Shapes as in `SparseAttention.chosen`.
     """
     visible = entries > 0
     if heads == "kv":
@@ -131,7 +131,7 @@ def shared(heads: Heads, scores: Tensor, entries: Tensor) -> tuple[Tensor, Tenso
 def best(heads: Heads, scores: Tensor, entries: Tensor, count: int) -> Tensor:
     """Mark the `count` pages of the highest scores, one at least; of equal ones the earlier page.
 
-    Shapes as in `Reader.chosen`.
+    Shapes as in `SparseAttention.chosen`.
     """
     scores, visible = shared(heads, scores, entries)
     return highest(scores.masked_fill(~visible, -torch.inf), max(1, count)) & visible
@@ -156,30 +156,30 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """The account of a reader: which pages each row read.
+    """The account of sparse attention: which pages each row read.
 
     bits: uint8 [layer, head, row, byte], row 0 the first after the prompt; page i of a row is a bit
     of byte i // 8, from the highest on; a large account is a file, mapped into memory. Layers in
     which everything is read have all bits set. The head axis counts query heads, KV heads or 1, as
-    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. reader: chose them, at
+    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. sparse: chose them, at
     this budget. summary: bits that the summary of a page takes, and that a row reads. keys: whether
-    rows read every key to choose. weighted: whether the reader weights what it reads.
+    rows read every key to choose. weighted: whether what is read has weights.
     """
 
     bits: NDArray[np.uint8]
     page: int
     heads: Heads
     first: int
-    reader: Reader | Spec
+    sparse: SparseAttention | Spec
     summary: tuple[float, float] = (0.0, 0.0)
     keys: bool = False
     weighted: bool = False
 
     @classmethod
-    def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
-        """The account of a reader; dim: channels of a key."""
-        terms = reader.summary_bits(dim), reader.reads.every_key, reader.weights is not None
-        return cls(bits, reader.page, reader.heads, first, reader, *terms)
+    def of(cls, sparse: SparseAttention, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
+        """The account of a piece; dim: channels of a key."""
+        terms = sparse.summary_bits(dim), sparse.reads.every_key, sparse.weights is not None
+        return cls(bits, sparse.page, sparse.heads, first, sparse, *terms)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:
         """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""

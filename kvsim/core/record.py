@@ -139,7 +139,7 @@ class Record:
         selection: which rows of the prompt were propagated; None where all layers have all rows.
         closed: a running model decided on what its own evictions had made of it.
         response: what that model wrote; None where it wrote nothing of its own.
-        reads: what a reader read; None where rows read all that is resident.
+        reads: what rows read; None where rows read all that is resident.
         storage: as what entries are stored; None for as recorded.
         internals: decisions of the events, on request.
     """
@@ -224,14 +224,14 @@ def bounds_of(policy: Policy) -> tuple[str, ...]:
     bounds = {
         "heads": policy.allocator.effect == "some",
         "held": policy.bounded or propagates,
-        "read": policy.reader is not None and policy.reader.effect != "none",
+        "read": policy.sparse is not None and policy.sparse.effect != "none",
     }
     return tuple(name for name, bound in bounds.items() if bound)
 
 
 def facts_of(policy: Policy, schedule: Schedule) -> Facts:
     """Return the facts of a record of a policy under a schedule."""
-    changed, access = None, {"read": policy.reader is not None, "stored": policy.rounds}
+    changed, access = None, {"read": policy.sparse is not None, "stored": policy.rounds}
     if policy.default is not None:
         default, params = policy.default.params, policy.params
         changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
@@ -254,7 +254,7 @@ def record_document(record: Record) -> dict[str, Any]:
     if record.reads is not None:
         names = ("page", "heads", "first", "summary", "keys", "weighted")
         document["reads"] = {name: getattr(record.reads, name) for name in names}
-        document["reads"]["reader"] = Spec.of(record.reads.reader)._asdict()
+        document["reads"]["reader"] = Spec.of(record.reads.sparse)._asdict()
     if record.storage is not None:
         document["codec"] = Spec.of(record.storage)._asdict()
     return document
@@ -276,7 +276,7 @@ def record_of(
         stored["response"] = Response(**_tupled(document["response"]))
     if "reads" in document and bits is not None:
         account = _tupled(document["reads"])
-        account["reader"] = Spec(**account["reader"])
+        account["sparse"] = Spec(**account.pop("reader"))
         stored["reads"] = Reads(bits, **account)
         stored["reads"].check(evicted_at)
     if "codec" in document:

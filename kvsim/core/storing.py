@@ -121,14 +121,14 @@ def round_marked(
 
 
 class Spec(NamedTuple):
-    """A quantizer, or a reader, as a stored record names it (`kvsim.policies.naming` builds it)."""
+    """A piece as a stored record names it (`kvsim.policies.naming` builds it)."""
 
     name: str
     params: Mapping[str, Any]
 
     @classmethod
     def of(cls, piece: Piece | Spec) -> Spec:
-        """The name and the parameters of a quantizer or a reader."""
+        """The name and the parameters of a piece."""
         if isinstance(piece, Spec):
             return piece
         return cls(piece.label, {each.name: getattr(piece, each.name) for each in fields(piece)})  # type: ignore[arg-type]

@@ -114,9 +114,9 @@ class Setup:
                     "other parameters"
                 )
         inner = policy.scorer, policy.allocator, policy.layer_budgets, policy.propagation
-        for piece in (*inner, policy.reader, policy.storage):
+        for piece in (*inner, policy.sparse, policy.storage):
             if piece is not None:
-                seen = ended(trace, self.ends[0]) if piece is policy.reader else trace
+                seen = ended(trace, self.ends[0]) if piece is policy.sparse else trace
                 piece.check(Run(trace.n_layers, schedule, seen))
         layers_per_block(self.by_set, policy, memory)
         return self
@@ -128,7 +128,7 @@ class Setup:
         drops = policy.propagation is not None and "hands rows of the prompt from layer to layer"
         of_whole_prompt = (
             drops,
-            policy.reader is not None and "reads a part of what is held",
+            policy.sparse is not None and "reads a part of what is held",
             reads.context_again and "scores by rows that repeat the whole context",
             "o_proj" in reads.arrays
             and trace.has("gate")

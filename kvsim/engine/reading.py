@@ -1,4 +1,4 @@
-"""Reads of a reader, row by row, among the entries that an eviction leaves.
+"""What sparse attention reads, row by row, among the entries that an eviction leaves.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, P pages, s entries of a
 page, n entries, T tokens, d head dimension.
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.reading import Pages, Reader, Reads
+from kvsim.core.reading import Pages, Reads, SparseAttention
 from kvsim.core.trace import Trace
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.schema import GUIDE
@@ -31,7 +31,7 @@ _MOST_SCORES = 1 << 24
 
 def read(
     trace: Trace,
-    reader: Reader,
+    sparse: SparseAttention,
     evicted_at: NDArray[np.int32],
     budget: int,
     layers: Sequence[int],
@@ -44,25 +44,27 @@ def read(
     evicted_at [layer, H, T]: what is resident. An account of more than `memory` bytes lies in a
     temporary file; raises MemoryLimitError without room for it.
     """
-    reader, first = reader.at(trace, budget), trace.prompt_len
-    bits = account(trace, reader, layers, memory)
+    sparse, first = sparse.at(trace, budget), trace.prompt_len
+    bits = account(trace, sparse, layers, memory)
     for at, layer in enumerate(layers):
-        if not reads_all(trace, reader, layer):
+        if not reads_all(trace, sparse, layer):
             only, gone = slice(layer, layer + 1), torch.from_numpy(evicted_at[at]).to(device)
             q = trace.read("q", only, slice(first, None))
             qkv = [x[0].to(device) for x in (q, trace.read("k", only), trace.read("v", only))]
-            for start, chosen in chosen_pages(trace, layer, reader, gone, budget, qkv):
+            for start, chosen in chosen_pages(trace, layer, sparse, gone, budget, qkv):
                 note(bits[at], chosen, start - first)
-    return Reads.of(reader, bits, first, trace.dim)
+    return Reads.of(sparse, bits, first, trace.dim)
 
 
-def account(trace: Trace, reader: Reader, layers: Sequence[int], memory: int) -> NDArray[np.uint8]:
+def account(
+    trace: Trace, sparse: SparseAttention, layers: Sequence[int], memory: int
+) -> NDArray[np.uint8]:
     """The bits of an account in which nothing is read yet but in layers that read everything."""
-    heads = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[reader.heads]
-    size = ceil(trace.n_pos / reader.page) // 8 + 1  # one bit is never set where pages are chosen
+    heads = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[sparse.heads]
+    size = ceil(trace.n_pos / sparse.page) // 8 + 1  # one bit is never set where pages are chosen
     shape = len(layers), heads, trace.n_pos - trace.prompt_len, size
-    bits = np.zeros(shape, np.uint8) if prod(shape) <= memory else _in_file(shape, reader.label)
-    bits[[at for at, layer in enumerate(layers) if reads_all(trace, reader, layer)]] = 255
+    bits = np.zeros(shape, np.uint8) if prod(shape) <= memory else _in_file(shape, sparse.label)
+    bits[[at for at, layer in enumerate(layers) if reads_all(trace, sparse, layer)]] = 255
     return bits
 
 
@@ -78,9 +80,9 @@ def _in_file(shape: tuple[int, ...], label: str) -> NDArray[np.uint8]:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def reads_all(trace: Trace, reader: Reader, layer: int) -> bool:
+def reads_all(trace: Trace, sparse: SparseAttention, layer: int) -> bool:
     """Whether every row reads everything in a layer of the trace."""
-    return trace.layer_ids[layer] < reader.dense_layers
+    return trace.layer_ids[layer] < sparse.dense_layers
 
 
 def note(bits: NDArray[np.uint8], chosen: Tensor, start: int) -> None:
@@ -90,24 +92,29 @@ def note(bits: NDArray[np.uint8], chosen: Tensor, start: int) -> None:
 
 
 def chosen_pages(
-    trace: Trace, layer: int, reader: Reader, gone: Tensor, budget: int, qkv: Iterable[Tensor]
+    trace: Trace,
+    layer: int,
+    sparse: SparseAttention,
+    gone: Tensor,
+    budget: int,
+    qkv: Iterable[Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """Blocks of rows after the prompt: the first row, and the pages they read, bool [head, w, P].
 
     gone: after which row each entry has left, int [H, T]; qkv: queries [H * G, w, d] of these rows,
-    keys and values [H, T, d], recorded or of a pass. reader: with its values for this budget.
+    keys and values [H, T, d], recorded or of a pass. sparse: with its values for this budget.
     """
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
     q, k, v = qkv
     q = q.unflatten(0, (len(k), -1))
     for start, stop in periods(gone, first, n_pos):
-        period = Period(k, v, gone[:, :stop] >= start, reader.page)
-        pages = period.pages(trace, layer, reader, budget, of_layer)
+        period = Period(k, v, gone[:, :stop] >= start, sparse.page)
+        pages = period.pages(trace, layer, sparse, budget, of_layer)
         most = max(1, _MOST_SCORES // (q.shape[0] * q.shape[1] * pages.live.shape[1]))
         for begin in range(start, stop, min(ROWS, most)):
             rows = slice(begin, min(begin + min(ROWS, most), stop))
             queries = q[:, :, rows.start - first : rows.stop - first]
-            yield begin, choose(reader, queries, pages, period.slots[:, rows], budget)
+            yield begin, choose(sparse, queries, pages, period.slots[:, rows], budget)
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:
@@ -141,12 +148,17 @@ class Period:
         self.keys, self.values = (part.unflatten(1, (-1, page)) for part in parts)
 
     def pages(
-        self, trace: Trace, layer: int, reader: Reader, budget: int, of_layer: dict[Hashable, Any]
+        self,
+        trace: Trace,
+        layer: int,
+        sparse: SparseAttention,
+        budget: int,
+        of_layer: dict[Hashable, Any],
     ) -> Pages:
-        """Return the entries of a layer as a reader sees them; of_layer: as in `Pages`."""
-        if reader.heads == "layer" and (self.slots[:, -1] != self.slots[0, -1]).any():
+        """Return the entries of a layer as sparse attention sees them; of_layer: as in `Pages`."""
+        if sparse.heads == "layer" and (self.slots[:, -1] != self.slots[0, -1]).any():
             raise PolicyError(
-                f"{reader.label}: heads is 'layer', and the heads of layer {layer} hold different "
+                f"{sparse.label}: heads is 'layer', and the heads of layer {layer} hold different "
                 "numbers of entries; expected 'kv' or 'query', or an eviction that leaves each "
                 "head as many"
             )
@@ -154,29 +166,29 @@ class Period:
         return Pages(*held, formula, layer, self.pos, trace, budget, of_layer)
 
 
-def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) -> Tensor:
+def choose(sparse: SparseAttention, q: Tensor, pages: Pages, slots: Tensor, budget: int) -> Tensor:
     """The pages that rows read, bool [head, w, P]; q [H, G, w, d], slots [H, w] of the rows."""
-    here = slots // reader.page  # the page of each row itself
-    begin = torch.arange(pages.live.shape[1], device=q.device) * reader.page
-    entries = (slots.unsqueeze(-1) + 1 - begin).clamp_(0, reader.page).unsqueeze(1)
+    here = slots // sparse.page  # the page of each row itself
+    begin = torch.arange(pages.live.shape[1], device=q.device) * sparse.page
+    entries = (slots.unsqueeze(-1) + 1 - begin).clamp_(0, sparse.page).unsqueeze(1)
     visible = entries > 0  # [H, 1, w, P]
-    scores, shape = reader.score(q, pages, visible), [*q.shape[:3], visible.shape[-1]]
+    scores, shape = sparse.score(q, pages, visible), [*q.shape[:3], visible.shape[-1]]
     if [*getattr(scores, "shape", ())] != shape:
         raise PolicyError(
-            f"{reader.label}: scores of pages are {[*getattr(scores, 'shape', ())]}; expected "
+            f"{sparse.label}: scores of pages are {[*getattr(scores, 'shape', ())]}; expected "
             f"{shape} [KV head, query head of its group, row, page], see {GUIDE}"
         )
-    if reader.page > 1:  # it holds entries of later rows, which no score may use
-        part = _partial(pages, here, slots % reader.page)
-        of_own = reader.score(
+    if sparse.page > 1:  # it holds entries of later rows, which no score may use
+        part = _partial(pages, here, slots % sparse.page)
+        of_own = sparse.score(
             q, part, torch.ones_like(visible[..., :1]).expand(-1, -1, -1, len(here[0]))
         )
         place = here[:, None, :, None].expand(*scores.shape[:3], 1)
         scores = scores.scatter(-1, place, of_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-    chosen = reader.chosen(scores, entries, budget).flatten(0, 1)
+    chosen = sparse.chosen(scores, entries, budget).flatten(0, 1)
     if not bool(chosen.any(-1).all()):
         raise PolicyError(
-            f"{reader.label}: a row reads no page; expected scores that are numbers, and at least "
+            f"{sparse.label}: a row reads no page; expected scores that are numbers, and at least "
             f"one page for each row, see {GUIDE}"
         )
     return chosen

@@ -129,10 +129,10 @@ def run(
                 done += owners.count(layer)
             if progress is not None:
                 progress(done, len(chosen))
-        if policy.reader is not None:
+        if policy.sparse is not None:
             behind = ended(trace, setup.ends[0])
             how: Any = {"device": device, "memory": memory}
-            reads = read(behind, policy.reader, evicted_at, setup.budget, chosen, **how)
+            reads = read(behind, policy.sparse, evicted_at, setup.budget, chosen, **how)
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
     return record_of(

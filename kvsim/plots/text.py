@@ -66,7 +66,7 @@ def token_text(
 ) -> Figure:
     """The text of a trace, with a style each for retained, evicted and not yet scored tokens.
 
-    Under a reader, tokens that stay and that the next row does not read have one too.
+    Under sparse attention, tokens that stay and that the next row does not read have one too.
 
     G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
     the window count as retained. Characters that cannot be printed are escaped, and a newline ends

@@ -1,4 +1,4 @@
-"""Every policy, reader, quantizer and merger by name: its pieces, its schedule and its presets.
+"""Every policy, and what may stand behind it, by name: its pieces, its schedule and its presets.
 
 Pieces are named by file and class, "snapkv:SnapKV", and imported when a policy is built or shown.
 """
@@ -135,7 +135,7 @@ _ENTRIES: Mapping[str, Entry] = {
     "pyramidinfer": of_file("pyramidinfer:PyramidInfer", PROMPT),
 }
 
-#: Readers, quantizers and mergers, which stand behind an eviction, or alone.
+#: Sparse attention, quantizers and mergers, which stand behind an eviction, or alone.
 _BEHIND: Mapping[str, Entry] = {
     "quest": of_file("quest:Quest"),
     "double_sparsity": of_file(

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs
-from kvsim.core.reading import Heads, Pages, Reader, shared
+from kvsim.core.reading import Heads, Pages, SparseAttention, shared
 
 
 @dataclass(frozen=True)
-class TopK(Reader):
+class TopK(SparseAttention):
     """Every row reads the entries that it attends to most: a bound, since all keys are read.
 
     No other choice of as many held entries has more of the row's attention. The error of its output
@@ -38,7 +38,7 @@ class TopK(Reader):
 
 
 @dataclass(frozen=True)
-class TopP(Reader):
+class TopP(SparseAttention):
     """Every row reads the fewest entries that have a share p of its attention; all keys are read.
 
     Their number differs by row and head, and the budget is ignored. The nearest rule of a paper is

@@ -53,7 +53,7 @@ def describe(name: str) -> Description:
 
 def defining(built: Policy) -> Piece:
     """The piece that a policy of the user's own is about: what stands behind, or its scorer."""
-    behind = built.reader or built.storage
+    behind = built.sparse or built.storage
     return behind if behind and isinstance(built.scorer, Full) else chain_of(built.scorer)[-1]
 
 

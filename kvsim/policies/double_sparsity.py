@@ -8,7 +8,7 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs, Run
-from kvsim.core.reading import Heads, Pages, Reader
+from kvsim.core.reading import Heads, Pages, SparseAttention
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Sourced
 
@@ -17,7 +17,7 @@ _SCALES = 32
 
 
 @dataclass(frozen=True)
-class DoubleSparsity(Sourced, Reader):
+class DoubleSparsity(Sourced, SparseAttention):
     """Every row reads the entries with the largest products over a few channels of their keys.
 
     A few channels make most of a logit, nearly the same ones for all texts. A calibration text says

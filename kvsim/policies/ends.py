@@ -1,4 +1,4 @@
-"""Readers whose rows read the first and the last entries, and choose between them."""
+"""Sparse attention whose rows read the first and the last entries, and choose between them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.reading import Reader, highest, shared
+from kvsim.core.reading import SparseAttention, highest, shared
 from kvsim.core.trace import Trace
 
 
-class Ends(Reader):
+class Ends(SparseAttention):
     """The first `sink` entries, the last `local` ones and the row's own are read, in whole pages.
 
     `share` of the budget, these entries included, is what a row reads; it chooses at least one
@@ -22,7 +22,7 @@ class Ends(Reader):
     local: int | None
     share: float
 
-    def at(self, trace: Trace, budget: int) -> Reader:
+    def at(self, trace: Trace, budget: int) -> SparseAttention:
         """With the local window of the budget."""
         changes: dict[str, Any] = {"local": self._window(budget)}
         return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses

@@ -14,7 +14,8 @@ from kvsim.core.pieces import Even, Schedule, Uniform
 
 #: A class, or "FILE:CLASS" of one in kvsim.policies.
 Class = type[Any] | str
-KINDS = ("propagation", "allocator", "wrapper", "scorer", "reader", "merger", "quantizer")
+_KINDS = "propagation", "allocator", "wrapper", "scorer", "sparse attention", "merger", "quantizer"
+_KIND_OF = {kind.title().replace(" ", ""): kind for kind in _KINDS}
 
 
 def load(given: Class) -> type[Any]:
@@ -53,11 +54,11 @@ class Entry:
     """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
 
     target: the class of a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a
-    propagation, a reader, a quantizer or a merger. schedule: its own; None where the scorer inside
-    decides. cites: the paper, by default the first one that the piece's file names in the first two
-    paragraphs of its docstring. by_layer: budgets of the layers, which take the piece's parameters
-    of the same names. inner: parameters that a scorer inside, by name, takes for its defaults
-    there. default: the scorer inside where none is named, of a reader the eviction in front.
+    propagation, sparse attention, a quantizer or a merger. schedule: its own; None where the scorer
+    inside decides. cites: the paper, by default the first one that the piece's file names in the
+    first two paragraphs of its docstring. by_layer: budgets of the layers, which take the piece's
+    parameters of the same names. inner: parameters that a scorer inside, by name, takes for its
+    defaults there. default: the scorer inside where none is named, or the eviction in front.
     shares: of a propagation, parameters whose values that scorer takes over. required: parameters
     without a default, and an example of each. meant_for: parameters that are lengths, and the
     budget of the paper that their values are meant for; the preset `scaled` shrinks them with it.
@@ -113,12 +114,9 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """`propagation`, `allocator`, `wrapper`, `scorer`, `reader`, `quantizer` or `merger`.
-
-        It says where in a name the entry may stand.
-        """
-        bases = (base for base in self.piece.__mro__ if base.__module__.startswith("kvsim.core."))
-        return next((x for base in bases if (x := base.__name__.lower()) in KINDS), "")
+        """What it is, such as `scorer`: it says where in a name the entry may stand."""
+        of_core = (x.__name__ for x in self.piece.__mro__ if x.__module__.startswith("kvsim.core."))
+        return next((_KIND_OF[name] for name in of_core if name in _KIND_OF), "")
 
     @property
     def innermost(self) -> bool:

@@ -10,11 +10,11 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.reading import Pages, Reader
+from kvsim.core.reading import Pages, SparseAttention
 
 
 @dataclass(frozen=True)
-class MagicPIG(Reader):
+class MagicPIG(SparseAttention):
     """Every row reads the first entries, the last ones, and those whose keys hash as its query.
 
     A table hashes a vector to the signs of its products with `bits` random directions (SimHash);

@@ -1,4 +1,4 @@
-"""Names of policies: `outer[@preset][+inner[@preset]]...[+reader][+quantizer]` or `[+merger]`."""
+"""Names of policies: `outer[@preset][+inner[@preset]]...[+sparse][+quantizer]` or `[+merger]`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kvsim.policies.entry import Entry, load
 from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
-BEHIND = ("reader", "quantizer", "merger")
-_ALLOWED = ("", "reader", "quantizer", "reader quantizer", "merger")
+BEHIND = ("sparse attention", "quantizer", "merger")
+_ALLOWED = ((), BEHIND[:1], BEHIND[:2], BEHIND[1:2], BEHIND[2:])
 
 
 class Part(NamedTuple):
@@ -54,12 +54,12 @@ def policy(name: str, **params: Any) -> Policy:
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
-    A reader and a quantizer stand behind it, `snapkv+quest+kivi`, or alone where nothing is
+    Sparse attention and a quantizer stand behind it, `snapkv+quest+kivi`, or alone where nothing is
     evicted; or a merger, `snapkv+lookm`, alone behind `h2o`.
-    Next to an eviction a reader reads a quarter of the budget by default (`share`). `rocketkv`
+    Next to an eviction rows read a quarter of the budget by default (`share`). `rocketkv`
     alone is `snapkv+rocketkv`, as in the paper.
     A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
-    and from the eviction to the reader and the quantizer: `tova+quest` takes `heads` for `tova`,
+    and from the eviction to what stands behind it: `tova+quest` takes `heads` for `tova`,
     and `scorer__heads` for `quest`.
     `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
@@ -114,7 +114,9 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     for (_, entry, accepts, *_), level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in accepts else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
-        built = replace(built, **{"reader" if entry.kind == "reader" else "storage": piece})
+        built = replace(
+            built, **{"sparse" if entry.kind == "sparse attention" else "storage": piece}
+        )
     title = built.name if innermost.own and not outer and not behind else name
     named = replace(built, name=title, protect=protect)
     built = replace(named, protect=built.protect | protect)
@@ -195,7 +197,7 @@ def names() -> list[str]:
 
 
 def access_names() -> list[str]:
-    """Every reader, quantizer and merger, presets included, as `policy` takes it alone."""
+    """What stands behind an eviction, presets included, as `policy` takes it alone."""
     return _names(ACCESS)
 
 
@@ -245,19 +247,20 @@ def has_parameter(name: str, key: str) -> bool:
 
 
 def _parse(name: str) -> tuple[list[Part], list[Part]]:
-    """The parts of a name from the outside in, and the reader and the quantizer behind them.
+    """The parts of a name from the outside in, and what stands behind an eviction.
 
-    Without an eviction the reader's own, or `full`.
+    Without an eviction that of the sparse attention, or `full`.
     """
     parts = _parts(name)
     at = next((at for at, part in enumerate(parts) if part.entry.kind in BEHIND), len(parts))
     chain, behind = parts[:at], parts[at:]
     kinds = [part.entry.kind for part in parts]
-    if " ".join(kinds[at:]) not in _ALLOWED:
+    if tuple(kinds[at:]) not in _ALLOWED:
         written = [kind.upper() if kind in BEHIND else "EVICTION" for kind in kinds]
         raise PolicyError(
-            f"{name} is {'+'.join(written)}; expected EVICTION+READER+QUANTIZER, such as "
-            "snapkv+quest+kivi, each at most once, or EVICTION+MERGER, such as snapkv+lookm"
+            f"{name} is {' + '.join(written)}; expected EVICTION + SPARSE ATTENTION + "
+            "QUANTIZER, such as snapkv+quest+kivi, each at most once, or EVICTION + MERGER, such "
+            "as snapkv+lookm"
         )
     defaults = (part.entry.default for part in behind)
     chain = chain or [_implied(next(filter(None, defaults), "full"))]
@@ -299,7 +302,7 @@ def _parts(name: str) -> list[Part]:
 
 
 def stored_piece(given: Any) -> Any:
-    """The reader, quantizer or merger that a record names; a piece as it is.
+    """The sparse attention, quantizer or merger that a record names; a piece as it is.
 
     Raises PolicyError for one that is not in the catalogue.
     """

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
-from kvsim.core.reading import Heads, Pages, Reader, best
+from kvsim.core.reading import Heads, Pages, SparseAttention, best
 
 
 @dataclass(frozen=True)
-class Quest(Reader):
+class Quest(SparseAttention):
     """Every row reads the pages whose keys could have the largest logit with its query.
 
     Of each page the smallest and the largest value of every channel of its keys are stored. An

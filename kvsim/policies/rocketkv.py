@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.reading import Pages, Reader, best, highest
+from kvsim.core.reading import Pages, SparseAttention, best, highest
 from kvsim.core.trace import Trace
 from kvsim.policies.quest import box
 from kvsim.schema import NEVER
 
 
 @dataclass(frozen=True)
-class RocketKV(Reader):
+class RocketKV(SparseAttention):
     """Every row reads the pages with the largest attention, estimated from a few channels.
 
     Of each page the smallest and the largest value of every channel of its keys are stored, as in
@@ -56,7 +56,7 @@ class RocketKV(Reader):
         """The budget says how much is read, unless `tokens` does."""
         return "exact" if self.tokens is None else "none"
 
-    def at(self, trace: Trace, budget: int) -> Reader:
+    def at(self, trace: Trace, budget: int) -> SparseAttention:
         """With what the split of the budget leaves open."""
         tokens = self.tokens
         if tokens is None:
@@ -80,7 +80,7 @@ class RocketKV(Reader):
         return estimate * (pages.formula.scale / share.where(share > 0, 1.0).sqrt())
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """The pages whose entries have the most attention, by a reader with all its values."""
+        """The pages whose entries have the most attention, with all values of `at`."""
         total = (scores + entries.to(scores).log()).logsumexp(-1, keepdim=True)
         count = round((self.tokens or 1) / 2) // (self.page or 1)
         return best(self.heads, (scores - total).exp(), entries, count)

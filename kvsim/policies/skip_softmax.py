@@ -9,11 +9,11 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.pieces import Inputs
-from kvsim.core.reading import Heads, Pages, Reader
+from kvsim.core.reading import Heads, Pages, SparseAttention
 
 
 @dataclass(frozen=True)
-class SkipSoftmax(Reader):
+class SkipSoftmax(SparseAttention):
     """Every row reads all keys, and skips blocks whose logits are all far below the largest so far.
 
     A row goes through the blocks of its cache from the first entry to the last and carries the

@@ -45,7 +45,7 @@ def run_prompt(
         logits = lane.feed(ids, logits=wanted)
     else:
         n = min([begin, *(row + 1 for row in lane.setup.events)])
-        if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
+        if lane.policy.rounds or lane.policy.sparse:  # rows behind the context are affected
             n = min(n, *lane.setup.schedule.ends(len(ids), lane.sketch.header.context_len))
         prefix = prefix_of(ids[:n])
         lane.begin(prefix)

@@ -13,7 +13,7 @@ _DOES: dict[str, Callable[[Policy], object]] = {
     "keeps sets per query head": lambda policy: policy.per_query_head,
     "rotates keys to their slots": lambda policy: policy.positions == "slot",
     "drops rows of the prompt": lambda policy: policy.propagation is not None,
-    "reads a part of the cache": lambda policy: policy.reader is not None,
+    "reads a part of the cache": lambda policy: policy.sparse is not None,
     "rounds entries": lambda policy: policy.rounds,
     "merges entries": lambda policy: policy.storage is not None and not policy.rounds,
     "reads the context again": lambda policy: policy.reads.context_again,

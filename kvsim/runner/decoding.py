@@ -98,10 +98,10 @@ class Decoding:
         self._observe, self._paging = observe, paging
         self._repeats, self._repeated = policy.reads.context_again, repeated
         # the first row that may read a part, or see rounded entries
-        self._first, reader = self.setup.ends[0], policy.reader
+        self._first, sparse = self.setup.ends[0], policy.sparse
         first = ended(self.sketch, self._first)
         given = self.setup.budget, self.layers
-        self._reads = None if reader is None else LiveReads(first, reader, *given)
+        self._reads = None if sparse is None else LiveReads(first, sparse, *given)
         #: after which row entries are first rounded
         self._stores = self._first - 1 if policy.rounds else None
         self._prunes = self._first if policy.storage and policy.storage.reads.last else 0

@@ -209,9 +209,9 @@ class JudgedRows:
         As in a live run. Its first row is the first that reads, because nothing leaves before.
         """
         reads, trace = cast("Reads", record.reads), ended(self._trace, self._start)
-        reader = stored_piece(reads.reader)
-        bits = account(trace, reader, [layer], DEFAULT_MEMORY)
-        if not reads_all(trace, reader, layer):
-            for row, chosen in chosen_pages(trace, layer, reader, gone, record.budget, qkv):
+        sparse = stored_piece(reads.sparse)
+        bits = account(trace, sparse, [layer], DEFAULT_MEMORY)
+        if not reads_all(trace, sparse, layer):
+            for row, chosen in chosen_pages(trace, layer, sparse, gone, record.budget, qkv):
                 note(bits[0], chosen, row - self._start)
         return replace(reads, bits=bits, first=self._start)

@@ -1,4 +1,4 @@
-"""A reader on a running model: the entries of its layer's cache that each row reads."""
+"""Sparse attention on a running model: the entries of its layer's cache that each row reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.reading import Reader, Reads
+from kvsim.core.reading import Reads, SparseAttention
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, account, choose, note, reads_all
@@ -22,17 +22,19 @@ class LiveReads:
     the account of all rows would take more than 2 GiB.
     """
 
-    def __init__(self, sketch: Trace, reader: Reader, budget: int, layers: Sequence[int]) -> None:
+    def __init__(
+        self, sketch: Trace, sparse: SparseAttention, budget: int, layers: Sequence[int]
+    ) -> None:
         self._sketch, self._budget, self._layers = sketch, budget, tuple(layers)
-        self._reader = reader.at(sketch, budget)
-        self._bits = account(sketch, self._reader, layers, DEFAULT_MEMORY)
-        #: values of each layer that a reader computes once
+        self._sparse = sparse.at(sketch, budget)
+        self._bits = account(sketch, self._sparse, layers, DEFAULT_MEMORY)
+        #: values of each layer that are computed once
         self._of_layer = {layer: dict[Hashable, Any]() for layer in layers}
 
     def chooses(self, layer: int, stop: int) -> bool:
         """Whether one of the rows before `stop` may read a part of a layer."""
-        first, reader = self._sketch.prompt_len, self._reader
-        return stop > first and not reads_all(self._sketch, reader, layer)
+        first, sparse = self._sketch.prompt_len, self._sparse
+        return stop > first and not reads_all(self._sketch, sparse, layer)
 
     def entries(
         self, layer: int, start: int, query: Tensor, keys: Tensor, values: Tensor, resident: Tensor
@@ -41,31 +43,31 @@ class LiveReads:
 
         query [qhead, w, d] of these rows, which are the last of keys and values [H, n, d]; resident
         [H, n]: False on pads. Rows of the prompt read everything, and none is causal yet. Weights
-        are logarithms; None of a reader without them.
+        are logarithms; None without them.
         """
-        reader, heads, first = self._reader, len(keys), self._sketch.prompt_len
-        period = Period(keys, values, resident, reader.page)
+        sparse, heads, first = self._sparse, len(keys), self._sketch.prompt_len
+        period = Period(keys, values, resident, sparse.page)
         of_layer = self._of_layer[layer]
-        pages = period.pages(self._sketch, layer, reader, self._budget, of_layer)
+        pages = period.pages(self._sketch, layer, sparse, self._budget, of_layer)
         out = torch.ones(*query.shape[:2], keys.shape[1], dtype=torch.bool, device=query.device)
         skip = max(0, first - start)
         q = query[:, skip:].unflatten(0, (heads, -1))
         slots = period.slots[:, keys.shape[1] - q.shape[2] :]
-        chosen = choose(reader, q, pages, slots, self._budget)
+        chosen = choose(sparse, q, pages, slots, self._budget)
         note(self._bits[self._layers.index(layer)], chosen, start + skip - first)
         chosen = chosen.repeat_interleave(len(query) // len(chosen), 0)
-        page = (period.slots.clamp(min=0) // reader.page).repeat_interleave(q.shape[1], 0)
+        page = (period.slots.clamp(min=0) // sparse.page).repeat_interleave(q.shape[1], 0)
         out[:, skip:] = chosen.gather(-1, page.unsqueeze(1).expand_as(out[:, skip:]))
-        if reader.weights is None:
+        if sparse.weights is None:
             return out, None
         new = q.shape[2]
         seen = torch.ones_like(out[0, skip:]).tril(keys.shape[1] - new) & resident.unsqueeze(1)
-        weights = reader.weights.log_weights(q, keys, seen, self._of_layer[layer]["learned"])
+        weights = sparse.weights.log_weights(q, keys, seen, self._of_layer[layer]["learned"])
         return out, torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))
 
     def record(self, n: int) -> Reads:
         """The account of the first n rows of the text."""
-        reader, first = self._reader, self._sketch.prompt_len
-        size = -(-n // reader.page) // 8 + 1
+        sparse, first = self._sparse, self._sketch.prompt_len
+        size = -(-n // sparse.page) // 8 + 1
         bits = np.ascontiguousarray(self._bits[:, :, : max(0, n - first), :size])
-        return Reads.of(reader, bits, first, self._sketch.dim)
+        return Reads.of(sparse, bits, first, self._sketch.dim)

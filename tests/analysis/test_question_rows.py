@@ -13,7 +13,7 @@ from kvsim.testing.strategies import make_case
 CASE = make_case("sharp", layers=2, heads=2, group=2, n=70, prompt_len=50, seed=3)
 TRACE = CASE.trace(40)
 NAMES = ["output_error", "retained_mass", "missing_mass", "error_distance", "layer_error"]
-#: Policies, and where readers, quantizers and evictions begin; the rows measured by variant.
+#: Policies, and where they begin; the rows measured by variant.
 CASES = [
     ("h2o", {"compress": "context"}, {"rows=question": (40, 50)}),
     ("snapkv", {"prefill_chunk": 15}, {"rows=prompt": (15, 50)}),
@@ -92,7 +92,7 @@ def test_rows_are_those_of_a_naive_loop(name, terms, parts):
 
 
 @pytest.mark.parametrize("name", ["quest", "tova+quest"])
-def test_a_reader_takes_the_context_for_the_prompt(name):
+def test_sparse_attention_takes_the_context_for_the_prompt(name):
     """From the question on it reads as if the prompt had ended with the context."""
     policy = made(name)
     record = kvsim.replay(TRACE, policy, 20, interval=7, compress="context")

@@ -1,4 +1,4 @@
-"""Needles under readers against a loop, and how often metrics read a trace."""
+"""Needles under sparse attention against a loop, and how often metrics read a trace."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def read_by(record, at, head, row):
         ("quest", "layer"),
     ],
 )
-def test_under_a_reader_needles_count_where_a_row_reads_them(name, heads):
+def test_under_sparse_attention_needles_count_where_a_row_reads_them(name, heads):
     """Row by row and entry by entry, in layers that read pages and in those that read all."""
     case = make_case("sharp", heads=2, group=2, layers=2, n=60, prompt_len=30)
     options = {"page": 3, "dense_layers": 1} | ({"window": 4} if "snapkv" in name else {})

@@ -153,7 +153,7 @@ def test_other_budgets_are_one_line(budget, message):
 
 
 def test_policies_of_a_fixed_budget_refuse_one_that_grows():
-    """Readers, methods that drop rows, and scaled lengths; and work that takes entries alone."""
+    """Also methods that drop rows, scaled lengths, and work that takes entries alone."""
     for policy in ("quest", "fastkv", kvsim.policy("snapkv@scaled")):
         with pytest.raises(PolicyError, match="no rule for a budget that grows"):
             kvsim.replay(TRACE, policy, "50%so-far")

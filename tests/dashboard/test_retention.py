@@ -62,7 +62,7 @@ def test_text_has_the_states_of_the_event(page):
     assert f"tova keeps 96 of 354 tokens and misses {missed} that" in said(app)
 
 
-def test_a_reader_shows_what_rows_read_of_what_is_held(page):
+def test_sparse_attention_shows_what_rows_read_of_what_is_held(page):
     """Map, sentence and text of the row behind the chosen one follow from the account."""
     link = {
         "policy": "full",

@@ -130,18 +130,19 @@ def test_variance_curves_show_threshold_and_selection(layered):
 
 def test_the_grid_names_its_layers(layered):
     """A cell per first layer and look-back, with the layer or `never`, hatched where cut short."""
-    trace, found = layered
-    grid = found[0].ranking.grid(32, (1, 4, 10), (2, 4))
+    ranked = layered[1][0].ranking
+    rules = [replace(ranked.rule, first_layer=a, look_back=b) for a in (1, 4, 10) for b in (2, 4)]
+    layers = [ranked.curve(32, rule).selected() for rule in rules]
 
-    figure = figures.selection_grid(trace.name, grid)
+    figure = figures.selection_grid(ranked, 32, (1, 4, 10), (2, 4))
 
     (axis,) = figure.axes
     cells = [text.get_text() for text in axis.texts]
-    assert cells == ["never" if at < 0 else str(at) for at in grid.layers.ravel()]
+    assert cells == ["never" if at is None else str(at) for at in layers]
     assert "never" in cells
     assert sum(patch.get_hatch() is not None for patch in axis.patches) == 1  # (1, 4) alone
     image = axis.images[0].get_array()
-    np.testing.assert_array_equal(np.ma.getmaskarray(image), grid.layers < 0)
+    assert np.ma.getmaskarray(image).ravel().tolist() == [at is None for at in layers]
     assert "tau 0.3 (fidelity: exact)" in figure.get_suptitle()
 
 
@@ -194,7 +195,7 @@ def test_shallow_models_have_every_figure(layers):
         figures.layer_attention(trace, 16),
         figures.selection_histogram(found),
         *(figures.rank_pattern(one) for one in found),
-        *(figures.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
+        *(figures.selection_grid(ranked, b) for b in (17, 32, 100)),
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))

@@ -83,8 +83,8 @@ def test_a_policy_that_never_acts_is_remarked_on():
 
 
 @pytest.mark.parametrize("behind", ["quest", "infllm@release", "rocketkv+kivi"])
-def test_parameters_of_an_eviction_with_a_reader_make_it_again(behind):
-    """Also where a reader has parameters of the eviction's names, and the eviction an allocator."""
+def test_parameters_of_an_eviction_with_sparse_attention_make_it_again(behind):
+    """Also where it has parameters of the eviction's names, and the eviction an allocator."""
     evictions = [make(name) for name, entry in CATALOGUE.items() if entry.kind == "scorer"]
     combined = map(kvsim.policy, ("ams+kvzip", "adakv+snapkv", "global+kvzip"))
     for eviction in [*evictions, *combined]:
@@ -202,7 +202,7 @@ def test_a_keyword_goes_to_the_outermost_part_that_has_it():
 
 
 def test_a_policy_of_the_users_own_is_a_part_like_others(monkeypatch):
-    """What its function names goes to it, not to the reader behind; `scorer__` to the reader."""
+    """What its function names goes to it, not to the part behind; `scorer__` does."""
 
     def own(sink=1, **others):
         return replace(kvsim.policy("streaming_llm", sink=sink), name=",".join(others) or "own")
@@ -211,8 +211,8 @@ def test_a_policy_of_the_users_own_is_a_part_like_others(monkeypatch):
     plain = kvsim.policy("mine:own+infllm", sink=7, page=8, more=1)
     further = kvsim.policy("ams+mine:own+infllm", scorer__scorer__sink=7, scorer__sink=3)
 
-    assert (plain.scorer.sink, plain.reader.sink, plain.reader.page) == (7, 4, 8)
-    assert (further.scorer.sink, further.reader.sink) == (3, 7)
+    assert (plain.scorer.sink, plain.sparse.sink, plain.sparse.page) == (7, 4, 8)
+    assert (further.scorer.sink, further.sparse.sink) == (3, 7)
     assert [key for key in parameters("mine:own+infllm") if "sink" in key] == ["scorer__sink"]
     with pytest.raises(PolicyError, match="no parameter 'scorer__more'"):
         kvsim.policy("mine:own+infllm", scorer__more=1)

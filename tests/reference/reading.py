@@ -304,7 +304,7 @@ def rocket_split(prompt: int, budget: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """A reader: scores of pages, entries of a page, and how many pages are read.
+    """Sparse attention: scores of pages, entries of a page, and how many pages are read.
 
     p: the share of the attention that is read, instead of a number of pages. threshold: pages are
     read whose score is at least 0 for a query head. always: pages that are read in addition, of a
@@ -377,7 +377,7 @@ class Rule:
 
 
 def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
-    """The rule of a reader by name."""
+    """The rule of sparse attention by name."""
     values = {"share": 1.0, "heads": "query", "p": 0.95, "page": 16, **params}
     entries, dim = int(values["share"] * budget), values["dim"]
     if name.startswith("quest"):

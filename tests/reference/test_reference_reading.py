@@ -1,4 +1,4 @@
-"""Readers against naive loops in float64 that share no code with them."""
+"""Sparse attention against naive loops in float64 that share no code with them."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from reference import reading
 from reference.strategies import examples
 from traces import changed
 
-READERS = (
+SPARSE = (
     "quest",
     "quest@release",
     "double_sparsity",
@@ -41,7 +41,7 @@ READERS = (
     "topk",
     "topp",
 )
-#: Evictions in front of a reader, and their parameters; "" alone, "any" whatever leaves whenever.
+#: Evictions in front, and their parameters; "" alone, "any" whatever leaves whenever.
 FRONT: dict[str, dict[str, Any]] = {
     "": {},
     "any": {},
@@ -69,7 +69,7 @@ def arbitrary(rng: np.random.Generator, heads: int, n: int) -> np.ndarray:
 def generated(
     name: str, front: str, seed: int
 ) -> tuple[reading.Layer, reading.Rule, Trace, Record]:
-    """A random trace of one layer with the record of a reader on it, and what a loop reads."""
+    """A random trace of one layer with the record of a replay, and what a loop reads."""
     rng = np.random.default_rng([seed, *map(ord, front)])
     n = int(rng.integers(2, 18))
     heads, group = HEADS[rng.integers(len(HEADS))]
@@ -146,9 +146,9 @@ def generated(
         gone = arbitrary(rng, heads, n)
         if params.get("heads") == "layer":  # each head holds as many
             gone[:] = gone[:, :1]
-        reader = policy(name, **params).reader
-        assert reader is not None
-        reads = engine.read(trace, reader, gone, budget, (0,), device="cpu", memory=1 << 20)
+        sparse = policy(name, **params).sparse
+        assert sparse is not None
+        reads = engine.read(trace, sparse, gone, budget, (0,), device="cpu", memory=1 << 20)
         record = replace(record, evicted_at=gone, reads=reads)
     layer = reading.Layer(
         *(case.q[0], case.k[0], case.v[0], record.evicted_at[0], case.scale, softcap, sinks, prompt)
@@ -202,7 +202,7 @@ def check(layer: reading.Layer, rule: reading.Rule, trace: Trace, record: Record
     "front",
     [x if x in ("any", "snapkv") else pytest.param(x, marks=pytest.mark.deep) for x in FRONT],
 )
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", SPARSE)
 def test_reading_equals_the_naive_loop(name, front):
     """Pages that are read, outputs, masses and bytes: alone and behind evictions."""
     for seed in range(examples(34 if front == "any" else 10)):
@@ -217,7 +217,7 @@ def test_pages_of_a_layer_need_heads_that_hold_as_many():
         kvsim.replay(case.trace(), ragged, 8)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", SPARSE)
 def test_no_row_reads_by_what_comes_later(name):
     """Other queries, keys and values behind a row leave what rows up to it read as it was."""
     params: dict[str, Any] = {"page": 2}
@@ -243,7 +243,7 @@ def test_no_row_reads_by_what_comes_later(name):
     assert (first != second).any()
 
 
-def test_rocketkv_is_snapkv_and_its_reader_with_the_split_of_the_paper():
+def test_rocketkv_is_snapkv_and_its_own_reading_with_the_split_of_the_paper():
     """A cache of c^r times fewer entries is read with what remains of c, in pages and channels."""
     assert policy("rocketkv").scorer == policy("snapkv", pool_kernel=63).scorer
     assert (
@@ -255,7 +255,7 @@ def test_rocketkv_is_snapkv_and_its_reader_with_the_split_of_the_paper():
         budget = round(prompt / c ** min(0.2 + 0.06 * math.log2(c), 0.8))
         assert rocketkv.split(prompt, budget) == pytest.approx(tokens, rel=0.01, abs=1)
     case = make_case("normal", n=130, prompt_len=128, dim=16)
-    fitted = policy("full+rocketkv").reader.at(case.trace(), 32)
+    fitted = policy("full+rocketkv").sparse.at(case.trace(), 32)
     assert (fitted.tokens, fitted.page, fitted.channels) == (6, 3, 9)  # 32 / 6 = 5.3, 16 * 3 / 5.3
 
 
@@ -300,8 +300,8 @@ def test_pqcache_with_a_centroid_for_each_key_reads_the_largest_logits():
     case = make_case("normal", n=30, prompt_len=29, dim=8, seed=4)
     read = {}
     for bits in (1, 6):
-        reader = policy("pqcache", bits=bits, sink=2, local=3, heads="query")
-        record = kvsim.replay(case.trace(), reader, 12)
+        sparse = policy("pqcache", bits=bits, sink=2, local=3, heads="query")
+        record = kvsim.replay(case.trace(), sparse, 12)
         read[bits] = reading.unpacked(record.reads.bits[0, 0, 0], 30)
     logits = case.k[0, 0] @ case.q[0, 0, 29]
     largest = sorted(range(2, 26), key=lambda p: -logits[p])[:7]
@@ -330,8 +330,8 @@ def test_magicpig_reads_each_entry_as_often_as_its_weight_says():
     assert spread.min() < 0.2
 
 
-def test_a_stored_record_names_the_reader_that_weights():
-    """Its outputs are those of the replay, and an unknown reader is an error."""
+def test_a_stored_record_names_the_piece_that_weights():
+    """Its outputs are those of the replay, and an unknown piece is an error."""
     trace = make_case("normal", n=20, prompt_len=10, dim=8, seed=1).trace()
     record = kvsim.replay(trace, policy("magicpig", bits=2, local=2, dense_layers=0), 4)
     document = json.loads(json.dumps(record_document(record)))

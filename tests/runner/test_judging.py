@@ -268,8 +268,8 @@ def test_the_kl_of_each_token_is_a_loop_over_the_logits():
 def test_records_together_are_each_alone(monkeypatch, rows):
     """To 1e-5 of a token's value, or of 1e-3: whatever is judged too, and however much memory.
 
-    Ragged heads, layers of own budgets, readers, quantizers, mergers and chunks of a prompt; of a
-    response of three tokens, whose products have few rows, too.
+    Ragged heads, layers of own budgets, sparse attention, quantizers, mergers and chunks of a
+    prompt; of a response of three tokens, whose products have few rows, too.
     """
     run, trace = tiny()[:2]
     if rows is not None:

@@ -1,4 +1,4 @@
-"""Readers, quantizers and mergers on a running model, against their replays and by definition."""
+"""What is read and stored on a running model, against its replay and by definition."""
 
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ def rounded(live, layer, record, which, end=None):
 
 @pytest.mark.parametrize("more", [{"least": 99}, {"dense_layers": 3}])
 @pytest.mark.parametrize("name", ["full", "adakv+snapkv"])
-def test_reading_all_pages_is_no_reader(running, name, more):
+def test_reading_all_pages_is_full_attention(running, name, more):
     """Every prediction is that of the eviction alone, however its heads differ in length."""
     given = {} if name == "full" else {"window": 8}
     policies = kvsim.policy(name, **given), kvsim.policy(name + "+quest", **given, **QUEST | more)
@@ -118,7 +118,7 @@ def test_reading_all_pages_is_no_reader(running, name, more):
     assert (plain.logits - read.logits).abs().max() < CLOSE
 
 
-def test_readers_that_a_running_model_cannot_follow_are_refused(running):
+def test_sparse_attention_that_a_running_model_cannot_follow_are_refused(running):
     """Rows that are gone, blocks of a pool, and rows taken over that saw everything as it was."""
     for name in ("infllm", "double_sparsity"):
         given = {"calibration": "prefix:16"} if name == "double_sparsity" else {}

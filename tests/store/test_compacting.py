@@ -94,7 +94,7 @@ def alike(name, *traces, **terms):
     if policy.schedule.interval == 512 or budget > 200:  # else no event fires while more is held
         terms |= {"interval": 15}
     first, second = (kvsim.replay(trace, policy, budget, **terms) for trace in traces)
-    assert first.events or (policy.reader or policy.storage) or not policy.bounded
+    assert first.events or (policy.sparse or policy.storage) or not policy.bounded
     assert first.reads is None or np.array_equal(first.reads.bits, second.reads.bits)
     return np.array_equal(first.evicted_at, second.evicted_at)
 

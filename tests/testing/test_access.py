@@ -1,4 +1,4 @@
-"""Seeded bugs of readers, quantizers and mergers are caught; records are the same anywhere."""
+"""Seeded bugs in reading and storing are caught; records are the same anywhere."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.merging import Merger, Shares
-from kvsim.core.reading import Reader, best
+from kvsim.core.reading import SparseAttention, best
 from kvsim.core.record import record_document
 from kvsim.core.storing import Quantizer, Spec
 from kvsim.errors import OutputError, PolicyError
@@ -25,7 +25,7 @@ CASE = strategies.make_case("sharp", layers=2, heads=2, group=2, n=24, dim=8, pr
 
 
 @dataclass(frozen=True)
-class Nearest(Reader):
+class Nearest(SparseAttention):
     """Pages with the largest mean logit."""
 
     page: int = 2
@@ -136,7 +136,7 @@ class Mixing(Averaged):
 
 
 def _mine(piece, eviction="knorm"):
-    kind = "reader" if isinstance(piece, Reader) else "storage"
+    kind = "sparse" if isinstance(piece, SparseAttention) else "storage"
     return replace(kvsim.policy(eviction), name="mine", **{kind: piece})
 
 
@@ -155,13 +155,13 @@ def _mine(piece, eviction="knorm"):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_bug_in_a_reader_or_quantizer_of_the_users_own_is_caught(piece, invariant):
+def test_bug_in_sparse_attention_or_a_quantizer_of_the_users_own_is_caught(piece, invariant):
     """The future, absent pages, unread pages, company, writes, dice and NaN."""
     with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
         check_policy(_mine(piece), max_examples=300, only=[invariant], shrink=False, max_n=16)
 
 
-def test_a_reader_that_reads_nothing_or_scores_other_things_is_refused():
+def test_sparse_attention_that_reads_nothing_or_scores_other_things_is_refused():
     """One line that says what is expected of scores."""
 
     class Flat(Nearest):
@@ -179,7 +179,7 @@ def test_a_reader_that_reads_nothing_or_scores_other_things_is_refused():
 
 
 @pytest.mark.parametrize(
-    "piece", [Nearest(), Halves(), Averaged()], ids=["reader", "quantizer", "merger"]
+    "piece", [Nearest(), Halves(), Averaged()], ids=["sparse", "quantizer", "merger"]
 )
 def test_a_piece_without_a_bug_passes(piece):
     """What the buggy ones are made from satisfies every invariant."""
@@ -194,7 +194,7 @@ def test_a_piece_without_a_bug_passes(piece):
     ],
 )
 def test_what_has_no_rule_for_merging_is_refused(name):
-    """Readers, quantizers, dropped rows, bounds and keys in slots."""
+    """Sparse attention, quantizers, dropped rows, bounds and keys in slots."""
     with pytest.raises(PolicyError):
         kvsim.policy(name)
 
@@ -223,7 +223,7 @@ def record():
 def _same(one, other):
     np.testing.assert_array_equal(one.evicted_at, other.evicted_at)
     np.testing.assert_array_equal(one.reads.bits, other.reads.bits)
-    both = [{**vars(x.reads), "bits": 0, "reader": Spec.of(x.reads.reader)} for x in (one, other)]
+    both = [{**vars(x.reads), "bits": 0, "sparse": Spec.of(x.reads.sparse)} for x in (one, other)]
     assert both[0] == both[1]
     assert Spec.of(one.storage) == Spec.of(other.storage)
     results = (output_error(CASE.trace(), [each])[0].error for each in (one, other))
@@ -274,7 +274,7 @@ def test_a_quantizer_of_the_users_own_is_measured_before_it_is_stored(record, tm
         output_error(CASE.trace(), [stored])
 
 
-def test_values_behind_a_reader_or_a_quantizer_are_open_loop():
+def test_values_behind_sparse_attention_or_a_quantizer_are_open_loop():
     """Deeper layers would see other inputs, though nothing leaves; what is kept is exact."""
     trace = CASE.trace()
     for name, level in [("int8", "open"), ("topk", "open"), ("full", "exact")]:

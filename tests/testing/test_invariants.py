@@ -102,7 +102,7 @@ def test_policy_satisfies_every_invariant(name):
         more("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
     ],
 )
-def test_readers_and_quantizers_satisfy_every_invariant(name, params):
+def test_sparse_attention_and_quantizers_satisfy_every_invariant(name, params):
     """Alone and behind evictions, of one set for each head and of ragged ones."""
     check_policy(name, **params, max_examples=examples(4), max_n=14)
 

@@ -22,8 +22,8 @@ def page() -> None:
         "Retention",
         "Which positions one KV head still has. Each line is the cache after an event. Blue "
         "positions are kept; a column that turns grey has lost its token for good. Red are regions "
-        f"of {REGION} positions of which nothing is left. Behind a reader, a second map shows what "
-        "each row reads of the positions that are held.",
+        f"of {REGION} positions of which nothing is left. With sparse attention, a second map "
+        "shows what each row reads of the positions that are held.",
     )
     results = [replays.replay(settings, name) for name in names]
     shown = [result for result in results if isinstance(result, Replayed)]

@@ -138,8 +138,8 @@ def needle_visibility(
 ) -> tuple[Floats, Floats, Floats]:
     """How much of the needles at `spans` [start, end) a row after the prompt sees; means, [H] each.
 
-    Recall, the share of the needles' entries that it sees (under a reader, reads); chance, the
-    share of all entries of the prompt; wipe-out, the share of the needles of which it sees none.
+    Recall, the share of the needles' entries that it sees (or reads); chance, the share of all
+    entries of the prompt; wipe-out, the share of the needles of which it sees none.
     NaN without a row after the prompt.
 
     evicted_at [H, T] of one layer, at its place `at` in the account `reads`, if it has one: values

@@ -56,8 +56,8 @@ def token_states(
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
     needed: the last row that would attend to each position; an evicted token that
-    is needed after its eviction is then missed. Under a reader, a token that stays and that the
-    next row (the last row after the last one) does not read is held, not read.
+    is needed after its eviction is then missed. A token that stays and that the next row (the last
+    row after the last one) does not read is held, not read.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
     of tokens, PolicyError for a layer or head that is not there, and PositionError for such a row.

@@ -61,7 +61,7 @@ def log_weights(
     """
     if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
         return None
-    weighing = stored_piece(reads.reader).weights
+    weighing = stored_piece(reads.sparse).weights
     late = slice(max(rows.start, reads.first), rows.stop)
     k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
     learned = weighing.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])

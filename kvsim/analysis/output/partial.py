@@ -1,7 +1,7 @@
 """Outputs of rows that read only some of the held entries, or rounded ones.
 
 A row's output is the softmax over the entries that it reads, of their keys and values as they are
-stored when the row attends, with the weights of a reader that has some. Its mass is the share of
+stored when the row attends, with weights where sparse attention has some. Its mass is the share of
 full attention that these entries have.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, m entries, P pages, s

@@ -196,7 +196,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         raise PolicyError(
             f"prompt is {prompt} tokens of a context of {context}; expected 1 to {context}"
         )
-    if policy.reader is not None or policy.storage is not None:
+    if policy.sparse is not None or policy.storage is not None:
         raise PolicyError(
             f"{policy.name}: the cost model counts entries that are stored as computed and read by "
             "every row; expected an eviction alone; `kvsim replay --metric bytes_held,bytes_read` "

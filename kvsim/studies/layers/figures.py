@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from statistics import fmean
 from typing import Any, Final
 
@@ -33,7 +35,7 @@ from kvsim.plots.style import (
 )
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.layers.ranking import Curve, Grid, window_attention
+from kvsim.studies.layers.ranking import Curve, Ranking, window_attention
 from kvsim.studies.layers.ranking import rank_pattern as pooled_ranks
 
 LINE, NEVER = "#33608c", "#e4e1da"
@@ -101,31 +103,43 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     return figure
 
 
-def selection_grid(trace: str, grid: Grid) -> Figure:
-    """The selection layer over first layer and look-back; grey where no layer is selected.
+def selection_grid(
+    ranking: Ranking,
+    budget: int,
+    first_layers: Sequence[int] | None = None,
+    look_backs: Sequence[int] | None = None,
+) -> Figure:
+    """The selection layer over first layer and look-back, ASL (arXiv 2601.07667), Fig. 8.
 
-    ASL (arXiv 2601.07667), Fig. 8. Hatched: the look-back is longer than there are layers, and all
-    layers were used.
+    Grey where no layer is selected. Hatched: the look-back is longer than there are layers, and all
+    layers were used. By default from layer 1 to the last but one, which drops nothing, and from 2
+    to 16 layers: one layer alone has no variance.
     """
-    rows, columns = grid.layers.shape
-    figure, axis = single_panel(max(3.8, 0.42 * columns + 2.2), max(2.6, 0.3 * rows + 1.6))
-    shown = np.ma.masked_less(grid.layers, 0)
-    colours = mpl.colormaps["viridis"].with_extremes(bad=NEVER)
-    last = max(1, grid.curve.n_layers - 1)
-    axis.imshow(shown, cmap=colours, vmin=0, vmax=last, aspect="auto", origin="lower")
-    for (row, column), layer in np.ndenumerate(grid.layers):
-        name, size = ("never", 6) if layer < 0 else (str(layer), 8)
-        ink = "black" if layer < 0 or layer > 0.6 * last else "white"
+    total = ranking.n_layers
+    firsts = tuple(first_layers or range(1, total - 1) or range(total))
+    backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
+    figure, axis = single_panel(
+        max(3.8, 0.42 * len(backs) + 2.2), max(2.6, 0.3 * len(firsts) + 1.6)
+    )
+    layers, last = np.full((len(firsts), len(backs)), np.nan), max(1, total - 1)
+    for (row, first), (column, back) in product(enumerate(firsts), enumerate(backs)):
+        rule = replace(ranking.rule, first_layer=first, look_back=back)
+        curve = ranking.curve(budget, rule)
+        name, size, ink = "never", 6, "black"
+        if (layer := curve.selected()) is not None:
+            layers[row, column] = layer
+            name, size, ink = str(layer), 8, "black" if layer > 0.6 * last else "white"
         axis.text(column, row, name, ha="center", va="center", fontsize=size, color=ink)
-        if grid.used[row, column] < grid.look_backs[column]:
+        if curve.look_back < back:
             cell = (column - 0.5, row - 0.5)
             axis.add_patch(Rectangle(cell, 1, 1, fill=False, hatch="////", ec="#00000030", lw=0))
-    axis.set_xticks(range(columns), [str(back) for back in grid.look_backs])
-    axis.set_yticks(range(rows), [str(first) for first in grid.first_layers])
+    colours = mpl.colormaps["viridis"].with_extremes(bad=NEVER)
+    axis.imshow(layers, cmap=colours, vmin=0, vmax=last, aspect="auto", origin="lower")
+    axis.set_xticks(range(len(backs)), [*map(str, backs)])
+    axis.set_yticks(range(len(firsts)), [*map(str, firsts)])
     name_axes(axis, "look-back, layers (hatched: as many as there are)", "first tested layer")
-    curve = grid.curve
-    terms = f"budget {curve.budget} (k = {curve.k}), tau {curve.rule.tau:g}"
-    caption(figure, f"{trace}: selection layer\n{terms}", ["exact"])
+    terms = f"budget {budget} (k = {curve.k}), tau {curve.rule.tau:g}"
+    caption(figure, f"{ranking.trace}: selection layer\n{terms}", ["exact"])
     return figure
 
 

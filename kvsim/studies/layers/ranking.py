@@ -7,10 +7,8 @@ attention: behind the selection layer, as if no layer had selected.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,9 +25,6 @@ from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance
 from kvsim.policies.asl import ranks as ranks_of
 from kvsim.schema import numbered
-
-#: In a grid: no layer is selected.
-NEVER_SELECTS = -1
 
 #: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
 SHARES = ("10%", "25%", "50%")
@@ -136,19 +131,6 @@ class Curve:
         return f"selects after layer {layer} of {self.n_layers}: {variance}"
 
 
-class Grid(NamedTuple):
-    """Selection layers [first layer, look-back]; `NEVER_SELECTS` where there is none.
-
-    used [first layer, look-back]: the look-back that there were layers for. curve: any of them.
-    """
-
-    curve: Curve
-    first_layers: tuple[int, ...]
-    look_backs: tuple[int, ...]
-    layers: Ints
-    used: Ints
-
-
 @dataclass(frozen=True)
 class Ranking:
     """Pooled scores and ranks of the tokens before the window, in every layer.
@@ -202,29 +184,6 @@ class Ranking:
         relative[first_layer:] = variance[first_layer:] / base if base > 0 else 0.0
         terms = budget, k, first_layer, back, variance, relative, union
         return Curve(self, rule, *terms, share)
-
-    def grid(
-        self,
-        budget: int,
-        first_layers: Sequence[int] | None = None,
-        look_backs: Sequence[int] | None = None,
-    ) -> Grid:
-        """Selection layers over first layers and look-backs.
-
-        By default from layer 1 to the last but one and from 2 to 16 layers: one layer alone has no
-        variance, so that ASL selects at once, and behind the last layer there is nothing to drop.
-        """
-        total = self.n_layers
-        firsts = tuple(first_layers or range(1, total - 1) or range(total))
-        backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
-        curves = [
-            self.curve(budget, replace(self.rule, first_layer=first_layer, look_back=back))
-            for first_layer, back in product(firsts, backs)
-        ]
-        selected = [NEVER_SELECTS if (layer := x.selected()) is None else layer for x in curves]
-        shape = len(firsts), len(backs)
-        layers, used = np.reshape(selected, shape), np.reshape([x.look_back for x in curves], shape)
-        return Grid(curves[0], firsts, backs, layers, used)
 
     def _compared(self, look_back: int, k: int) -> tuple[Floats, Ints]:
         """V of the `look_back` layers up to each, NaN without so many, and tokens in it; [L]."""

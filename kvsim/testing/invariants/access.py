@@ -1,4 +1,4 @@
-"""Invariants of readers and quantizers: rows read resident entries, as they are stored then."""
+"""Invariants of what is read and stored: rows read resident entries, as they are stored then."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvsim.core.storing import Quantizer
 from kvsim.engine.reading import read
 from kvsim.testing.invariants.trial import Trial, require
 
-# Budget with which a reader that counts from it reads every page.
+# Budget with which sparse attention that counts from it reads every page.
 _MOST = 1 << 20
 
 
 def _account(
     trial: Trial, evicted_at: npt.NDArray[np.int32], budget: int, **arrays: Any
 ) -> Reads | None:
-    """Reads of the policy's reader on a trace with other arrays; None without a reader."""
-    if trial.policy.reader is None:
+    """Reads of the policy on a trace with other arrays; None where rows read everything."""
+    if trial.policy.sparse is None:
         return None
     trace = replace(trial.case, **arrays).trace()
     layers = range(len(evicted_at))
     with torch.inference_mode():
         return read(
-            trace, trial.policy.reader, evicted_at, budget, layers, device="cpu", memory=1 << 30
+            trace, trial.policy.sparse, evicted_at, budget, layers, device="cpu", memory=1 << 30
         )
 
 
@@ -74,20 +74,20 @@ _TIED = ("grid", "zero_keys", "repeated_keys", "steep")
 
 def _same_reads(reads: Reads, other: Reads | None, rows: slice, change: str) -> None:
     span = slice(rows.start - reads.first, rows.stop - reads.first)
-    assert other is not None  # noqa: S101  a record with reads has a reader
+    assert other is not None  # noqa: S101  a record with reads
     same = (reads.bits[:, :, span] == other.bits[:, :, span]).all()
     require(same, f"{change}: rows {rows.start} to {rows.stop - 1} read other pages")
 
 
 def reading_everything(trial: Trial) -> None:
-    """A row that reads every page computes what it computes without a reader."""
-    record, reader = trial.record, trial.policy.reader
-    if record.reads is None or reader is None:
+    """A row that reads every page computes what it computes without sparse attention."""
+    record, sparse = trial.record, trial.policy.sparse
+    if record.reads is None or sparse is None:
         return
     full = replace(record.reads, bits=np.full_like(record.reads.bits, 255), weighted=False)
     accounts = [full]
     account = _account(trial, record.evicted_at, _MOST)
-    if reader.effect == "exact" and account is not None:
+    if sparse.effect == "exact" and account is not None:
         accounts.append(account)
     trace = trial.case.trace()
     for account in accounts:

@@ -128,7 +128,7 @@ def test_masks_are_of_the_layers_of_the_model(trace, record):
 
 @pytest.mark.parametrize("name", ["streaming_llm@original", "fastkv", "tova+quest", "tova+kivi"])
 def test_records_that_no_mask_can_say_are_refused(trace, name):
-    """Keys at slots or rounded, rows that deeper layers lack, and readers are refused."""
+    """Keys at slots or rounded, rows that deeper layers lack, and sparse attention are refused."""
     policy = kvsim.policy(name, **({"window": 4, "layer": 0} if name == "fastkv" else {}))
     with pytest.raises(PolicyError, match="as a mask does"):
         Masks.of(kvsim.replay(trace, policy, BUDGET))

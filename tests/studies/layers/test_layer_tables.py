@@ -1,4 +1,4 @@
-"""Tables of layers at a reader's knobs, against loops over their definitions."""
+"""Tables of layers at given parameters, against loops over their definitions."""
 
 import math
 
