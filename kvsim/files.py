@@ -140,7 +140,7 @@ class Draft:
             remove_abandoned(target)
             self.folder.mkdir(parents=True)
             self._lock = (self.folder / LOCK).open("ab")
-            lock(self._lock, wait=False)
+            lock(self._lock)
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self.__exit__()
             raise
@@ -228,18 +228,18 @@ def remove_abandoned(path: Path) -> None:
     """Remove the hidden folders of outputs to `path` whose processes were killed."""
     for folder in path.parent.glob(f".{escape(path.name)}.tmp-*"):
         with suppress(OSError), (folder / LOCK).open("r+b") as file:
-            if lock(file, wait=False) and sys.platform != "win32":  # which has no such locks
+            if lock(file) and sys.platform != "win32":  # which has no such locks
                 shutil.rmtree(folder)
 
 
-def lock(file: Any, *, wait: bool) -> bool:
+def lock(file: Any) -> bool:
     """Lock an open file; False if another process has locked it.
 
     Windows has no such locks: there it is always free.
     """
     if sys.platform != "win32":
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import shared, show
+from kvsim.cli import shared
 from kvsim.cli.options import takes
 from kvsim.cli.replaying import begun, echo_plan, show_run
 from kvsim.progress import progress_bar
@@ -60,7 +60,7 @@ def live(
         given |= {"trust_remote_code": trust_remote_code}
         if plan:
             return load_outline(model, on_cpu=device == "cpu", **given)
-        return load_model(model, device=device, note=show.echo_error, **given)
+        return load_model(model, device=device, **given)
 
     given = shared.experiment(options, settings, [x for x in shared.KEYS if x != "memory"])
     planned, loops = plan_live(load, traces=traces, **given)

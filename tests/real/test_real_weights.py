@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvsim
-from kvsim.recorder import gguf as files
 from kvsim.recorder.choice import stop_tokens
+from kvsim.recorder.gguf import read_gguf
 
 pytestmark = pytest.mark.real
 
@@ -35,7 +35,7 @@ CHAT = [{"role": "user", "content": "Name three large cities of France."}]
 @pytest.fixture(scope="module")
 def reader(smollm2):
     """The gguf package's reader of the file."""
-    return gguf.GGUFReader(files.find_gguf("smollm2").path)
+    return gguf.GGUFReader(read_gguf("smollm2").path)
 
 
 def test_all_tensors_equal_those_of_the_gguf_reader(smollm2, reader):
@@ -68,7 +68,7 @@ def test_model_equals_a_direct_load(monkeypatch, smollm2, reader):
     monkeypatch.setattr(gguf, "GGUFReader", lambda _: reader)
     # and builds the same map of names for each module of the model
     monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-    path = files.find_gguf("smollm2").path
+    path = read_gguf("smollm2").path
     direct = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()

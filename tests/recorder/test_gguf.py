@@ -1,51 +1,35 @@
-"""GGUF files: read, refused, and dequantised into the cache."""
+"""GGUF files: read, refused and dequantised."""
 
+import hashlib
 import resource
-import signal
 import struct
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import gguf
 import numpy as np
 import pytest
 import regex
-import torch
 
-from kvsim.errors import CaptureError, OutputError
+from kvsim.errors import CaptureError
 from kvsim.recorder import gguf as files
 from kvsim.recorder import gguf_tokenizer, load_model
 from kvsim.recorder.provenance import describe_model
 from tests.small_gguf import HEADS, HIDDEN, LAYERS, LETTERS, TOKENS, write
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kvsim" / "models"
-
-
-def test_a_file_is_dequantised_once(tmp_path, cache):
-    """The first load dequantises and says where; the second one reads what was written."""
+def test_a_file_is_described_by_its_content(tmp_path):
+    """Name, checksum and quantisation are the file's, and two loads are of one model."""
     write(tmp_path / "small.gguf")
-    lines = []
 
-    first, tokenizer = load_model(tmp_path / "small.gguf", note=lines.append)
-    folders = [path for path in cache.iterdir() if path.is_dir()]
-    second, _ = load_model(str(tmp_path / "small.gguf"), note=lines.append)
+    first, tokenizer = load_model(tmp_path / "small.gguf")
+    second, _ = load_model(str(tmp_path / "small.gguf"))
 
-    assert len(lines) == 2
-    assert str(folders[0]) in lines[0]
-    weights = second.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in first.state_dict().items())
     assert describe_model(first) == describe_model(second)
     assert describe_model(first)["name"] == "small"
     assert describe_model(first)["source"] == {
         "file": "small.gguf",
-        "sha256": folders[0].name,
+        "sha256": hashlib.sha256((tmp_path / "small.gguf").read_bytes()).hexdigest(),
         "quantization": "Q4_1",
         "tensors": {"F32": 2 + 2 * LAYERS, "Q4_1": 7 * LAYERS},
     }
@@ -97,53 +81,6 @@ def test_tokenizer_follows_the_file(tmp_path, architecture):
     assert len(plain) == len(TOKENS)
 
 
-@pytest.mark.parametrize("damage", ["byte", "missing", "manifest", "stray", "config"])
-def test_a_changed_cache_is_built_again(tmp_path, cache, damage):
-    """A cached folder that is not as it was written is dequantised again."""
-    write(tmp_path / "small.gguf")
-    model, _ = load_model(tmp_path / "small.gguf")
-    before = {name: value.clone() for name, value in model.state_dict().items()}  # it is mapped
-    (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    weights, manifest = folder / "model.safetensors", folder / "kvsim.json"
-    if damage == "byte":
-        content = bytearray(weights.read_bytes())
-        content[-5] ^= 1
-        weights.write_bytes(content)
-    elif damage == "missing":
-        (folder / "tokenizer.json").unlink()
-    elif damage == "manifest":
-        manifest.write_text("[]")
-    elif damage == "config":
-        config = (folder / "config.json").read_text()
-        (folder / "config.json").write_text(config.replace("10000.0", "20000.0"))
-    else:
-        (folder / "adapter_config.json").write_text("{}")
-    lines = []
-
-    after, _ = load_model(tmp_path / "small.gguf", note=lines.append)
-
-    assert len(lines) == 2
-    values = after.state_dict()
-    assert all(torch.equal(value, values[name]) for name, value in before.items())
-
-
-def test_two_at_once_build_one_folder(tmp_path):
-    """The second of two loads waits for the first one instead of dequantising too."""
-    write(tmp_path / "small.gguf")
-    file, lines, barrier = files.find_gguf(str(tmp_path / "small.gguf")), [], threading.Barrier(2)
-
-    def load(_):
-        barrier.wait()
-        with files.dequantised(file, lines.append) as (folder, _):
-            return folder
-
-    with ThreadPoolExecutor(2) as pool:  # a lock is of an open file: threads wait as processes do
-        folders = set(pool.map(load, range(2)))
-
-    assert len(folders) == 1
-    assert [line.split()[0] for line in lines] == ["dequantising", "dequantised"]
-
-
 def _cut(path, size):
     content = path.read_bytes()
     path.write_bytes(content[:size])
@@ -190,18 +127,16 @@ def _endless(path):
         "head", "merges",
     ],
 )  # fmt: skip
-def test_bad_files_get_one_line(tmp_path, cache, make, message):
-    """A file that is no whole language model is refused in one line, and nothing is cached."""
+def test_bad_files_get_one_line(tmp_path, make, message):
+    """A file that is no whole language model is refused in one line."""
     path = tmp_path / "bad.gguf"
     make(path)
-    lines = []
 
     with pytest.raises(CaptureError, match=message) as error:
-        load_model(path, note=lines.append)
+        load_model(path)
 
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
-    assert not [entry for entry in cache.iterdir() if entry.is_dir()] if cache.exists() else True
 
 
 def _shared(path):
@@ -363,19 +298,3 @@ def test_a_trace_says_where_its_weights_are_from(tmp_path, run):
     assert 'quantization "Q4_1"' in shown
     assert again == 2
     assert "its model source is" in error
-
-
-def test_a_full_disk_is_one_line(tmp_path, cache):
-    """Weights that the cache has no room for are an error of the output, and nothing stays."""
-    write(tmp_path / "small.gguf")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-    try:
-        with pytest.raises(OutputError, match="cannot be written"):
-            load_model(tmp_path / "small.gguf")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-    assert [path.name for path in cache.iterdir()] == [".lock"]

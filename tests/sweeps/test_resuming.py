@@ -267,7 +267,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path, whole, gri
     """Before any work, by one line, and also if it was begun meanwhile."""
     run(tmp_path / "x")
     with (tmp_path / "x" / "lock").open("ab") as file:
-        assert lock(file, wait=False)
+        assert lock(file)
         with pytest.raises(OutputError, match="being written by another process"):
             run(tmp_path / "x")
     check(tmp_path / "x", whole)

@@ -139,7 +139,6 @@ def _on_text(
     lengths: Sequence[str],
     depths: Sequence[str] | None,
 ) -> list[TextSample]:
-    from kvsim.cli.show import echo_error
     from kvsim.recorder.encoding import token_count
     from kvsim.recorder.loading import load_tokenizer
     from kvsim.text.ruler import ruler_sample
@@ -155,7 +154,7 @@ def _on_text(
     depthless = {*DEPTHLESS, *_RULER}
     if depths and depthless.issuperset(chosen):
         raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
-    count = partial(token_count, tokenizer=load_tokenizer(model, note=echo_error))
+    count = partial(token_count, tokenizer=load_tokenizer(model))
     turns = _turns(chosen, sizes, places)
     drawn: Counter[tuple[Any, ...]] = Counter()
     samples = []
