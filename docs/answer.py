@@ -1,12 +1,13 @@
 # ruff: noqa: INP001 - a script, not a module
-"""One question, its answers under two policies, and what their caches held where one broke.
+"""Right answers under eight policies, and one question with what two caches held where one broke.
 
     python docs/answer.py FILE.gguf
 
-Writes docs/figures/answer.png: a minute. `docs/answer.jsonl` has the answers that the model wrote
-live (`docs/qwen_live.py` of kvsim 0.1.0). Each goes through the model again under its policy,
-teacher-forced, which gives what the cache held. An answer breaks at the first number that neither
-the question nor the answer with the full cache has.
+Writes docs/figures/answer.png: a minute. `docs/qwen-live.jsonl` says which answers are right and
+`docs/answer.jsonl` has those that are shown, as the model wrote them live (`docs/qwen_live.py` of
+kvsim 0.1.0). Each goes through the model again under its policy, teacher-forced, which gives what
+the cache held. An answer breaks at the first number that neither the question nor the answer with
+the full cache has. Between the line after that and its last line it is left out.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
 
 HERE = Path(__file__).parent
-ANSWERS, FIGURE = HERE / "answer.jsonl", HERE / "figures" / "answer.png"
+ANSWERS, LIVE = HERE / "answer.jsonl", HERE / "qwen-live.jsonl"
+FIGURE = HERE / "figures" / "answer.png"
 POLICIES, BUDGET, INTERVAL = ("snapkv", "expected_attention"), 128, 32
-COLUMNS, SIZE, CHARACTER, LINE = 70, 6.6, 0.0555, 0.125  # points, inches
+COLUMNS, SIZE, CHARACTER, LINE = 59, 8, 0.067, 0.155  # points, inches
+BARS, WIDTH = 1.75, 8.3  # inches
 RED, GREEN, LATER = "#c8102e", "#2e7d32", "#9a9a9a"
 
 
@@ -108,8 +111,47 @@ def panel(
     return placed[-1][0] + 1
 
 
-def figure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Return the figure of the answers to one question; see the module."""
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share, Wilson's (1927, doi 10.1080/01621459.1927.10502953)."""
+    z2 = 1.959964**2
+    middle = (right + z2 / 2) / (n + z2)
+    reach = (z2 * (right * (n - right) / n + z2 / 4)) ** 0.5 / (n + z2)
+    return middle - reach, middle + reach
+
+
+def bars(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw the share of right answers of each policy with its interval; the best is on top."""
+    right: dict[str, list[bool]] = {}
+    for row in rows:
+        if row["budget"] == BUDGET:
+            right.setdefault(row["policy"], []).append(row["right"])
+    names = sorted(right, key=lambda policy: sum(right[policy]))
+    for at, name in enumerate(names):
+        share = np.mean(right[name])
+        ends = np.abs(np.subtract(wilson(sum(right[name]), len(right[name])), share))
+        color = dict(zip(POLICIES, (RED, GREEN), strict=True)).get(name, "#4a4a4a")
+        axis.errorbar(share, at, xerr=ends[:, None], fmt="o", ms=4, color=color, capsize=2)
+    axis.set_yticks(range(len(names)), names, fontsize=SIZE)
+    axis.set_xticks(np.arange(0, 1.01, 0.25), ["0 %", "25 %", "50 %", "75 %", "100 %"], size=SIZE)
+    axis.set_xlim(0, 1)
+    axis.grid(axis="x", color="#e6e6e6")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    count = {len(each) for each in right.values()}
+    axis.set_title(f"right answers of {max(count)}, {BUDGET} entries, 95 % intervals", size=9)
+
+
+def shortened(pieces: Sequence[str], start: int) -> list[str]:
+    """Return the pieces without those between the line after `start` and the last line."""
+    ends = [at for at, piece in enumerate(pieces) if "\n" in piece]
+    first = next((at for at in ends if at >= start), len(pieces))
+    last = max((at for at in ends if at < len(pieces) - 1), default=first)
+    return [*pieces[: first + 1], "...\n", *pieces[last + 1 :]] if last > first else [*pieces]
+
+
+def figure(
+    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]
+) -> Figure:
+    """Return the figure; rows: answers to one question, live: which answers are right."""
     running, of = RunningModel(model), {row["policy"]: row for row in rows}
     full = of["full"]
     question, right = full["prompt"], full["answer"]
@@ -126,30 +168,33 @@ def figure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Figure
     }
     rows_until = [piece_at(pieces[x], start) for x, start in breaks.items() if start is not None]
     until = min([*rows_until, *map(len, ids.values())])
-    canvas = Figure(figsize=(2 * COLUMNS * CHARACTER + 0.5, 1), dpi=200)
-    axes, heights = canvas.subplots(1, 2), []
+    canvas, heights = Figure(figsize=(WIDTH, 1), dpi=120), []
+    axes = [canvas.add_axes((0.01 + 0.495 * at, 0, 0.485, 1)) for at in range(2)]
     for axis, policy in zip(axes, POLICIES, strict=True):
         row = len(prompt) + until
         evicted_at = held(running, prompt, ids[policy], policy, BUDGET)
         kept = (evicted_at[..., :row] >= row).mean((0, 1))
-        shares = [*kept[first:], *[np.nan] * (len(ids[policy]) - until)]
-        color, box = RED if wrong[policy] else GREEN, texts[policy].rfind("boxed{") + 6
+        shown = shortened(pieces[policy], until)
+        shares = [*kept[first:], *[np.nan] * (len(shown) - until)]
+        color, box = RED if wrong[policy] else GREEN, "".join(shown).rfind("boxed{") + 6
         marked = [(box, box + len(final(texts[policy])))]
         if (start := breaks[policy]) is not None:
             marked.append((start, start + 2))
         marks = {
-            len(prompt_pieces) - first + piece_at(pieces[policy], at): color
+            len(prompt_pieces) - first + piece_at(shown, at): color
             for begin, end in marked
             for at in range(begin, end)
         }
-        heights.append(panel(axis, [*prompt_pieces[first:], *pieces[policy]], shares, marks))
-        axis.set_title(f"{policy}, {BUDGET} entries: {final(texts[policy])}", color=color, size=8)
-    height = max(heights) * LINE
+        heights.append(panel(axis, [*prompt_pieces[first:], *shown], shares, marks))
+        axis.set_title(f"{policy}: {final(texts[policy])}", color=color, size=9)
+    height = (max(heights) + 1) * LINE
+    whole = height + BARS + 0.9
+    canvas.set_figheight(whole)
     for axis in axes:
-        axis.set(xlim=(0, COLUMNS * CHARACTER), ylim=(-height, LINE))
+        axis.set(xlim=(0, 0.485 * WIDTH), ylim=(-height + LINE, LINE))
+        axis.set_position((*axis.get_position().p0 * (1, 0), 0.485, height / whole))
         axis.set_axis_off()
-    canvas.set_figheight(height + 0.45)
-    canvas.subplots_adjust(0.02, 0.01, 0.99, 1 - 0.3 / (height + 0.45), 0.04)
+    bars(canvas.add_axes((0.19, 1 - (BARS + 0.25) / whole, 0.75, BARS / whole)), live)
     return canvas
 
 
@@ -161,7 +206,8 @@ def piece_at(pieces: Sequence[str], character: int) -> int:
 def main() -> None:
     """Write the figure."""
     model, tokenizer = load_model(sys.argv[1])
-    picture(figure(model, tokenizer, read(ANSWERS)), FIGURE)
+    live = [row for row in read(LIVE) if row["model"] == "qwen2.5-coder-1.5b-instruct"]
+    picture(figure(model, tokenizer, read(ANSWERS), live), FIGURE)
 
 
 if __name__ == "__main__":

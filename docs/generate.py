@@ -74,30 +74,6 @@ def lengths() -> str:
     return "\n".join(lines)
 
 
-def policy_names() -> str:
-    """The names alone, by what they are."""
-    from kvsim.policies import ACCESS, CATALOGUE  # noqa: PLC0415 - as policies()
-
-    lines = ["| kind | names |", "| --- | --- |"]
-    kinds = {
-        "scorer": "scorers (`full`, `random` and `oracle` are references)",
-        "wrapper": "wrappers",
-        "allocator": "allocators",
-        "propagation": "layer-wise token pruning",
-        "sparse attention": "sparse attention: which of the held entries a row reads",
-        "quantizer": "quantizers: in how many bits entries are stored",
-        "merger": "mergers: what kept entries become when others leave",
-    }
-    for kind, plural in kinds.items():
-        names = [
-            f"`{name}`" + (f" (`@{'`, `@'.join(entry.presets)}`)" if entry.presets else "")
-            for name, entry in {**CATALOGUE, **ACCESS}.items()
-            if entry.kind == kind
-        ]
-        lines.append(f"| {plural} | {', '.join(names)} |")
-    return "\n".join(lines)
-
-
 def access() -> str:
     """The table of sparse attention and quantizers."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
@@ -271,7 +247,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "metrics": metrics,
     "parameters": parameters,
     "policies": policies,
-    "policy_names": policy_names,
     "conformance_cases": conformance_page.cases,
     "conformance_costs": conformance_page.costs,
     "conformance_releases": conformance_page.releases,
