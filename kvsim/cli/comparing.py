@@ -78,22 +78,21 @@ def compare(
     from kvsim.analysis.results import csv_text
     from kvsim.analysis.sentences import lines
 
-    data = plotting.read(runs, policy, budget)
-    assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
+    saved, table, remarks = plotting.read(runs, policy, budget)
     if means:
-        echo_means(data.table, data.remarks, metric, by or (), form, as_json=as_json)
+        echo_means(table, remarks, metric, by or (), form, as_json=as_json)
         return
-    ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in data.runs])
-    comparison = compared(data.table, ranking, against=against, margin=margin)
-    remarks = list(dict.fromkeys([*better, *comparison.remarks, *data.remarks]))
+    ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in saved])
+    comparison = compared(table, ranking, against=against, margin=margin)
+    remarks = list(dict.fromkeys([*better, *comparison.remarks, *remarks]))
     if as_json:
-        fidelity = show.fidelity_shares(data.table.filter(metric=ranking))
+        fidelity = show.fidelity_shares(table.filter(metric=ranking))
         show.echo_json(_document(comparison, remarks, fidelity))
         return
     if form == "csv":
         show.echo_text(csv_text(comparison.table).rstrip())
         return
-    notes = [*_meaning(comparison), fidelity_line(data.table.filter(metric=ranking))]
+    notes = [*_meaning(comparison), fidelity_line(table.filter(metric=ranking))]
     notes += [f"Note: {remark}." for remark in merged(remarks)]
     verdict = [*lines(comparison)] or ["No verdict: no budget has two policies to compare."]
     echo_forms([*verdict, "", _lead(comparison)], _ranking(comparison), notes, form)

@@ -1,10 +1,10 @@
-"""`kvsim plot`: one figure of policies over traces, of finished runs, or of attention in traces."""
+"""`kvsim plot`: one figure of finished runs, of kept sets, or of attention in traces."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +13,7 @@ import typer
 
 from kvsim.cli import shared
 from kvsim.cli.options import takes
-from kvsim.cli.shared import OptionError, Stop
+from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_error
 from kvsim.errors import suggest
 from kvsim.files import check_output
@@ -51,7 +51,7 @@ def plot(
         typer.Argument(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
-            "results, such as pareto, also folders that `kvsim replay` or `live` wrote.",
+            "results, such as pareto, folders that `kvsim replay` or `live` wrote.",
         ),
     ],
     out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
@@ -83,11 +83,12 @@ def plot(
         ),
     ] = None,
 ) -> None:
-    """Draw one figure: replay policies over traces, or take the results of finished runs.
+    """Draw one figure of finished runs, or of traces, over which policies are replayed if need be.
 
     docs/figures.md shows the figures and says what each needs.
     """
     from kvsim.analysis.folder import is_run
+    from kvsim.analysis.results import check_models
 
     figure = _figure(name)
     if out.suffix.lower() not in _FORMATS:
@@ -97,28 +98,40 @@ def plot(
     given = {"policy": policy, "budget": budget, **options, "set": settings}
     given = {key: value for key, value in given.items() if value}
     runs = [source for source in sources if is_run(source)]
-    for problem in _problems(name, figure, sources, runs, given, flags):
-        raise OptionError(problem)
-    texts = [source for source in sources if source not in runs]
-    traces = shared.open_traces(texts) if texts else []
+    shared.refuse(_conflicts(name, figure, sources, runs, given, flags))
+    traces = shared.open_traces([source for source in sources if source not in runs])
     if figure.single and len(traces) != 1:
         raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
-    if runs:
-        data = replace(read(runs, policy, budget), traces=traces)
+    data: dict[str, Any] = {"traces": traces, "trace": traces[0] if traces else None}
+    remarks: Sequence[str] = ()
+    if figure.runs:
+        _, data["table"], remarks = read(runs, policy, budget)
     else:
-        options |= {"policies": policy, "budgets": budget} if policy else {}
-        data = _replayed(name, figure, traces, shared.experiment(options, settings), flags)
+        check_models(traces)
+        _check_place(traces, flags)
+    if figure.replay is not None:
+        options |= {"policies": policy, "budgets": budget, "traces": traces}
+        replayed = _evicted_once if figure.replay == "once" else _replayed
+        more, remarks = replayed(name, figure, shared.experiment(options, settings))
+        data |= more
 
     from kvsim import plots
 
     shown = flags["layer"]
-    keywords = {**flags, "metrics": metric, "layers": None if shown is None else [shown]}
+    for trace in traces:
+        whole = [each for each in range(trace.n_layers) if each not in trace.windowed]
+        if shown is None and figure.single and figure.replay and trace.windowed and whole:
+            shown = whole[0]  # the figure's own default may have a window
+    keywords = {**flags, "layer": shown, "metrics": metric}
+    keywords["layers"] = None if shown is None else [shown]
     chosen = {key: keywords[key] for key in figure.options if keywords[key] is not None}
-    inputs = [data.input(key, figure) for key in figure.inputs]
+    inputs = [data[key] for key in figure.inputs]
+    if figure.prepare:
+        inputs = [getattr(import_module(figure.module), figure.prepare)(traces)]
     with FIGURES.running(name):
         written = plots.save(getattr(plots, name)(*inputs, **chosen), out)
     typer.echo(f"Written to {written}.")
-    for remark in merged(data.remarks):
+    for remark in merged(remarks):
         echo_error(f"Note: {remark}.")
 
 
@@ -129,94 +142,52 @@ def _figure(name: str) -> Figure:
     return FIGURES[name]
 
 
-def _problems(
+def _conflicts(
     name: str,
     figure: Figure,
     sources: Sequence[str],
     runs: Sequence[str],
-    given: Mapping[str, Any],
+    given: Collection[str],
     flags: Mapping[str, Any],
-) -> Iterator[str]:
-    """Yield why a figure cannot be drawn with these options."""
-    from kvsim.analysis.registry import metric
-
-    for flag, value in flags.items():
-        if value is not None and flag not in figure.flags:
-            yield f"--{flag} was given, but {name} has none; leave it out"
-    for each in flags["metric"] or ():
-        if metric(each).kind == "trace":
-            yield f"--metric {each} is about traces and the same for every policy; give another"
-    if runs and not figure.runs:
-        yield f"{name} is drawn from traces, but {runs[0]} is a run; give the traces"
+) -> dict[str, object]:
+    """Return why a figure cannot be drawn with these options, and whether that holds."""
     others = [source for source in sources if source not in runs]
-    if runs and others and not figure.single:
-        yield f"{runs[0]} is a run and {others[0]} is none; give either runs or traces"
-    of_traces = {None: set[str](), "once": {"policy", "set"}}
-    used = (
-        {"policy", "budget"} if runs else of_traces.get(figure.replay, {*given, "policy", "budget"})
-    )
-    if surplus := [f"--{key}" for key in given if key not in used]:
-        what = f"{runs[0]} is replayed already" if runs else f"{name} does not replay with it"
-        yield f"{what}; leave {', '.join(surplus)} out"
-    required = [key for key in ("policy", "budget") if key in used and key not in given]
-    if required and not runs:
-        folder = f", or the folder of a run ({sources[0]} has no run.json)" * figure.runs
-        expected = " and ".join(f"--{key} {key.upper()}" for key in required)
-        yield f"{name} of traces shows policies; give {expected}{folder}"
+    of_replays = {None: set[str](), "once": {"policy", "set"}}
+    used = {"policy", "budget"} if figure.runs else of_replays.get(figure.replay, {*given})
+    surplus = ", ".join(f"--{key}" for key in given if key not in used)
+    required = {None: (), "once": ("policy",)}.get(figure.replay, ("policy", "budget"))
+    missing = " and ".join(f"--{key} {key.upper()}" for key in required if key not in given)
+    source, run = (each[0] if each else "" for each in (others, runs))
+    conflicts: dict[str, object] = {
+        f"--{flag} was given, but {name} has none; leave it out": flag not in figure.flags
+        for flag, value in flags.items()
+        if value is not None
+    }
+    return conflicts | {
+        f"{name} is drawn from traces, but {run} is a run; give the traces": runs
+        and not figure.runs,
+        f"{name} is drawn from runs, but {source} is none; give what `kvsim replay --out` wrote": (
+            figure.runs and (not runs or (others and not figure.single))
+        ),
+        f"{name} does not replay with it; leave {surplus} out": surplus,
+        f"{name} shows policies; give {missing}": missing,
+    }
 
 
-def _replayed(
-    name: str,
-    figure: Figure,
-    traces: Sequence[Trace],
-    given: dict[str, Any],
-    flags: dict[str, Any],
-) -> Data:
-    """Replay what a figure shows; `flags` get a layer where that of a default has a window."""
-    from kvsim.analysis.results import check_models
+def _check_place(traces: Sequence[Trace], flags: Mapping[str, Any]) -> None:
+    """Raise for a layer or a head that a trace does not have, before anything is replayed."""
+    from kvsim.analysis.axes import checked_index
 
-    check_models(traces)
     for trace in traces:
-        whole = [layer for layer in range(trace.n_layers) if layer not in trace.windowed]
-        if flags["layer"] is None and figure.single and figure.replay and trace.windowed and whole:
-            flags["layer"] = whole[0]  # the figure's own default may have a window
-    if figure.replay is None:
-        return Data(traces)
-    if figure.replay == "once":
-        return _evicted_once(traces, given)
-    return _swept(name, figure, traces, given, flags["metric"])
-
-
-@dataclass(frozen=True)
-class Data:
-    """The data that figures are drawn from, or policies compared by.
-
-    table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
-    know of the replays. runs: as they were read.
-    """
-
-    traces: Sequence[Trace] = ()
-    records: Sequence[Record] = ()
-    table: pl.DataFrame | None = None
-    remarks: Sequence[str] = ()
-    runs: Sequence[Saved] = ()
-
-    def input(self, name: str, figure: Figure) -> Any:
-        """Return an argument of a figure, computed if need be."""
-        if figure.prepare:
-            prepare = getattr(import_module(figure.module), figure.prepare)
-            return prepare(self.traces, figure.metrics)
-        if name == "trace":
-            return self.traces[0]
-        if name in ("record", "plans"):
-            return self.records[0]
-        return getattr(self, "table" if name == "evictions" else name)
+        for flag, count in (("layer", trace.n_layers), ("head", trace.part().n_heads)):
+            if flags[flag] is not None:
+                checked_index(flag, flags[flag], count, trace.name)
 
 
 def read(
     runs: Sequence[str], policies: Sequence[str] | None, budgets: Sequence[str] | None
-) -> Data:
-    """Return the Table of runs, of the requested policies and budgets or of all."""
+) -> tuple[list[Saved], pl.DataFrame, list[str]]:
+    """Return runs, their Table of the requested policies and budgets or of all, and remarks."""
     import polars as pl
 
     from kvsim.analysis.folder import joined, read_run
@@ -243,7 +214,7 @@ def read(
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
-    return Data(table=table, remarks=remarks, runs=saved)
+    return saved, table, remarks
 
 
 def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
@@ -257,7 +228,10 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
     return same or variants or [name]
 
 
-def _evicted_once(traces: Sequence[Trace], given: Mapping[str, Any]) -> Data:
+def _evicted_once(
+    _name: str, _figure: Figure, given: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the errors of single evictions, and remarks."""
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
@@ -267,43 +241,32 @@ def _evicted_once(traces: Sequence[Trace], given: Mapping[str, Any]) -> Data:
     policies = adapted(given["policies"], **adaptation)
     with progress_bar("cells") as report:
         table = pl.concat(
-            reconstruction_table(trace, policies, RATIOS, progress=report) for trace in traces
+            reconstruction_table(trace, policies, RATIOS, progress=report)
+            for trace in given["traces"]
         )
     budgets = table["budget"].unique().sort(descending=True)
     remarks = [remark_of(policy, budget) for policy in policies for budget in budgets]
-    return Data(traces, table=table, remarks=remarks)
+    return {"evictions": table}, remarks
 
 
-def _swept(
-    name: str,
-    figure: Figure,
-    traces: Sequence[Trace],
-    given: Mapping[str, Any],
-    metrics: Sequence[str] | None,
-) -> Data:
-    from kvsim.analysis.measuring import available
-    from kvsim.analysis.registry import metric
-    from kvsim.analysis.summaries import COSTS
+def _replayed(name: str, figure: Figure, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the records of policies, and remarks."""
     from kvsim.engine.checks import Setup
     from kvsim.engine.replay import run
-    from kvsim.sweeps.driver import Plan
     from kvsim.sweeps.grid import grid_of
 
-    names = available(figure.metrics, traces) if metrics is None else [*metrics, *COSTS]
-    of_figure: dict[str, Any] = {"traces": traces, "metrics": [*dict.fromkeys(names)]}
-    of_figure["judge"] = any(metric(each).kind == "live" for each in names)
-    plan = Plan.of(grid_of({**given, **of_figure, "records": True}))
-    if figure.single == "record" and (count := len(plan.cells)) > 1:
-        raise OptionError(f"{name} shows one policy at one budget, but {count} were given")
-    if figure.replay == "plans":
-        cell = plan.cells[0]
-        setup = Setup(cell.trace, cell.policy, cell.budget, cell.schedule).checked()
-        record = run(setup, layers=cell.layers, internals=True)
-        return Data(traces, [record], None, [record.remark])
+    grid = grid_of(where="kvsim plot", **given)
+    schedules, memory = grid.schedules(), grid.options["memory"]
+    cells = grid.cells(given["traces"], [terms for terms, _ in schedules])
+    if figure.single == "record" and len(cells) > 1:
+        raise OptionError(f"{name} shows one policy at one budget, but {len(cells)} were given")
+    setups = [Setup(x.trace, x.policy, x.budget, x.schedule).checked(memory) for x in cells]
+    records: list[Record] = []
     with progress_bar("cells") as report:
-        swept = plan.finish(plan.begin(), progress=report).whole()
-    if swept.failures:
-        first = swept.failures[0]
-        cell_name = f"{first.trace}: {first.policy}, budget {first.budget}"
-        raise Stop(f"error: {cell_name}: {first.error}; nothing was written", 2)
-    return Data(traces, swept.records, swept.table, swept.remarks)
+        for cell, setup in zip(cells, setups, strict=True):
+            report(len(records), len(cells), f"{cell.trace.name}: {cell.policy.name}")
+            plans = figure.replay == "plans"
+            record = run(setup, layers=cell.layers, memory=memory, internals=plans)
+            records.append(replace(record, facts=replace(record.facts, share=cell.share)))
+    remarks = [*(remark for _, remark in schedules), *(record.remark for record in records)]
+    return {"records": records, "record": records[0], "plans": records[0]}, remarks

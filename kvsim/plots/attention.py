@@ -98,7 +98,7 @@ def _overlaps(
     return mean
 
 
-@figure(source="G-KV, Fig. 9", metrics=("sparsity", "sparsity_compressed"))
+@figure(source="G-KV, Fig. 9")
 def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the keys that score below p times the maximum, over p; full and compressed caches.
 

@@ -38,7 +38,7 @@ _SHOWN = {
 }
 
 
-@figure(metrics=("needle_recall",), requires="prompts with a needle, length and depth")
+@figure(requires="prompts with a needle, length and depth")
 def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) -> Figure:
     """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
 

@@ -20,12 +20,11 @@ from kvsim.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: Replays of `kvsim plot` for an input: a sweep, one record with its Plans, or one eviction at
+#: Replays of `kvsim plot` for an input: records, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
-REPLAYS: Final[dict[str, Literal["sweep", "plans", "once"]]] = {
-    "table": "sweep",
-    "record": "sweep",
-    "records": "sweep",
+REPLAYS: Final[dict[str, Literal["records", "plans", "once"]]] = {
+    "record": "records",
+    "records": "records",
     "plans": "plans",
     "evictions": "once",
 }
@@ -40,7 +39,6 @@ def figure(
     *,
     inputs: tuple[str, ...] = (),
     source: str = "kvsim",
-    metrics: tuple[str, ...] = (),
     requires: str = "",
     prepare: str = "",
 ) -> Callable[[Function], Function]:
@@ -51,12 +49,11 @@ def figure(
     Args:
         inputs: what its positional arguments are (`REPLAYS`, or traces), by default their names.
         source: the paper and figure that it follows, or "kvsim".
-        metrics: those that its Table needs, of which traces have recorded what they read.
         requires: what a trace or a policy must have, for users.
-        prepare: a function of its file that computes its only argument from the traces and the
-            metrics, where it is not the input itself.
+        prepare: a function of its file that computes its only argument from the traces, where it is
+            not the input itself.
     """
-    del inputs, source, metrics, requires, prepare  # `declared_in` reads them
+    del inputs, source, requires, prepare  # `declared_in` reads them
     return lambda function: function
 
 
@@ -72,12 +69,11 @@ class Figure:
     inputs: tuple[str, ...]
     options: tuple[str, ...] = ()
     source: str = "kvsim"
-    metrics: tuple[str, ...] = ()
     requires: str = ""
     prepare: str = ""
 
     @property
-    def replay(self) -> Literal["sweep", "plans", "once"] | None:
+    def replay(self) -> Literal["records", "plans", "once"] | None:
         """How policies are replayed for it; None where it shows no policies."""
         return next((REPLAYS[name] for name in self.inputs if name in REPLAYS), None)
 
@@ -106,11 +102,11 @@ class Figure:
             None: "no policy",
             "once": "policies, no budget",
             "plans": "one policy, one budget",
-            "sweep": "one policy, one budget" if self.single == "record" else "policies, budgets",
+            "records": "one policy, one budget" if self.single == "record" else "policies, budgets",
         }[self.replay]
-        runs = "or a trace and runs" if self.single else "or runs"
-        parts = (f"{traces}, {policies}", runs * self.runs, self.requires)
-        return "; ".join(filter(None, parts))
+        runs = "runs, one trace" if self.single else "runs"
+        sources = runs if self.runs else f"{traces}, {policies}"
+        return "; ".join(filter(None, (sources, self.requires)))
 
 
 def declared_in(module: str, file: Path) -> dict[str, Figure]:

@@ -57,7 +57,7 @@ Draw = Callable[[Axes, Mapping[str, Sequence[Floats]], Sequence[str]], None]
 _SHADE = "#f2efe9"
 
 
-@figure(metrics=("weighted_error", "layer_error", "output_error", "retained_mass", "wipeout"))
+@figure()
 def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
@@ -93,17 +93,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
     return figure
 
 
-@figure(
-    metrics=(
-        "weighted_error",
-        "layer_error",
-        "output_error",
-        "wipeout",
-        "entries_seen",
-        "bytes_held",
-        "bytes_read",
-    )
-)
+@figure()
 def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are filled.
 
@@ -163,7 +153,7 @@ def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
     return list(dict.fromkeys((next(ranks(table), EVIDENCE[-1]), *others)))
 
 
-@figure(metrics=("weighted_error", "layer_error", "output_error"))
+@figure()
 def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
@@ -251,7 +241,7 @@ def middle_coverage(
     return _per_budget(traces, records, (layer, head), curves, draw, (label, subject, note))
 
 
-@figure(source="AMS, Fig. 5, Table 14", metrics=("retained_iou",), requires="at least two events")
+@figure(source="AMS, Fig. 5, Table 14", requires="at least two events")
 def iou_by(table: Tabular, by: str = "stage") -> Figure:
     """Retained-set IoU of each policy by stage of the model or a label; a panel per budget.
 

@@ -97,7 +97,7 @@ def token_text(
     return figure
 
 
-@figure(metrics=("response_kl_tokens",), requires="text of tokens")
+@figure(requires="text of tokens")
 def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
     """The response, each token on a background by its KL; up to 4 results one below the other.
 

@@ -10,7 +10,6 @@ from cost_models import LLAMA
 REPLAY = "replay TRACE --policy tova --budget 16"
 LIVE = "live TRACE --model tiny --policy tova --budget 24"
 CAPTURE = "capture --model tiny --out t.zarr"
-PARETO = "plot pareto TRACE --out x.png --policy tova --budget 8"
 PLOT = "plot --out x.png"
 TEXTS = "prompts --out p.jsonl --model BYTES"
 COST = "study cost --policy tova --budget 8"
@@ -96,12 +95,11 @@ REFUSED = {
     f"{TEXTS} --depth 2 --length 900": "error: depth is 2.0, expected a number",
     # ------------------------------------------------------------------------------------ plot
     f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: ",
-    f"{PLOT} pareto TRACE --budget 8": "give --policy POLICY, or the folder of a run (",
-    f"{PARETO} --policy tofa": "tofa",
-    f"{PARETO} --layer 0": "--layer was given, but pareto has none",
-    f"{PLOT} iou_by TRACE --policy tova --budget 8 --metric regret": "but iou_by has",
-    f"{PARETO} --metric regrett": "'regrett'; did you mean 'regret'",
-    f"{PARETO} --metric sparsity": "is about traces and the same for",
+    f"{PLOT} pareto TRACE": "pareto is drawn from runs, but TRACE is none; give what `kvsim rep",
+    f"{PLOT} pareto RUN --layer 0": "--layer was given, but pareto has none",
+    f"{PLOT} iou_by RUN --metric regret": "but iou_by has",
+    f"{PLOT} pareto RUN --metric regrett": "'regrett'; did you mean 'regret'",
+    f"{PLOT} pareto RUN --metric sparsity": "one of sparsity; the table has entries_seen",
     f"{PLOT} overlap_curves TRACE --interval 8 --set prefill=no": "leave --interval, --set out",
     f"{PLOT} overlap_curves TRACE --layer 99": "layer is 99; small has layers 0 to",
     "plot overlap_curves TRACE --out x.jpg": "expected a file that ends in .png, .svg or .pdf",
@@ -116,11 +114,10 @@ REFUSED = {
         "token_text shows one policy at one budget, but 2 were given"
     ),
     f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
-    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "'colour' is not one of",
-    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by level": "no retained_iou by level",
+    f"{PLOT} iou_by RUN --by task --by colour": "'colour' is not one of",
     f"{PLOT} bursts RUN": "bursts is drawn from traces, but RUN is a run; give the traces",
-    f"{PLOT} pareto RUN a.zarr": "RUN is a run and a.zarr is none; give either",
-    f"{PLOT} pareto RUN --interval 8": "RUN is replayed already; leave --interval out",
+    f"{PLOT} pareto RUN a.zarr": "but a.zarr is none; give what `kvsim replay",
+    f"{PLOT} pareto RUN --interval 8": "pareto does not replay with it; leave --interval out",
     f"{PLOT} pareto RUN --policy tofa": "--policy tofa: the run has none; did you mean 'tova'?; it",
     f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",
     f"{PLOT} pareto UNREADABLE": "unreadable",
@@ -165,7 +162,9 @@ def test_refused(run, places, own, command):
     (own / "folder").mkdir()
     for name in ("file", "file.png"):
         (own / name).write_text("mine")
-    message = REFUSED[command].replace("RUN is", f"{places['RUN']} is")
+    message = REFUSED[command]
+    for word in ("RUN", "TRACE"):
+        message = message.replace(f"{word} is", f"{places[word]} is")
 
     status, out, err = run(*(places.get(word, word) for word in shlex.split(command)))
 

@@ -44,7 +44,7 @@ ODD_SHARE = Metric(
 )
 
 
-@figure(metrics=("odd_share",))
+@figure()
 def odd_bars(table):
     """Draw the mean of `odd_share` by policy."""
     from matplotlib.figure import Figure

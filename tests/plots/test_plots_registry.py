@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsim import plots
-from kvsim.analysis.registry import METRICS
-from kvsim.cli.plotting import Data
-from kvsim.plots.registry import FIGURES, OPTIONS
+from kvsim.plots.registry import FIGURES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -24,7 +22,6 @@ def test_a_declaration_fits_its_function(name):
     assert getattr(plots, name).__module__ == figure.module
     assert len(required) == len(figure.inputs)
     assert {*figure.options} <= {one.name for one in parameters} - {*required}
-    assert {*figure.metrics} <= {*METRICS}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -41,19 +38,6 @@ def test_a_summary_is_a_sentence_and_the_source_is_cited(name):
         assert "arXiv" in text
         (number,) = re.findall(r"(?:Figs?|App)\. (\w+)", figure.source)
         assert re.search(rf"(?:Figs?|App)\. {number}\b", text)
-
-
-def test_every_input_can_be_prepared():
-    """The command line has all inputs of the figures that it draws."""
-    trace, record, table = object(), object(), object()
-    data = Data([trace], [record], table)
-    expected = {"trace": trace, "traces": [trace], "record": record, "records": [record]}
-    expected |= {"plans": record, "table": table, "evictions": table}
-
-    for figure in (figure for figure in FIGURES.values() if not figure.prepare):
-        for one in figure.inputs:
-            assert data.input(one, figure) == expected[one]
-    assert {*OPTIONS} == {option for one in FIGURES.values() for option in one.options}
 
 
 def test_no_public_figure_is_missing_from_the_registry():

@@ -91,7 +91,7 @@ def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None 
     return figure
 
 
-@figure(inputs=("traces",), metrics=("expectation_steps",), prepare="_trace_table")
+@figure(inputs=("traces",), prepare="_trace_table")
 def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Agreement of expected and observed attention after each step, a panel per layer.
 
@@ -127,17 +127,17 @@ def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> F
     return figure
 
 
-def _expected(traces: Sequence[Trace], _: Sequence[str]) -> Expectation:
+def _expected(traces: Sequence[Trace]) -> Expectation:
     """Return expected and observed attention of the first trace."""
     return expected_and_observed(traces[0])
 
 
-def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
-    """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
+def _trace_table(traces: Sequence[Trace]) -> pl.DataFrame:
+    """Return `expectation_steps`; attention is expected from the first fifth, as in the paper."""
     tables = []
     for trace in traces:
         analysis = Analysis(trace, given={prompt_expectation: expected_and_observed(trace)})
-        tables.append(measure(analysis, metrics=metrics))
+        tables.append(measure(analysis, metrics=["expectation_steps"]))
     return in_order(tables)
 
 
