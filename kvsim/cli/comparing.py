@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvsim.cli import plotting, shared, show
 from kvsim.cli.runs import fidelity_line
-from kvsim.cli.tabulating import PARTS, Form, echo_forms, echo_means
+from kvsim.cli.tabulating import PARTS, echo_means
 from kvsim.schema import merged, plural
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def compare(
     policy: shared.PoliciesOfRuns = None,
     budget: shared.BudgetsOfRuns = None,
     form: Annotated[
-        Form, typer.Option("--format", help="How the result is printed; csv has every number.")
+        Literal["table", "csv"],
+        typer.Option("--format", help="How the result is printed; csv has every number."),
     ] = "table",
     as_json: shared.Json = False,
 ) -> None:
@@ -80,7 +81,7 @@ def compare(
 
     saved, table, remarks = plotting.read(runs, policy, budget)
     if means:
-        echo_means(table, remarks, metric, by or (), form, as_json=as_json)
+        echo_means(table, remarks, metric, by or (), "json" if as_json else form)
         return
     ranking, better = (metric[0], []) if metric else shared_metric([x.table for x in saved])
     comparison = compared(table, ranking, against=against, margin=margin)
@@ -95,7 +96,9 @@ def compare(
     notes = [*_meaning(comparison), fidelity_line(table.filter(metric=ranking))]
     notes += [f"Note: {remark}." for remark in merged(remarks)]
     verdict = [*lines(comparison)] or ["No verdict: no budget has two policies to compare."]
-    echo_forms([*verdict, "", _lead(comparison)], _ranking(comparison), notes, form)
+    show.echo_text("\n".join((*verdict, "", _lead(comparison), "")))
+    show.echo_table(*_ranking(comparison), right=2)
+    show.echo_text("\n".join(("", *notes)))
 
 
 def _document(
@@ -162,7 +165,6 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _meaning(comparison: Comparison) -> list[str]:
-
     out = ["leads on: prompts on which no other policy is better."]
     if comparison.table["could_be_best"].count():
         out[0] += (
@@ -178,5 +180,8 @@ def _meaning(comparison: Comparison) -> list[str]:
             "equivalent: neither is worse by more than the margin."
         )
     if comparison.table["unfair"].any():
-        out.append(show.UNFAIR_NOTE)
+        out.append(
+            "!: rows see over 5 % more entries than under another policy at the same budget, so "
+            "part of what is better may be due to that."
+        )
     return out

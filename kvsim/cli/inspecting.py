@@ -13,7 +13,7 @@ import typer
 
 from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run
-from kvsim.cli.shared import Json, ShowText, Stop, TracePaths, paths_of
+from kvsim.cli.shared import Json, Stop, TracePaths, paths_of
 from kvsim.errors import TraceError
 from kvsim.progress import progress_bar
 from kvsim.schema import LABELS, plural, ranges, visible
@@ -36,7 +36,6 @@ def info(
             "and v with the model's; the exit status is 2 if a trace has a problem.",
         ),
     ] = False,
-    show_text: ShowText = False,
     as_json: Json = False,
 ) -> None:
     """Describe traces: model, text, arrays, provenance. List the traces of a folder.
@@ -52,7 +51,7 @@ def info(
             document, table, shown = describe_run(given)
             documents.append(document)
             if not as_json:
-                echo_run(document, table, shown, whole=show_text)
+                echo_run(document, table, shown)
             continue
         inside = _in_folder(given)
         part = [_facts(path, deep=deep) for path in inside or paths_of([given])]

@@ -37,7 +37,6 @@ def live(
     settings: shared.Settings = None,
     device: shared.Device = "cpu",
     trust_remote_code: shared.TrustRemoteCode = False,
-    show_text: shared.ShowText = False,
     plan: shared.Plan = False,
     as_json: shared.Json = False,
 ) -> None:
@@ -71,4 +70,4 @@ def live(
     with progress_bar("cells") as report:
         run = loops.finish(planned, begun(planned), report)
     shown, out = planned.options["metrics"] or LIVE_SUMMARY, planned.options["out"]
-    show_run(run, planned.traces, shown, out, as_json=as_json, whole=show_text)
+    show_run(run, planned.traces, shown, out, as_json=as_json)

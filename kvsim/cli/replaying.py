@@ -102,13 +102,11 @@ def show_run(
     out: Path | None,
     *,
     as_json: bool,
-    whole: bool = False,
     required: Sequence[str] = (),
 ) -> None:
     """Print those metrics of the outcome of a sweep that it has, and end with the right status.
 
-    whole: print all of what the model of a live run wrote. required: metrics that a note names if
-    they are not among them.
+    required: metrics that a note names if they are not among them.
     """
     done, total = run.parameters["done"], run.parameters["cells"]
     if not done and run.interrupted:
@@ -127,7 +125,7 @@ def show_run(
             )
         more = len(opened) - _TRACES
         show.echo_text(f"... and {plural(more, 'trace')}\n" if more > 0 else "")
-        echo_document(document, run.table, shown, whole=whole)
+        echo_document(document, run.table, shown)
         if shown and (missing := [name for name in required if name not in shown]):
             show.echo_text(
                 f"Note: {', '.join(missing)} cannot be computed on these traces; `kvsim metrics "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Most lines of a table that are printed.
 _LINES = 200
-#: Cells whose responses are shown unless all are requested, and characters of each.
+#: Most responses that are printed, and characters of each.
 _CELLS, _CHARACTERS = 6, 600
 _OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
@@ -65,10 +65,8 @@ def document_of(
     return document, shown
 
 
-def echo_document(
-    document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str], *, whole: bool
-) -> None:
-    """Print the results of a run; whole: all of what the model of a live run wrote."""
+def echo_document(document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str]) -> None:
+    """Print the results of a run."""
     from kvsim.analysis.overview import summarise
 
     show.echo_verdict(document)
@@ -99,7 +97,7 @@ def echo_document(
         again = " from the start" * each["restarted"]
         show.echo_text(f"{where}: {outcome + again if after else 'no rows are dropped'}.")
     show.echo_notes(document.get("remarks", ()))
-    echo_responses(document["responses"], whole=whole)
+    echo_responses(document["responses"])
 
 
 def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
@@ -147,9 +145,7 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame, list[s
     return document, saved.table, shown
 
 
-def echo_run(
-    document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str], *, whole: bool
-) -> None:
+def echo_run(document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str]) -> None:
     """Print where a saved run is from, and its results."""
     loop = "live, on the running model" if document.get("loop") == "closed" else "replay"
     traces = [show.one_line(name) for name in document.get("traces", {})]
@@ -164,29 +160,28 @@ def echo_run(
         }
     )
     show.echo_text()
-    echo_document(document, table, shown, whole=whole)
+    echo_document(document, table, shown)
 
 
-def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:
-    """Print the model's text under each policy, below that with the full cache; whole: all of it.
+def echo_responses(rows: list[dict[str, Any]]) -> None:
+    """Print the model's text under each policy, below that with the full cache.
 
     What a text has in common with that of the full cache is a number of tokens.
     """
     rows = [row for row in rows if row["text"] is not None]
-    shown = rows if whole else rows[:_CELLS]
     trace = None
-    for row in shown:
+    for row in rows[:_CELLS]:
         if row["trace"] != trace:
             trace = row["trace"]
             show.echo_text(f"\n{show.one_line(trace)}\n  full cache: {_verdict(row, 'full_')}")
-            show.echo_text(_text(row["full_text"] or "", whole=whole))
+            show.echo_text(_text(row["full_text"] or ""))
         budget = show.budget_text(row["budget"], row["share"])
         where = f"{show.one_line(row['policy'])}, budget {budget}"
         show.echo_text(f"  {where}: {_verdict(row)}, the first {row['same_tokens']} the same")
         if row["same_tokens"] < max(row["tokens"], row["full_tokens"]):
-            show.echo_text(_text(row["text"], whole=whole))
-    if more := len(rows) - len(shown):
-        show.echo_text(f"\n{plural(more, 'more response')}; --show-text prints all.")
+            show.echo_text(_text(row["text"]))
+    if len(rows) > _CELLS:
+        show.echo_text(f"\n{plural(len(rows) - _CELLS, 'more response')}; --json has all.")
 
 
 def _verdict(row: dict[str, Any], prefix: str = "") -> str:
@@ -194,7 +189,7 @@ def _verdict(row: dict[str, Any], prefix: str = "") -> str:
     return f"{verdict}, {plural(row[f'{prefix}tokens'], 'token')}"
 
 
-def _text(text: str, *, whole: bool) -> str:
-    """Return untrusted text that no line of output can be mistaken for, the end of a long one."""
-    cut = 0 if whole else max(0, len(text) - _CHARACTERS)
-    return indent(visible("... " * (cut > 0) + text[cut:]), "    ", lambda _: True)
+def _text(text: str) -> str:
+    """Return the end of untrusted text, which no line of output can be mistaken for."""
+    cut = text if len(text) <= _CHARACTERS else f"... {text[-_CHARACTERS:]}"
+    return indent(visible(cut), "    ", lambda _: True)

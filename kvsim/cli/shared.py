@@ -155,13 +155,6 @@ Settings = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-ShowText = Annotated[
-    bool,
-    typer.Option(
-        "--show-text",
-        help="Print all of what the model wrote in a live run; by default parts of a few texts.",
-    ),
-]
 Runs = Annotated[
     list[str],
     typer.Argument(

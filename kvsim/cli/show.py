@@ -22,33 +22,8 @@ if TYPE_CHECKING:
     from kvsim.store.forecast import Forecast
     from kvsim.sweeps.outcome import Failure
 
-#: Metrics with a shorter column name, and the format of their values.
-_COLUMNS = {
-    "entries_seen": ("seen", ".0f"),
-    "output_error": ("output\nerror", ".3f"),
-    "layer_error": ("layer\nerror", ".3g"),
-    "weighted_error": ("weighted\nerror", ".3g"),
-    "bytes_held": ("bytes\nheld", ",.0f"),
-    "bytes_read": ("bytes\nread", ",.0f"),
-    "retained_mass": ("mass\nkept", ".1%"),
-    "wipeout": ("wiped\nout", ".0%"),
-    "retained_iou": ("IoU", ".2f"),
-    "iou_chance": ("IoU by\nchance", ".2f"),
-    "needle_recall": ("needle\nrecall", ".1%"),
-    "needle_wipeout": ("needle\nwiped out", ".1%"),
-    "missing_mass": ("missing\nmass", ".1%"),
-    "error_distance": ("error\ndistance", ".2f"),
-    "regret": ("regret", "+.1%"),
-    "regret_gap": ("regret\ngap", ".0e"),
-    "possible_share": ("of the\npossible", ".0%"),
-    "response_kl": ("KL\n(nats)", ".3f"),
-    "nll_increase": ("NLL\nincrease", "+z.3f"),
-    "top_agreement": ("same\ntop", ".1%"),
-    "answer_right": ("answer\nright", ".0%"),
-    "answer_kept": ("answer\nkept", ".0%"),
-    "peak_share": ("peak\nbytes", ".0%"),
-    "exact": ("exact", ".0%"),
-}
+#: Formats of values by unit.
+_FORMATS = {"share": ".1%", "signed share": "+.1%", "entries": ".0f", "bytes": ",.0f"}
 
 #: Most characters of a message: a longer one quotes a long name or value.
 _LINE = 2000
@@ -108,8 +83,10 @@ def echo_rows(rows: Sequence[Mapping[str, str]], *, right: int = 0) -> None:
 
 
 def metric_format(name: str) -> str:
-    """Return the format of the values of a metric."""
-    return _COLUMNS.get(name, ("", ".3g"))[1]
+    """Return the format of the values of a metric, or of another column of its unit."""
+    from kvsim.analysis.registry import METRICS
+
+    return _FORMATS.get(METRICS[name].unit if name in METRICS else "share", ".3g")
 
 
 def number(value: float | None, form: str) -> str:
@@ -190,9 +167,9 @@ def echo_results(summary: pl.DataFrame) -> None:
     shown = [name for name in summary.columns if name not in keys and summary[name].count()]
     model = ["model"] if "model" in summary else []
     once = pl.struct("policy", "params", *model).is_first_distinct()
-    summary = _flagged(summary.filter(once | (pl.col("bounds") != "")))
+    summary = summary.filter(once | (pl.col("bounds") != ""))
     labels = labelled(summary.with_columns(interval=None, prefill=None))["policy"]
-    warned, rows = summary["unfair"].any(), []
+    rows = []
     for row, label in zip(summary.to_dicts(), labels, strict=True):
         bounded = bool(row["bounds"])
         budget = budget_text(row["budget"], row["share"], row["per_query_head"])
@@ -205,12 +182,7 @@ def echo_results(summary: pl.DataFrame) -> None:
             "evicts after": after if bounded else "never",
         }
         line |= {name: row[name] or "unknown" for name in model}
-        for name in shown:
-            header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
-            line[header] = number(row[name], form)
-            if name == "entries_seen" and warned:
-                times = row[name] / row["budget"] if bounded and row[name] else None
-                line["seen /\nbudget"] = number(times, ".1f") + "!" * row["unfair"]
+        line |= {x.replace("_", "\n"): number(row[x], metric_format(x)) for x in shown}
         rows.append(line)
     common = {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
@@ -218,33 +190,6 @@ def echo_results(summary: pl.DataFrame) -> None:
         for row in rows:
             del row["evicts after"]
     echo_rows(rows, right=2 + ("evicts after" in rows[0]) + len(model))
-    if warned:
-        echo_text(f"\n{UNFAIR_NOTE}")
-
-
-UNFAIR_NOTE = (
-    "!: rows see over 5 % more entries than under another policy at the same budget, so part of "
-    "what is better may be due to that."
-)
-
-
-def _flagged(summary: pl.DataFrame) -> pl.DataFrame:
-    """Return a summary with a column `unfair`: rows see more than under another bounded policy.
-
-    Sparse attention alone evicts nothing: its budget is of what rows read.
-    """
-    import polars as pl
-
-    from kvsim.analysis.results import HELD, REQUESTED
-    from kvsim.analysis.summaries import sees_more
-
-    if "entries_seen" not in summary:
-        return summary.with_columns(unfair=pl.lit(value=False))
-    seen = pl.when(HELD).then("entries_seen")
-    model = pl.col("model") if "model" in summary else pl.lit("")
-    sizes = summary.select(seen=seen, size=REQUESTED, model=model)
-    more = sizes.select(sees_more("seen", ["size", "model"]))
-    return summary.with_columns(unfair=more.to_series())
 
 
 def budget_text(budget: int, share: str | None, per_query_head: bool = False) -> str:

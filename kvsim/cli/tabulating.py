@@ -1,41 +1,19 @@
-"""Means of finished runs as tables, and tables for papers."""
+"""`kvsim compare --by`: means of finished runs as tables."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kvsim.cli import show
 from kvsim.cli.shared import OptionError
-from kvsim.schema import LABELS, merged
+from kvsim.schema import LABELS
 
 if TYPE_CHECKING:
     import polars as pl
 
-Form = Literal["table", "csv", "latex"]
-
 #: Columns that values may be split by.
 PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
-
-
-def echo_forms(
-    lead: Sequence[str],
-    table: tuple[list[str], list[list[str]]],
-    notes: Sequence[str],
-    form: Form,
-    *,
-    right: int = 2,
-) -> None:
-    """Print headers and rows between sentences, in LaTeX as comments; right: the first number."""
-    if form == "latex":
-        show.echo_text("\n".join(f"% {line}" for line in (*lead, *notes)))
-        show.echo_text(latex(*table))
-        return
-    if lead:
-        show.echo_text("\n".join(lead) + "\n")
-    show.echo_table(*table, right=right)
-    show.echo_text("\n".join(("", *notes)))
 
 
 def echo_means(
@@ -43,24 +21,23 @@ def echo_means(
     remarks: Sequence[str],
     metrics: Sequence[str] | None,
     by: Sequence[str],
-    form: Form,
-    *,
-    as_json: bool,
+    form: Literal["table", "csv", "json"],
 ) -> None:
     """Print means over prompts, a row per policy, budget and part, a column per metric."""
     for name in by:
         if name not in PARTS:
             raise OptionError(f"--by is {name!r}; expected {', '.join(PARTS)}")
     means = _means(table, metrics, by)
-    if as_json:
+    if form == "json":
         show.echo_json(show.cells(means))
     elif form == "csv":
         from kvsim.analysis.results import csv_text
 
         show.echo_text(csv_text(means).rstrip())
     else:
-        notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(remarks))]
-        echo_forms([], _wide(means, by), notes, form, right=2 + len(by))
+        show.echo_table(*_wide(means, by), right=2 + len(by))
+        show.echo_text(f"\n{_meaning(means, by)}")
+        show.echo_notes(remarks)
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]) -> pl.DataFrame:
@@ -129,24 +106,3 @@ def _wide(means: pl.DataFrame, by: Sequence[str]) -> tuple[list[str], list[list[
         for key, cells in rows.items()
     ]
     return [*by, "policy", "budget", *columns], lines
-
-
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-
-
-def latex(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a tabular of LaTeX with the rules of its package booktabs."""
-    head, *body = (f"{' & '.join(map(_escaped, line))} \\\\" for line in (headers, *rows))
-    lines = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
-    columns = "ll" + "r" * (len(headers) - 2)
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *lines, r"\end{tabular}"])
-
-
-def _escaped(cell: str) -> str:
-    """A cell for LaTeX; a hyphen before a number is a minus sign, and powers of ten are set."""
-    if cell == "-":
-        return "--"
-    plain = show.one_line(cell)
-    plain = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX.get(match[0], f"\\{match[0]}"), plain)
-    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain).replace("≤", r"$\le$")
-    return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

@@ -59,7 +59,7 @@ def write_report(
     if target.suffix.lower() not in (".html", ".htm"):
         raise OutputError(
             f"{out} is to be a report, which is an HTML page; expected FILE.html, or `kvsim "
-            "compare RUN --format csv`, latex or markdown for numbers"
+            "compare RUN --format csv` for numbers"
         )
     saved = [read_run(run) for run in runs]
     write_file(target, page(saved, metrics, traces, progress), overwrite=overwrite)

@@ -13,7 +13,6 @@ import polars as pl
 
 import kvsim
 from kvsim.analysis.folder import TOLERANCE, as_table, bind
-from kvsim.cli.tabulating import latex
 from kvsim.core.trace import derived
 
 
@@ -66,21 +65,6 @@ def test_csv_is_the_table(run, runs):
     assert list(rows[0]) == table.columns
     assert [row["policy"] for row in rows] == table["policy"].to_list()
     assert [float(row["mean"]) for row in rows] == table["mean"].to_list()
-
-
-def test_latex_is_a_table(run, runs):
-    """The same cells as a tabular, with the notes as comments; names are escaped."""
-    _, tex, _ = run("compare", runs / "many", "--format", "latex", "--against", "tova")
-
-    assert all(line.startswith("%") for line in tex.partition(r"\begin{tabular}")[0].splitlines())
-    assert r"streaming\_llm & " in tex
-    assert tex.count(r" \\") == 7
-    assert r" & minus tova & p (Holm) & verdict & entries seen \\" in tex
-    assert r"\_ & $-$0.5 [$-$2, +1] & -- & a-3 \\" in latex(
-        ["a"], [["_", "-0.5 [-2, +1]", "-", "a-3"]]
-    )
-    assert r"$9.2 \times 10^{-5}$ & $1 \times 10^{5}$ \\" in latex(["a"], [["9.2e-05", "1e+05"]])
-    assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
 
 
 def test_policies_and_budgets_are_chosen(run, runs):

@@ -1,7 +1,6 @@
 """`kvsim replay`: its tables, its files, its settings, what it refuses."""
 
 import json
-import re
 import signal
 
 import polars as pl
@@ -194,15 +193,3 @@ def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
 
     assert status == 0
     assert windows == list(zip(names, [[3], [5], [7, 3], [3, 128], [6]], strict=True))
-
-
-def test_a_table_flags_what_sees_more_entries(run, trace):
-    """With schedules of their own, a policy that acts less often is marked; with one, none is."""
-    asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]
-    own = run("replay", trace, *asked, "--interval", "paper")[1].splitlines()
-    shared = run("replay", trace, *asked)[1]
-
-    assert [line.split()[0] for line in own if re.search(r"\d!\s", line)] == ["snapkv"]
-    assert "!: rows see over 5 % more entries" in "\n".join(own)
-    assert "!" not in shared
-    assert "Note: all policies act on one schedule (the prompt, every 32 rows)" in shared

@@ -39,7 +39,7 @@ def hostile(tmp_path_factory):
         "replay {0} --policy tova,h2o --budget 16",
         "replay {0} {0} --policy tova --budget 16",
         "plot token_text {0} --policy tova --budget 16 --out x.png",
-        "plot iou_by {0} --policy tova --budget 16 --by task --out x.png",
+        "plot bursts {0} --policy tova --budget 16 --out x.png",
     ],
 )
 def test_texts_of_a_trace_are_text(run, hostile, tmp_path, monkeypatch, command):
