@@ -77,10 +77,10 @@ def lengths() -> str:
 def access() -> str:
     """The table of sparse attention and quantizers."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
-    from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
+    from kvsim.policies import ACCESS, describe, names  # noqa: PLC0415
 
     lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
-    for each in map(describe, access_names()):
+    for each in map(describe, names(ACCESS)):
         entry = each.entry
         paper = "" if "@" in each.name else _link(entry.paper)
         name = _source(each.name, each.name, ACCESS)

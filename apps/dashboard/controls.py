@@ -24,7 +24,7 @@ from kvsim.core.options import declared
 from kvsim.core.parameters import parameters
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.experiment import Experiment
-from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
+from kvsim.policies import ACCESS, CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.samples import SAMPLES, sample_trace
 from kvsim.store.index import find_runs, find_traces
@@ -254,7 +254,7 @@ def access(name: str, key: str) -> str:
     used = any(st.session_state.get(x) or x in st.query_params for x in keys.values())
     box = st.sidebar.expander("Sparse attention, quantizer, merger", expanded=used)
     for kind, (_, without) in BEHIND.items():
-        listed = [each for each in access_names() if entry(each).kind == kind]
+        listed = [each for each in names(ACCESS) if entry(each).kind == kind]
         part = choose(kind.capitalize(), keys[kind], listed, None, box, placeholder=without)
         behind += [part] if part else []
     alone = name == "full" and behind and not entry(behind[0]).default

@@ -29,7 +29,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.table import columns_of
 from kvsim.errors import KvsimError, OutputError, PolicyError
-from kvsim.policies import access_names, names
+from kvsim.policies import ACCESS, names
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.terms import INTERVAL
@@ -262,7 +262,7 @@ def _offered() -> list[str]:
         entry = controls.entry(name)
         if not entry.required:
             offered.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
-    behind = [name for name in access_names() if not controls.entry(name).required]
+    behind = [name for name in names(ACCESS) if not controls.entry(name).required]
     real = [name for name in behind if not name.startswith("top")]  # bounds stand alone
     return [*offered, *behind, *(f"{first}+{name}" for first in COMBINED for name in real)]
 

@@ -28,10 +28,10 @@ def policies(
     as_json: Json = False,
 ) -> None:
     """List policies (eviction, sparse attention, quantization), or show some in full."""
-    from kvsim.policies import describe, names
-    from kvsim.policies.naming import BEHIND, access_names
+    from kvsim.policies import ACCESS, describe, names
+    from kvsim.policies.naming import BEHIND
 
-    listed = [describe(each) for each in name or (*names(), *access_names())]
+    listed = [describe(each) for each in name or (*names(), *names(ACCESS))]
     if as_json:
         echo_json([_facts(each) for each in listed])
         return

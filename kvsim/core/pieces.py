@@ -105,11 +105,11 @@ class Piece:
         super().__init_subclass__(**options)
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
         for name, value in vars(cls).items():
-            method = hasattr(value, "__get__") or hasattr(super(cls, cls), name)
-            if not (method or name[0] == "_" or name.isupper() or name in known):
+            fits = hasattr(value, "__get__") or hasattr(super(cls, cls), name)
+            if not (fits or name[0] == "_" or name.isupper() or name in known):
                 raise PolicyError(
-                    f"{cls.__name__} declares {name}{suggest(name, dir(cls.__mro__[1]))}; expected "
-                    f"a member of its base, a parameter or a _{name} of your own, see {GUIDE}"
+                    f"{cls.__name__} declares {name}{suggest(name, dir(cls.__mro__[1]))}; "
+                    f"expected a member of the contract, see {GUIDE}, or a parameter"
                 )
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")

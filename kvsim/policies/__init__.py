@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvsim.policies.description import Description, describe
     from kvsim.policies.entry import Entry
     from kvsim.policies.naming import (
-        access_names,
         has_parameter,
         names,
         parameters,
@@ -40,7 +39,6 @@ __all__ = [
     "CATALOGUE",
     "Description",
     "Entry",
-    "access_names",
     "as_policy",
     "describe",
     "has_parameter",

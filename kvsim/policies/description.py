@@ -12,7 +12,7 @@ from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
-from kvsim.policies.naming import BEHIND, canonical, entry_of, policy
+from kvsim.policies.naming import BEHIND, canonical, policy, written_parts
 
 
 class Description(NamedTuple):
@@ -40,7 +40,7 @@ def describe(name: str) -> Description:
             f"{name} has several parts; expected one of them, as `kvsim policies` lists them"
         )
     if ":" not in name:
-        entry = entry_of(name)
+        entry = written_parts(name)[0].entry
         inside = "" if entry.innermost or entry.default or entry.kind in BEHIND else "+tova"
         return Description(name, entry, entry.parameters, policy(name + inside, **entry.required))
     built = policy(name)

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from kvsim.errors import KvsimError, PolicyError, error_line
 from kvsim.policies.catalogue import CATALOGUE, EVERY_128, EVERY_ROW, PROMPT
 from kvsim.policies.entry import Entry
 
-#: Policies of a plan of heads, the first class that of the allocator, and the scorer inside; that
-#: of `lukv` is named by the plan.
-PLANNED = {
-    "duo": Entry("", "duo:Duo", EVERY_ROW, params={"heads": "group"}, default="tova"),
+#: Policies of a plan of heads, by its file; that of `lukv` names its scorer.
+_PLANNED = {
+    "duo": Entry("", "duo:Duo", EVERY_ROW, default="tova", inner={"tova": {"heads": "group"}}),
     "headkv": Entry("", "headkv:HeadKV", PROMPT, default="snapkv"),
     "lukv": Entry("", "lukv:LUKV", PROMPT),
 }
@@ -29,13 +29,15 @@ PLANNED = {
 def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
     """Entry and parameters of a policy of the user's own, and whether `build` builds it.
 
-    False for the class of a piece that stands around a scorer, or behind one.
+    False for the class of a piece that stands around a scorer, or behind one, and for a plan.
     """
     kind, _, file = name.partition(":")
-    own = Entry("a policy of your own", Scorer)
-    if kind in PLANNED:
-        return own, _of_plan(kind, file)[0], True
-    target = _target(name)
+    if kind in _PLANNED:
+        entry = replace(_PLANNED[kind], params={"file": file})
+        if not entry.default:
+            entry = replace(entry, **_scoring(kind, file, entry))
+        return entry, entry.parameters, False
+    own, target = Entry("a policy of your own", Scorer), _target(name)
     if isinstance(target, type):
         entry = Entry("of your own", target)
         if entry.kind not in ("", "scorer", "propagation"):
@@ -50,21 +52,12 @@ def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
 
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """Build a policy of the user's own. Raises PolicyError where that fails."""
-    kind, _, attribute = name.partition(":")
-    if kind in PLANNED:
-        _, pieces, values = _of_plan(kind, attribute)
-        values = {**values, **params}
-        allocator, scorer = (
-            piece(**{key: values[key] for key in parameters(piece) if key in values})
-            for piece in pieces
-        )
-        return Policy(name, scorer, allocator, schedule=PLANNED[kind].schedule or PROMPT)
     target = built = _target(name)
     if callable(target):
         with _explained(f"{name!r} cannot be built from {params}"):
             built = target(**params)
     if isinstance(built, Scorer):
-        built = Policy(attribute, built, schedule=EVERY_128)
+        built = Policy(name.partition(":")[2], built, schedule=EVERY_128)
     if not isinstance(built, Policy) or (params and not callable(target)):
         raise PolicyError(
             f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or a "
@@ -86,19 +79,13 @@ def plain_scorer(where: str, name: Any) -> type[Any]:
     return entry.piece
 
 
-def _of_plan(kind: str, file: str) -> tuple[Mapping[str, Any], list[type[Any]], dict[str, Any]]:
-    """The parameters of the policy of a plan, its allocator and scorer, and values of the plan."""
-    entry = PLANNED[kind]
-    allocator, name, values = entry.piece, entry.default, {"file": file, **entry.params}
-    if name:
-        scorer = CATALOGUE[name].piece
-    else:
-        name, of_scorer, sink = allocator.scoring(file)
-        scorer = plain_scorer(f"{kind}: {file}", name)
-        with _explained(f"{kind}: {file}: its scorer {name} cannot be built from {of_scorer}"):
-            scorer(**of_scorer)
-        values |= {"sink": sink, **of_scorer}
-    return {**parameters(allocator), **parameters(scorer)}, [allocator, scorer], values
+def _scoring(kind: str, file: str, entry: Entry) -> dict[str, Any]:
+    """The scorer that a plan names, as the default of its entry, with its parameters."""
+    name, of_scorer, sink = entry.piece.scoring(file)
+    scorer = plain_scorer(f"{kind}: {file}", name)
+    with _explained(f"{kind}: {file}: its scorer {name} cannot be built from {of_scorer}"):
+        scorer(**of_scorer)
+    return {"default": name, "inner": {name: {"sink": sink, **of_scorer}}}
 
 
 def _target(name: str) -> Any:

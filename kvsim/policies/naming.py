@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvsim.core.parameters import Length
 from kvsim.core.parameters import parameters as fields_of
@@ -30,17 +31,40 @@ from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
 BEHIND = ("sparse attention", "quantizer", "merger")
-_ALLOWED = ((), BEHIND[:1], BEHIND[:2], BEHIND[1:2], BEHIND[2:])
+# The order of the kinds in a name; whole: of a propagation that leaves caches whole.
+_ORDER = re.compile(
+    r"(whole,|(propagation,)?(allocator,)?(wrapper,)*scorer,)"
+    r"((sparse attention,)?(quantizer,)?|merger,)"
+)
+_ORDER_IN_WORDS = (
+    "at most one of each, in this order: propagation, allocator, wrappers, scorer, sparse "
+    "attention, quantizer, as in fastkv+ams+global+tova+quest+kivi; or a merger behind the scorer"
+)
+# The field of a policy that a part around or behind the innermost one replaces.
+_FIELDS = {
+    **{kind: kind for kind in ("propagation", "allocator")},
+    **dict(zip(BEHIND, ("sparse", "storage", "storage"), strict=True)),
+    "wrapper": "scorer",
+}
 
 
 class Part(NamedTuple):
-    """A part of a name, and its parameters; own: a policy of the user's own, or of a plan."""
+    """A part of a name, and its parameters.
+
+    own: built by the user's own code. written: it stands in the name, and is not implied.
+    """
 
     name: str
     entry: Entry
     accepts: Mapping[str, Any]
     own: bool = False
     written: bool = True
+
+    @property
+    def place(self) -> str:
+        """What it is in the order of a name."""
+        kind = self.entry.kind
+        return "whole" if kind == "propagation" and self.entry.innermost else kind
 
 
 def variants(name: str, settings: Mapping[str, Iterable[Any]]) -> list[Policy]:
@@ -88,48 +112,40 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     with suppress(TypeError):  # said below, as of anything else
         protect = Protection(**protect) if isinstance(protect, Mapping) else protect
     chain, behind = _parse(name)
-    *outer, innermost = chain
     routed = _route(name, chain + behind, params)
+    outer, inner = [*zip(chain[:-1], routed, strict=False)], chain[-1]
     built = _innermost(name, chain, behind, routed)
-    if any(part.entry.kind != "propagation" for part in outer):
+    if any(part.entry.kind != "propagation" for part, _ in outer):
         if built.allocator.label == built.scorer.label:
             built = replace(built, allocator=Uniform())
         if not isinstance(built.allocator, Uniform):
             raise PolicyError(
-                f"{name}: {innermost.name} decides itself how many entries each head keeps, so "
-                f"nothing can be put around it; expected a scorer after {outer[-1].name!r}, such "
-                "as tova"
+                f"{name}: {inner.name} decides itself how many entries each head keeps; expected "
+                f"a scorer after {chain[-2].name!r}, such as tova"
             )
-    for (_, entry, *_), level in reversed([*zip(outer, routed, strict=False)]):
-        arguments = {**entry.params, **level}
-        if entry.kind == "propagation":
-            built = replace(built, propagation=entry.piece(**arguments))
-        elif entry.kind == "wrapper":
-            built = replace(built, scorer=entry.piece(scorer=built.scorer, **arguments))
-        else:
-            built = replace(built, allocator=entry.piece(**arguments))
-            if entry.ordinal and "log" not in routed[len(outer)]:
-                built = replace(built, scorer=_logarithm(innermost.entry, built.scorer))
-        built = replace(built, schedule=entry.schedule or built.schedule)
-    for (_, entry, accepts, *_), level in zip(behind, routed[len(chain) :], strict=True):
-        quarter = {"share": 0.25} if built.bounded and "share" in accepts else {}
-        piece = entry.piece(**{**entry.params, **quarter, **level})
-        built = replace(
-            built, **{"sparse" if entry.kind == "sparse attention" else "storage": piece}
-        )
-    title = built.name if innermost.own and not outer and not behind else name
-    named = replace(built, name=title, protect=protect)
+    further = zip(behind, routed[len(chain) :], strict=True)
+    for part, given in (*reversed(outer), *further):
+        entry, values, scorer = part.entry, dict(part.entry.params), cast("Any", built.scorer)
+        if entry.kind == "wrapper":
+            values["scorer"] = scorer
+        elif entry.kind in BEHIND and built.bounded and "share" in part.accepts:
+            values["share"] = 0.25
+        changes = {_FIELDS[entry.kind]: entry.piece(**{**values, **given})}
+        if entry.ordinal and _underflows(inner.entry, scorer, routed[len(outer)]):
+            changes["scorer"] = replace(scorer, log=True)
+        built = replace(built, schedule=entry.schedule or built.schedule, **changes)
+    title = built.name if inner.own and not outer and not behind else name
+    named = replace(built, name=title, protect=protect)  # a wrong protection is said of the name
     built = replace(named, protect=built.protect | protect)
     return replace(built, lengths=_lengths(built, chain, routed))
 
 
-def _logarithm(entry: Entry, scorer: Scorer) -> Scorer:
-    """The ranking by logarithms if scores of the entry could underflow to 0, else the scorer."""
-    if entry.underflows is None or not isinstance(scorer, entry.piece):
-        return scorer
-    underflows = all(getattr(scorer, name) == value for name, value in entry.underflows.items())
-    ranked: Scorer = replace(scorer, log=True) if underflows else scorer
-    return ranked
+def _underflows(entry: Entry, scorer: Scorer, given: Mapping[str, Any]) -> bool:
+    """Whether scores could underflow to 0, and nobody asks for them or for their logarithms."""
+    values = entry.underflows
+    if values is None or "log" in given or not isinstance(scorer, entry.piece):
+        return False
+    return all(getattr(scorer, name) == value for name, value in values.items())
 
 
 def _innermost(
@@ -172,9 +188,10 @@ def _lengths(
     """The lengths of a policy that are not given."""
     found: list[Length] = []
     outer, alike = chain[0].entry, isinstance(built.layer_budgets, Even)
-    for depth, (part, entry, *_) in enumerate(chain):
-        meant_for, given, scales = dict(entry.meant_for), set(routed[depth]), entry.scaled
-        if depth and part == outer.default:  # it takes values over
+    for depth, part in enumerate(chain):
+        scales, given = part.entry.scaled, {*routed[depth]}
+        meant_for = dict(part.entry.meant_for) if part.written or not depth else {}
+        if depth and part.name == outer.default:  # it takes values over
             meant_for |= {x: y for x, y in outer.meant_for.items() if x in outer.shares}
             given |= set(routed[0]) & set(outer.shares)
             scales |= outer.scaled
@@ -191,27 +208,10 @@ def canonical(name: str) -> str:
     return "+".join(part if ":" in part else part.lower() for part in parts)
 
 
-def names() -> list[str]:
-    """Every eviction of the catalogue, presets included, as `policy` takes it."""
-    return _names(CATALOGUE)
-
-
-def access_names() -> list[str]:
-    """What stands behind an eviction, presets included, as `policy` takes it alone."""
-    return _names(ACCESS)
-
-
-def _names(entries: Mapping[str, Entry]) -> list[str]:
-    return [
-        full
-        for name, entry in entries.items()
-        for full in (name, *(f"{name}@{preset}" for preset in entry.presets))
-    ]
-
-
-def entry_of(name: str) -> Entry:
-    """The entry or preset `name` by itself. Raises PolicyError for an unknown one."""
-    return _parts(name)[0].entry
+def names(entries: Mapping[str, Entry] = CATALOGUE) -> list[str]:
+    """Every eviction, presets included, as `policy` takes it; of ACCESS what stands behind."""
+    presets = ((name, preset) for name, x in entries.items() for preset in ("", *x.presets))
+    return [f"{name}@{preset}" if preset else name for name, preset in presets]
 
 
 def parameters(name: str) -> tuple[str, ...]:
@@ -239,11 +239,8 @@ def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str]]:
 def has_parameter(name: str, key: str) -> bool:
     """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
     chain, behind = _parse(name)
-    try:
-        _route(name, chain + behind, {key: 0}, declared_alone=True)
-    except PolicyError:
-        return False
-    return True
+    further_in = (chain + behind)[key.count("scorer__") :]
+    return any(key.replace("scorer__", "") in part.accepts for part in further_in)
 
 
 def _parse(name: str) -> tuple[list[Part], list[Part]]:
@@ -251,23 +248,20 @@ def _parse(name: str) -> tuple[list[Part], list[Part]]:
 
     Without an eviction that of the sparse attention, or `full`.
     """
-    parts = _parts(name)
+    parts = written_parts(name)
     at = next((at for at, part in enumerate(parts) if part.entry.kind in BEHIND), len(parts))
     chain, behind = parts[:at], parts[at:]
-    kinds = [part.entry.kind for part in parts]
-    if tuple(kinds[at:]) not in _ALLOWED:
-        written = [kind.upper() if kind in BEHIND else "EVICTION" for kind in kinds]
-        raise PolicyError(
-            f"{name} is {' + '.join(written)}; expected EVICTION + SPARSE ATTENTION + "
-            "QUANTIZER, such as snapkv+quest+kivi, each at most once, or EVICTION + MERGER, such "
-            "as snapkv+lookm"
-        )
     defaults = (part.entry.default for part in behind)
     chain = chain or [_implied(next(filter(None, defaults), "full"))]
     innermost = chain[-1].entry
     if not innermost.innermost and innermost.default:
         chain.append(_implied(innermost.default))
-    _check_order(name, chain)
+    if not _ORDER.fullmatch("".join(f"{part.place}," for part in chain + behind)):
+        found = " + ".join(f"{part.name} ({part.entry.kind})" for part in parts)
+        *_, last = chain
+        cure = f"a scorer inside {last.name}, such as {last.name}+tova"
+        expected = _ORDER_IN_WORDS if last.entry.innermost else cure
+        raise PolicyError(f"{found}; expected {expected}")
     return chain, behind
 
 
@@ -275,7 +269,7 @@ def _implied(name: str) -> Part:
     return Part(name, CATALOGUE[name], CATALOGUE[name].parameters, written=False)
 
 
-def _parts(name: str) -> list[Part]:
+def written_parts(name: str) -> list[Part]:
     """The parts of a name as written."""
     parts = []
     for part in canonical(name).split("+"):
@@ -317,37 +311,13 @@ def stored_piece(given: Any) -> Any:
     return entry.piece(**given.params)
 
 
-def _check_order(name: str, chain: Sequence[Part]) -> None:
-    """Raise PolicyError where a part of a name stands where it cannot."""
-    for place, part in enumerate(chain):
-        reason = ""
-        kind = part.entry.kind
-        if place < len(chain) - 1 and part.entry.innermost:
-            reason = "scores by itself and takes no scorer inside; expected it last (adakv+tova)"
-        elif kind == "propagation" and place:
-            reason = "says which rows reach deeper layers; expected it in front of all, or alone"
-        elif kind == "allocator" and place and chain[place - 1].entry.kind != "propagation":
-            reason = (
-                f"is an allocator and {chain[place - 1].name} around it needs a scorer; expected "
-                f"{part.name} in front, and at most one"
-            )
-        elif place == len(chain) - 1 and not part.entry.innermost:
-            reason = f"does not say how entries are scored; name a scorer, too, such as {name}+tova"
-        if reason:
-            raise PolicyError(f"{name}: {part.name} {reason}")
-
-
-def _route(
-    name: str, parts: Sequence[Part], params: Mapping[str, Any], *, declared_alone: bool = False
-) -> list[dict[str, Any]]:
+def _route(name: str, parts: Sequence[Part], params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The values for each part: the outermost that has the name, `scorer__` one part in.
 
     A policy of the user's own also gets what no part has, because a function may take more than its
-    signature names, unless `declared_alone`.
+    signature names.
     """
-    plans = tuple(f"{kind}:" for kind in foreign.PLANNED)
-    own = (at for at, x in enumerate(parts) if x.own and not x.name.startswith(plans))
-    rest = None if declared_alone else next(own, None)
+    rest = next((at for at, part in enumerate(parts) if part.own), None)
     out: list[dict[str, Any]] = [{} for _ in parts]
     for given, value in params.items():
         depth, key = given.count("scorer__"), given.replace("scorer__", "")

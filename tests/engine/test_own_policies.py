@@ -104,10 +104,10 @@ def test_classes_of_ones_own_stand_before_a_scorer(name, same):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{}:Flat", ":Flat does not say how entries are scored"),
-        ("{}:flat+snapkv", ":flat scores by itself and takes no scorer"),
-        ("snapkv+{}:Flat", ": snapkv scores by itself and takes no scorer inside"),
-        ("union+{}:Flat+tova", ":Flat is an allocator and union around it needs a scorer"),
+        ("{}:Flat", r":Flat \(allocator\); expected a scorer inside"),
+        ("{}:flat+snapkv", r":flat \(scorer\) \+ snapkv \(scorer\); expected at most one"),
+        ("snapkv+{}:Flat", r"snapkv \(scorer\) \+ .*:Flat \(allocator\); expected a scorer"),
+        ("union+{}:Flat+tova", r"union \(wrapper\) \+ .*:Flat \(allocator\) \+ tova"),
     ],
 )
 def test_what_is_no_allocator_in_front_is_refused(name, message):
@@ -116,10 +116,11 @@ def test_what_is_no_allocator_in_front_is_refused(name, message):
         kvsim.policy(name.format(__name__))
 
 
-def test_a_member_of_an_earlier_version_is_refused():
-    """In one sentence that names the new one; a parameter may have such a name."""
-    with pytest.raises(PolicyError, match=r"^Ahead declares clairvoyant; expected reads = Inputs"):
-        type("Ahead", (Scorer,), {"clairvoyant": True})
+def test_a_member_that_no_contract_has_is_refused():
+    """A misspelt one, or of an earlier version; a parameter may have such a name."""
+    for name, message in (("clairvoyant", ""), ("colums", "; did you mean 'columns'")):
+        with pytest.raises(PolicyError, match=f"^Mine declares {name}{message}"):
+            type("Mine", (Scorer,), {name: True})
     assert type("Rows", (Scorer,), {"__annotations__": {"rows": int}, "rows": 3}).rows == 3
 
 

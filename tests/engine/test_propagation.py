@@ -252,11 +252,10 @@ def test_the_scorer_of_the_caches_shares_the_window():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("gemfilter+snapkv", {}, "takes no scorer inside"),
-        ("snapkv+asl", {}, "scores by itself and takes no scorer inside"),
-        ("adakv+asl", {}, "asl says which rows reach deeper layers"),
-        ("adakv+gemfilter", {}, "in front of all, or alone"),
-        ("asl+fastkv", {}, "in front of all, or alone"),
+        ("gemfilter+snapkv", {}, "expected at most one of each, in this order"),
+        ("snapkv+asl", {}, r"snapkv \(scorer\) \+ asl \(propagation\)"),
+        ("adakv+asl", {}, r"adakv \(allocator\) \+ asl \(propagation\)"),
+        ("asl+fastkv", {}, r"asl \(propagation\) \+ fastkv \(propagation\)"),
         ("asl+cake", {}, "drops rows of the prompt"),
         (
             "asl",

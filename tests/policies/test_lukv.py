@@ -218,7 +218,7 @@ def test_what_cannot_be_planned_is_said(folder):
         ({"scorer": "pyramidkv"}, "its scorer is 'pyramidkv'"),
         ({"scorer": "tova"}, "its scorer tova cannot be built .*epsilon"),
         ({"sink": -1}, "sink is -1; expected an integer"),
-        ({"params": {"epsilon": -1}}, "epsilon is -1; expected a finite number of at least 0"),
+        ({"params": {"epsilon": -1}}, "epsilon is -1; expected a number of at least 0 and finite"),
     ):
         with pytest.raises(PolicyError, match=message):
             kvsim.policy(written(folder, uniform(1, 2), **fields))

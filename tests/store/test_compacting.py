@@ -17,7 +17,6 @@ from kvsim.core.attention import Formula, Rope
 from kvsim.core.parts import loaded
 from kvsim.errors import NeedsError, TraceError
 from kvsim.policies import ACCESS, CATALOGUE, names
-from kvsim.policies.naming import access_names
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import describe, verify
@@ -103,7 +102,7 @@ def alike(name, *traces, **terms):
     "name",
     [
         pytest.param(name, marks=() if name in FEW else pytest.mark.deep)
-        for name in (*names(), *access_names(), *COMPOSED)
+        for name in (*names(), *names(ACCESS), *COMPOSED)
     ],
 )
 def test_every_policy_keeps_the_same_or_names_what_is_left_out(name):
