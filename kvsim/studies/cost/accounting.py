@@ -9,23 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvsim.core.arguments import in_entries
 from kvsim.core.pieces import ACROSS_LAYERS, BOUNDED, Run
-from kvsim.core.policy import Allocator, Policy
+from kvsim.core.policy import Policy
 from kvsim.core.propagation import Forecast
 from kvsim.core.record import bounds_of
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import check_budget
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
-from kvsim.policies.duo import Duo
 from kvsim.policies.kvzip import chunk_lengths
 from kvsim.schema import plural
-from kvsim.studies.cost.flops import Event, Flops, flops_of, pieces_of
+from kvsim.studies.cost.flops import Event, flops_of, pieces_of
 from kvsim.studies.cost.model import Model
 
 #: Bytes of a number that a policy carries with each entry.
@@ -45,8 +44,8 @@ class Cost:
     mean: reads of a generated token, on average between two events, or at the end of the context.
     bounded: whether the budget plays a part. selection_layer: None where there is none, or where a
     trace never selects; selection: where it comes from, None for policies and prompts without.
-    Bytes and FLOPs say so in their names, scoring is in FLOPs, None where a piece of the policy is
-    unknown. assumptions: sentences.
+    Bytes and FLOPs say so in their names, scoring is in FLOPs of products, None where a piece of
+    the policy is unknown. assumptions: sentences.
     """
 
     model: Model = field(repr=False)
@@ -72,8 +71,8 @@ class Cost:
     kv_full_bytes: float
     score_bytes: float
     decode_flops: float
-    scoring_prompt: Flops | None
-    scoring_event: Flops | None
+    scoring_prompt: float | None
+    scoring_event: float | None
     assumptions: tuple[str, ...]
 
     fidelity: ClassVar[str] = "exact"  # under the assumptions that are listed
@@ -88,22 +87,18 @@ class Cost:
         """FLOPs of scoring the prompt, relative to a prefill without any policy."""
         if self.scoring_prompt is None:
             return None
-        return self.scoring_prompt.total / self.model.prefill_flops(self.prompt)
+        return self.scoring_prompt / self.model.prefill_flops(self.prompt)
 
     @property
     def scoring_token_share(self) -> float | None:
         """FLOPs of scoring per generated token, relative to the FLOPs of the token."""
         if self.scoring_event is None:
             return None
-        return self.scoring_event.total / (self.interval or 1) / self.decode_flops
+        return self.scoring_event / (self.interval or 1) / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields but the model, ready for JSON."""
-        out = {
-            name: {**vars(value), "total": value.total} if isinstance(value, Flops) else value
-            for name, value in vars(self).items()
-            if name != "model"
-        }
+        out = {name: value for name, value in vars(self).items() if name != "model"}
         out["params"] = {
             key: value if isinstance(value, bool | int | float | dict | None) else str(value)
             for key, value in self.params.items()
@@ -140,13 +135,15 @@ def estimate(
         for at, weight in ((math.floor(last), 1 - last % 1), (math.ceil(last), last % 1))
         if weight
     ]
+    mixed: list[Any] = [sum(weight * case[i] for weight, case in parts) for i in range(4)]
+    layers, time, *scoring = mixed
     n_heads = model.n_qheads if policy.per_query_head else model.n_heads
     position_bytes, full = n_heads * model.entry_bytes, model.kv_bytes(context)
-    layers = np.sum([weight * np.array(case.layers) for weight, case in parts], axis=0)
     rows, entries, peak, mean = (tuple(column) for column in layers.T.tolist())
     pieces = [*pieces_of(policy), *filter(None, [policy.propagation])]
-    anywhere = (Event(model, context, context, 1, budget, prompt=at) for at in (True, False))
-    missing = dict.fromkeys(name for event in anywhere for name in flops_of(pieces, event)[1])
+    event = Event(model, context, context, 1, budget)
+    missing = {type(x).__name__: None for x in pieces if flops_of(x, event) is None}
+    scoring_prompt, scoring_event = (None, None) if missing else scoring
     return Cost(
         model=model,
         policy=policy.name,
@@ -163,7 +160,7 @@ def estimate(
         entries=entries,
         peak=peak,
         mean=mean,
-        prefill_ratio=sum(weight * case.time for weight, case in parts),
+        prefill_ratio=time,
         decode_ratio=decode_ratio(model, sum(mean) * position_bytes, full),
         position_bytes=position_bytes,
         kv_bytes=sum(entries) * position_bytes,
@@ -171,8 +168,8 @@ def estimate(
         kv_full_bytes=full,
         score_bytes=len(policy.columns) * n_heads * sum(peak) * COLUMN_BYTES,
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),
-        scoring_prompt=None if missing else sum((x.scoring * w for w, x in parts), Flops()),
-        scoring_event=None if missing else sum((x.decoding * w for w, x in parts), Flops()),
+        scoring_prompt=scoring_prompt,
+        scoring_event=scoring_event,
         assumptions=(
             *model.remarks,
             *remarks,
@@ -217,13 +214,11 @@ def _selection(
     """
     name, piece, last = policy.name, policy.propagation, model.n_layers - 1
     expected = Forecast(()) if piece is None else piece.forecast(budget, prompt, model.n_layers)
-    layer = expected.layer
-    if layer is None or expected.whole:
-        if given is None:
-            return None, None, []
-        why = f"keeps a prompt of {prompt} tokens whole at a budget of {budget}"
-        why = "has no such layer" if layer is None else why
-        return None, None, [f"{name}: selection layer {given:g} is without effect; {name} {why}"]
+    layer = None if expected.whole else expected.layer
+    if layer is None:
+        why = f"on a prompt of {prompt} tokens at a budget of {budget}"
+        idle = f"{name}: selection layer {given} is without effect {why}"
+        return None, None, [] if given is None else [idle]
     if given is not None and not 0 <= given <= last:
         raise PolicyError(f"{name}: selection layer is {given:g}; expected 0..{last}")
     if given is not None:
@@ -242,11 +237,6 @@ def _selection(
             remarks.append(
                 f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
             )
-        if trace.prompt_len != prompt:
-            remarks.append(
-                f"{name}: the selection is that of a prompt of {trace.prompt_len} tokens, and "
-                f"counted is one of {prompt}"
-            )
         return measured, f"measured on {trace.name}", remarks
     assumed = (
         f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {expected.source}; "
@@ -255,22 +245,14 @@ def _selection(
     return layer, "assumed", [assumed]
 
 
-class _Case(NamedTuple):
-    """Rows, entries, peak and mean of each layer, and FLOPs of scoring.
-
-    time: of the prefill, relative to that of all layers over all rows.
-    """
-
-    layers: list[tuple[float, ...]]
-    time: float
-    scoring: Flops
-    decoding: Flops
-
-
 def _case(
     model: Model, policy: Policy, budget: int, context: int, prompt: int, layer: int
-) -> _Case:
-    """Account for a prefill and its decoding where rows are dropped after `layer`."""
+) -> tuple[Any, float, float, float]:
+    """A prefill and its decoding where rows are dropped after `layer`.
+
+    Rows, entries, peak and mean of each layer, an array [L, 4]; the time of the prefill, relative
+    to that of all layers over all rows; FLOPs of scoring the prompt, and an event in decoding.
+    """
     piece, n_layers = policy.propagation, model.n_layers
     found = Forecast([prompt] * n_layers)
     if piece is not None:
@@ -281,49 +263,50 @@ def _case(
     # layers whose caches are never cut
     alone, before = piece and piece.caches != "chosen", piece and piece.kv_before == "full"
     uncut = [bool(alone or (before and at <= layer)) for at in range(n_layers)]
-    budgets = _layer_budgets(policy, budget, context, prompt, n_layers)
     later = context - prompt
-    sizes = [_sizes(policy, later, *each) for each in zip(last, uncut, budgets, strict=True)]
-    held = sizes
-    shares = _bound_shares(policy.allocator, n_layers)
-    if shares is not None:  # the other heads hold everything
-        bound = [_sizes(policy, later, n, cut, budget) for n, cut in zip(last, uncut, strict=True)]
-        held = [
-            tuple(share * x + (1 - share) * y for x, y in zip(*both, strict=True))
-            for share, *both in zip(shares, bound, sizes, strict=True)
-        ]
+    budgets = _layer_budgets(policy, budget, context, prompt, n_layers)
+    held = np.array(
+        [_sizes(policy, later, *each) for each in zip(last, uncut, budgets, strict=True)]
+    )
+    if policy.allocator.effect == "some":  # the other heads hold everything
+        bound = np.array(
+            [_sizes(policy, later, *each, budget) for each in zip(last, uncut, strict=True)]
+        )
+        share = _bound_shares(policy.allocator, n_layers)
+        held = share * bound + (1 - share) * held
 
-    scoring, decoding = Flops(), Flops()
-    pieces, always = pieces_of(policy), policy.allocator.effect == "rule"
+    scoring = decoding = 0.0
+    interval, always = policy.schedule.interval, policy.allocator.effect == "rule"
     at_events = model.per_query_head() if policy.per_query_head else model
     for at in found.scored:
         event = Event(model, (first or last)[at], prompt, prompt, budget, prompt=True)
-        scoring += flops_of([piece], event)[0]
-    for n, cut, size, (kept, _, mean) in zip(last, uncut, budgets, held, strict=True):
+        scoring += flops_of(piece, event) or 0
+    for n, cut, size, (kept, _, mean) in zip(last, uncut, budgets, held.tolist(), strict=True):
         if policy.schedule.prefill and (n > size or always) and not cut:
             event = Event(at_events, n, n, n, size, prompt=True, later=later)
-            scoring += flops_of(pieces, event)[0]
-        interval, full = policy.schedule.interval, kept == size < context
+            scoring += _scoring(policy, event)
+        full = kept == size < context
         if interval is not None and (full or always) and not cut:
             # half of the generated tokens are still to come, for the clairvoyant
             seen = kept + interval if full else mean
             event = Event(at_events, seen, context, interval, size, later=later / 2)
-            decoding += flops_of(pieces, event)[0]
-    layers = [(n, *size) for n, size in zip(rows, held, strict=True)]
-    return _Case(layers, time, scoring, decoding)
+            decoding += _scoring(policy, event)
+    return np.column_stack([rows, held]), time, scoring, decoding
 
 
-def _bound_shares(allocator: Allocator, n_layers: int) -> list[float] | None:
-    """The share of each layer's heads that the budget bounds; None for all, or no head."""
-    if not isinstance(allocator, Duo) or allocator.effect != "some":
-        return None
-    layers = len(allocator.retrieval)
-    if layers != n_layers:
+def _scoring(policy: Policy, event: Event) -> float:
+    """FLOPs of all pieces at an event; what is unknown counts nothing here."""
+    return sum(flops_of(piece, event) or 0 for piece in pieces_of(policy))
+
+
+def _bound_shares(allocator: Any, n_layers: int) -> Any:
+    """The share of each layer's heads that the budget bounds by a plan, [L, 1]."""
+    if (layers := len(allocator.retrieval)) != n_layers:
         raise PolicyError(
             f"duo: {allocator.file} is a plan of {plural(layers, 'layer')}, the model has "
             f"{n_layers}; give a plan of the same model"
         )
-    return [float(x) for x in 1 - allocator.retrieval.double().mean(1)]
+    return 1 - allocator.retrieval.double().mean(1, keepdim=True).numpy()
 
 
 def _layer_budgets(

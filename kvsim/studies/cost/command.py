@@ -22,7 +22,7 @@ _RATIOS = (
     "Selects after: the layer behind which rows are dropped. KV and peak: the cache after an event "
     "and before the next one. Prefill and token: time to the "
     "first token by FLOPs, and per output token by bytes read (weights and cache), relative to the "
-    "full cache. Scoring: FLOPs of the policy, relative to those of the prefill and to those of "
+    "full cache. Scoring: products of the policy, relative to those of the prefill and to those of "
     "each generated token."
 )
 
