@@ -49,7 +49,7 @@ from study import ROOT, finished
 
 import kvsim
 from kvsim import Policy
-from kvsim.analysis.table import measure_judged
+from kvsim.analysis.live.table import measure_live
 from kvsim.core.policy import Protection
 from kvsim.policies import parameters
 from kvsim.recorder import capture, load_model
@@ -126,7 +126,7 @@ def measure(workload: Workload, number: int, file: Path | None) -> pl.DataFrame:
     outcomes = Judge(RunningModel(model), trace).outcomes(records)
     rows = []
     for (protection, share, budget), record, outcome in zip(cells, records, outcomes, strict=True):
-        table = measure_judged(trace, [record], [outcome], ["response_kl"])
+        table = measure_live(trace, [record], [outcome], ["response_kl"])
         policy, _, seed = record.policy.partition(" ")
         row = {"protection": protection, "share": share, "budget": budget, "policy": policy}
         rows.append(row | {"seed": int(seed or 0), "kl": table["value"].mean()})

@@ -17,9 +17,10 @@ import torch
 import kvsim
 from kvsim import Policy, Trace, open_trace
 from kvsim.analysis.live.metrics import JUDGED
+from kvsim.analysis.live.table import measure_live
 from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS, measure_judged
+from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
@@ -119,7 +120,7 @@ class Replays:
             if not set(JUDGED).isdisjoint(metrics):
                 with stages.on("judge"):
                     outcomes = [answered(trace, each) for each in judge.outcomes(records)]
-                of_model = [measure_judged(trace, records, outcomes, judged)]
+                of_model = [measure_live(trace, records, outcomes, judged)]
             values = pl.concat([run.table, *of_model])
             for policy in policies:
                 table = values.filter(policy=policy.name)

@@ -34,7 +34,7 @@ class Metric:
 
     kind: "sets" reads what events kept and decided, "rows" what rows of attention become, "trace"
     the trace alone, "live" what a running model did. cells: computes the values from an `Analysis`
-    of the trace (kind "trace"), from a `Subject`, the trace and a record, or from a `LiveSubject`.
+    of the trace (kind "trace"), or from a `Subject`, the trace and a record.
     unit: a "share" is from 0 to 1, a "signed share" a difference of shares, or below random sets.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them; of "each" all are listed, and no

@@ -19,7 +19,6 @@ from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.analysis.table import RowArrays, blocks_of, table_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import resolve_device
-from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
@@ -206,30 +205,27 @@ def subjects_of(
     trace = trace.part()
     beside = [references.get(name) or [None] * len(records) for name in BESIDE]
     replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
+    different = replayed[: len({id(record) for record in records})]
     for record in replayed:
         check_record(trace, record)
-    different = list({id(record): record for record in records}.values())
-
-    @cache
-    def outputs() -> dict[int, OutputDeviation]:
-        errors = output_error(trace, replayed, device, projected=projected, prompt=False)
-        return dict(zip(map(id, replayed), errors, strict=True))
+    error = partial(output_error, projected=projected, prompt=False)
 
     @cache
     def results(walk: Walk[Any]) -> dict[int, Any]:
-        return dict(zip(map(id, different), walk(trace, different, device), strict=True))
+        of = replayed if walk is error else different
+        return dict(zip(map(id, of), walk(trace, of, device), strict=True))
 
-    def error_of(record: Record) -> OutputDeviation:
-        return outputs()[id(record)]
+    def result(record: Record, walk: Walk[Any]) -> Any:
+        return results(walk)[id(record)]
 
-    def subject(record: Record, *beside: Record | None) -> Subject:
-        return Subject(
-            *(trace, record, partial(error_of, record), lambda walk: results(walk)[id(record)]),
+    return [
+        Subject(
+            *(trace, record, partial(result, record, error), partial(result, record)),
             beside={
-                name: (other, partial(error_of, other))
-                for name, other in zip(BESIDE, beside, strict=True)
+                name: (other, partial(result, other, error))
+                for name, other in zip(BESIDE, others, strict=True)
                 if other is not None
             },
         )
-
-    return [subject(*each) for each in zip(records, *beside, strict=True)]
+        for record, *others in zip(records, *beside, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""The analyses of a trace, a record of it, or a live run under the record, which metrics read.
+"""The analyses of a trace, or of a record of it, which metrics read.
 
 Each analysis is computed when a metric first reads it, and kept for the others.
 """
@@ -62,7 +62,6 @@ class Analysis(Subjected):
 #: A walk over a trace that computes something for all of its records at once, on a device.
 Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
 
-
 #: Entries of the layers that are computed together: more would take memory and save no time.
 TOGETHER = 1 << 20
 
@@ -76,8 +75,8 @@ class Subject(Subjected):
     """A trace, and a record of it with its output error.
 
     walk: the result for this record of a walk over the trace that all records share. beside: by
-    name (`Metric.beside`), records that it is compared with, and their output errors. given: see
-    `Subjected`.
+    name (`Metric.beside`), records that it is compared with, and their output errors. outcome: what
+    a model did under the record, live or judged. given: see `Subjected`.
     """
 
     trace: Trace
@@ -85,6 +84,7 @@ class Subject(Subjected):
     output: Callable[[], OutputDeviation]
     walk: Callable[[Walk[Any]], Any]
     beside: Mapping[str, tuple[Record, Callable[[], OutputDeviation]]] = field(default_factory=dict)
+    outcome: Outcome | None = None
     given: dict[Callable[[Any], Any], Any] = field(default_factory=dict)
 
     @cached_property
@@ -104,12 +104,3 @@ class Subject(Subjected):
             ([self.record.layers[i] for i in group], gone[group].reshape(-1, gone.shape[-1]))
             for group in groups
         ]
-
-
-@dataclass(frozen=True)
-class LiveSubject:
-    """A trace, a record of its tokens or its prompt, and its model's outcome: live, or judged."""
-
-    trace: Trace
-    record: Record
-    outcome: Outcome

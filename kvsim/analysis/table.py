@@ -11,10 +11,9 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import Analysis, LiveSubject, Subject
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.header import printable
-from kvsim.core.outcome import Outcome
 from kvsim.core.record import Record, record_document
 from kvsim.core.trace import Trace
 from kvsim.schema import FIDELITY, LABELS, PREFILL, object_at
@@ -98,9 +97,9 @@ def model_name(trace: Trace) -> str | None:
 
 
 def blocks_of(
-    subject: Analysis | Subject | LiveSubject, name: str, entry: Metric, *, events: bool
+    subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
 ) -> list[RowArrays]:
-    """The rows of one metric of a trace, of a record, or of a live run."""
+    """The rows of one metric of a trace, or of a record."""
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "model": model_name(trace), "metric": name}
     if record is not None:
@@ -159,16 +158,6 @@ def table_of(blocks: Sequence[RowArrays]) -> pl.DataFrame:
         .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
     )
     return in_order([table])
-
-
-def measure_judged(
-    trace: Trace, records: Sequence[Record], outcomes: Sequence[Outcome], metrics: Iterable[str]
-) -> pl.DataFrame:
-    """A Table of a pass of the model under the kept sets of replays (`JUDGED`)."""
-    judged = [LiveSubject(trace, *each) for each in zip(records, outcomes, strict=True)]
-    pairs = ((subject, name) for subject in judged for name in metrics)
-    blocks = (blocks_of(subject, name, metric(name), events=False) for subject, name in pairs)
-    return table_of([block for each in blocks for block in each])
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.live.metrics import JUDGED, KL_TOKENS
-from kvsim.analysis.table import measure_judged
+from kvsim.analysis.live.table import measure_live
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
@@ -62,7 +62,7 @@ def judge(
         outcomes = Judge(running, trace, memory).outcomes(records)
     for remark in sorted({uncompared(running, trace, x.schedule) for x in records} - {""}):
         warnings.warn(remark, stacklevel=2)
-    return measure_judged(trace, records, outcomes, (*JUDGED, *[KL_TOKENS] * tokens))
+    return measure_live(trace, records, outcomes, (*JUDGED, *[KL_TOKENS] * tokens))
 
 
 def judge_of(trace: Trace, model: str, device: str, memory: int | None) -> Judge:

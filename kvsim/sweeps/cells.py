@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
+from kvsim.analysis.live.table import measure_live
 from kvsim.analysis.measuring import available, measure
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order, measure_judged
+from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -187,7 +188,7 @@ class Replays:
         judged = [record for record in records if not unjudged(record)]
         with threads_for(self._judge.running.model):
             outcomes = self._judge.outcomes(judged)
-        return measure_judged(self._trace, judged, outcomes, names)
+        return measure_live(self._trace, judged, outcomes, names)
 
 
 def in_cell_order(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.live.table import choose_live, measure_live
-from kvsim.analysis.subject import LiveSubject
 from kvsim.core.options import takes_options
 from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike
@@ -281,8 +280,6 @@ class Loops:
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure what the model did."""
-        subjects = [
-            LiveSubject(cell.trace, record, self._outcomes.pop(cell.number))
-            for cell, record in zip(cells, records, strict=True)
-        ]
-        return measure_live(subjects, self.metrics, events=self.options["events"])
+        outcomes = [self._outcomes.pop(cell.number) for cell in cells]
+        events = self.options["events"]
+        return measure_live(cells[0].trace, records, outcomes, self.metrics, events=events)

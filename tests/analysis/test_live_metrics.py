@@ -9,7 +9,6 @@ import pytest
 import kvsim
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.errors import PolicyError
 from traces import random_trace
@@ -40,11 +39,12 @@ def outcome():
     return Outcome(forced, generated, peak_bytes=512, full_bytes=1024)
 
 
-def subject(of=None):
-    """A live run of tova at 8 entries."""
+def live(*metrics, of=None):
+    """The Table of a live run of tova at 8 entries."""
     trace = random_trace(n=24, prompt_len=21)
     record = kvsim.replay(trace, kvsim.policy("tova"), 8)
-    return LiveSubject(trace, replace(record, closed=True), of or outcome())
+    closed = [replace(record, closed=True)]
+    return measure_live(trace, closed, [of or outcome()], [*metrics] or None)
 
 
 def values(table):
@@ -55,12 +55,12 @@ def values(table):
 
 def test_likelihoods_are_means_over_the_response_after_its_first_token():
     """Of three tokens, in nats; the last row of the prompt predicts the first."""
-    table = measure_live([subject()])
+    table = live()
 
     assert values(table)["response_kl"] == pytest.approx(0.25)
     assert values(table)["nll_increase"] == pytest.approx((1.0 + 2.0 - 2 * 0.5) / 2)
     assert values(table)["top_agreement"] == pytest.approx(1 / 2)
-    tokens = measure_live([subject()], ["response_kl_tokens"])
+    tokens = live("response_kl_tokens")
     assert values(tokens.filter(metric="response_kl")) == {"response_kl": pytest.approx(0.25)}
     tokens = tokens.filter(metric="response_kl_tokens")
     rows = [(22, "", 0.2), (23, "", 0.3), (22, "changed", 1.0), (23, "changed", 0.0)]
@@ -73,7 +73,7 @@ def test_likelihoods_are_means_over_the_response_after_its_first_token():
 
 def test_what_the_model_wrote_is_judged():
     """A right answer after two of four tokens, half of the bytes."""
-    found = values(measure_live([subject()]))
+    found = values(live())
 
     assert found["answer_right"] == found["answer_kept"] == 1.0
     assert found["tokens_to_answer"] == 2.0
@@ -95,14 +95,14 @@ def test_what_is_not_known_has_no_row(changes, missing):
     usual = outcome()
     other = replace(usual, generated=replace(usual.generated, **changes))
 
-    found = values(measure_live([subject(other)]))
+    found = values(live(of=other))
 
-    assert values(measure_live([subject()])).keys() - found.keys() == missing
+    assert values(live()).keys() - found.keys() == missing
 
 
 def test_rows_have_the_errors_of_the_live_run():
     """output_error and layer_error come from the outcome, not from recorded attention."""
-    table = measure_live([subject()], ["output_error", "layer_error"])
+    table = live("output_error", "layer_error")
 
     of_output = table.filter(metric="output_error")
     assert of_output.height == 2 * 4  # layers, query heads
@@ -112,13 +112,14 @@ def test_rows_have_the_errors_of_the_live_run():
 
 def test_metrics_of_one_kind_of_run_are_refused_for_the_other():
     """A replay runs no model, and a live run has no recorded attention."""
-    given = subject()
+    given = random_trace(n=24, prompt_len=21)
+    record = kvsim.replay(given, kvsim.policy("tova"), 8)
     with pytest.raises(PolicyError, match="response_kl is about a running model"):
-        kvsim.measure(given.trace, given.record, ["response_kl"])
+        kvsim.measure(given, record, ["response_kl"])
     with pytest.raises(PolicyError, match="retained_mass is computed from recorded attention"):
         choose_live(["retained_mass"])
     with pytest.raises(PolicyError, match="did you mean"):
         choose_live(["response_k"])
     live = {name for name, entry in METRICS.items() if entry.kind == "live"}
     assert live - choose_live(None).keys() == {"response_kl_tokens"}
-    assert live.isdisjoint(kvsim.measure(given.trace, given.record)["metric"])
+    assert live.isdisjoint(kvsim.measure(given, record)["metric"])

@@ -13,8 +13,7 @@ from apps.dashboard.html_text import kl_html, token_html
 from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift, spaced
-from kvsim.analysis.live.table import kl_by_token
-from kvsim.analysis.table import measure_judged
+from kvsim.analysis.live.table import kl_by_token, measure_live
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.plots.records import lift_bars
 from kvsim.plots.text import kl_text, token_text
@@ -163,7 +162,7 @@ def judged(trace, *policies, seed=0):
         Forced(a, a, a, b, np.zeros((trace.n_layers, count))) for a, b in zip(kl, same, strict=True)
     ]
     names = ["response_kl", "response_kl_tokens"]
-    return measure_judged(trace, records, map(Outcome, forced), names), kl, 1 - same
+    return measure_live(trace, records, map(Outcome, forced), names), kl, 1 - same
 
 
 def test_tokens_of_the_response_are_coloured_by_their_kl():

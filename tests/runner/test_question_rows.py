@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from families import FAMILIES
 from kvsim.analysis.live.metrics import JUDGED
-from kvsim.analysis.table import measure_judged
+from kvsim.analysis.live.table import measure_live
 from kvsim.core.policy import Schedule
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.judging import Judge
@@ -140,7 +140,7 @@ def test_tables_have_the_means_of_a_masked_forward(name, parameters, terms, part
     record, _, judged = both(name, parameters, terms)
     own, full = predictions(monkeypatch, record)
 
-    table = measure_judged(trace(), [record], [judged], JUDGED)
+    table = measure_live(trace(), [record], [judged], JUDGED)
 
     assert {*table["variant"]} == {"", *parts}
     for variant, (start, stop) in parts.items():
@@ -167,7 +167,7 @@ def test_rows_that_would_take_too_much_memory_are_left_out(monkeypatch):
         monkeypatch.setattr("kvsim.runner.full._KEPT", rows * row)
         record, of_live, of_judge = both(name, parameters, terms)
         for outcome, expected in ((of_live, live), (of_judge, judged)):
-            table = measure_judged(trace(), [record], [outcome], JUDGED)
+            table = measure_live(trace(), [record], [outcome], JUDGED)
             assert {*table["variant"]} == {"", *variants}
             assert np.allclose(outcome.forced.kl, expected.forced.kl, atol=2e-5)
             if variants:

@@ -10,14 +10,14 @@ import numpy as np
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.changed import prompt_parts
-from kvsim.analysis.subject import LiveSubject
+from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import Forced, Generated
 
-Values = Callable[[LiveSubject], Iterator[Cells]]
+Values = Callable[[Subject], Iterator[Cells]]
 
 
 def _reached(
-    subject: LiveSubject, value: Callable[[Forced], Floats]
+    subject: Subject, value: Callable[[Forced], Floats]
 ) -> Iterator[tuple[int | None, Floats]]:
     """Values [..., R] of the tokens of each turn's answer that an event before them can reach.
 
@@ -36,7 +36,7 @@ def _reached(
 def _forced(value: Callable[[Forced], Floats]) -> Values:
     """The mean of a value of each token of the response that an event before it can reach."""
 
-    def cells(subject: LiveSubject) -> Iterator[Cells]:
+    def cells(subject: Subject) -> Iterator[Cells]:
         for turn, of_turn in _reached(subject, value):
             yield Cells(None, np.array([of_turn.mean()]), turn=turn)
         for variant, rows, before in _before(subject):
@@ -47,7 +47,7 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
     return cells
 
 
-def _tokens(subject: LiveSubject) -> Iterator[Cells]:
+def _tokens(subject: Subject) -> Iterator[Cells]:
     """The KL of each token whose mean `response_kl` is, and whether the most likely one differs."""
     n = subject.trace.n_pos
     for turn, (kl, same, position) in _reached(
@@ -58,7 +58,7 @@ def _tokens(subject: LiveSubject) -> Iterator[Cells]:
         yield Cells(None, 1 - same[None], variant="changed", unit="share", events=at, turn=turn)
 
 
-def _before(subject: LiveSubject) -> Iterator[tuple[str, slice, Forced]]:
+def _before(subject: Subject) -> Iterator[tuple[str, slice, Forced]]:
     """Rows of the prompt behind an event, by variant; each predicts the next token of the prompt.
 
     The last one predicts the first token of the response, and counts there.
@@ -71,7 +71,7 @@ def _before(subject: LiveSubject) -> Iterator[tuple[str, slice, Forced]]:
 
 
 def _generated(value: Callable[[Generated], float | None]) -> Values:
-    def cells(subject: LiveSubject) -> Iterator[Cells]:
+    def cells(subject: Subject) -> Iterator[Cells]:
         written = subject.outcome.generated, *subject.outcome.later
         for (turn, _), generated in zip(subject.trace.answers, written, strict=False):
             number = None if generated is None else value(generated)
@@ -81,7 +81,7 @@ def _generated(value: Callable[[Generated], float | None]) -> Values:
     return cells
 
 
-def _residual(subject: LiveSubject) -> Iterator[Cells]:
+def _residual(subject: Subject) -> Iterator[Cells]:
     forced = subject.outcome.forced
     if forced is None or not forced.stream_error.shape[1]:
         return
@@ -93,7 +93,7 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
 
 
 def _peak(*, share: bool) -> Values:
-    def cells(subject: LiveSubject) -> Iterator[Cells]:
+    def cells(subject: Subject) -> Iterator[Cells]:
         peak, full = subject.outcome.peak_bytes, subject.outcome.full_bytes
         if peak is not None and full is not None:
             yield Cells(None, np.array([peak / full if share else float(peak)]))

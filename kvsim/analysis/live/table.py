@@ -14,8 +14,8 @@ from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.measuring import subjects_of
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, labelled
-from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import RowArrays, blocks_of, table_of
+from kvsim.core.outcome import Outcome
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -25,29 +25,28 @@ LIVE_ROWS = ("output_error", "layer_error")
 
 
 def measure_live(
-    subjects: Sequence[LiveSubject], metrics: Sequence[str] | None = None, *, events: bool = False
+    trace: Trace,
+    records: Sequence[Record],
+    outcomes: Iterable[Outcome],
+    metrics: Sequence[str] | None = None,
+    *,
+    events: bool = False,
 ) -> pl.DataFrame:
-    """A Table of live runs of one trace, as `measure` makes it of replays; fidelity closed.
+    """A Table of what a model did, as `measure` makes it of replays: live, or under kept sets.
 
-    metrics: by name; by default those of kind "live", those of sets that are quick, and the output
-    error. Raises PolicyError for an unknown metric, or one of rows that only a replay has.
+    outcomes: of each record. metrics: by name; by default those of kind "live", those of sets that
+    are quick, and the output error. Raises PolicyError for an unknown metric, or one of rows that
+    only a replay has.
     """
-    chosen = choose_live(metrics)
-    trace = subjects[0].trace
-    records = [subject.record for subject in subjects]
-    replayed = subjects_of(trace, records, {}, "cpu", projected=False)
-    blocks: list[RowArrays] = []
-    for live, subject in zip(subjects, replayed, strict=True):
-        forced = live.outcome.forced
-        output = None if forced is None else forced.output
+    chosen, blocks = choose_live(metrics), list[RowArrays]()
+    subjects = subjects_of(trace, records, {}, "cpu", projected=False)
+    for subject, outcome in zip(subjects, outcomes, strict=True):
+        output = None if outcome.forced is None else outcome.forced.output
+        live = replace(subject, outcome=outcome, output=partial(getattr, outcome.forced, "output"))
         for name, entry in chosen.items():
-            if entry.kind == "live":
+            there = output is not None and (name != "layer_error" or output.added is not None)
+            if there or entry.kind != "rows":
                 blocks += blocks_of(live, name, entry, events=events)
-            elif entry.kind == "sets":
-                blocks += blocks_of(subject, name, entry, events=events)
-            elif output is not None and (name != "layer_error" or output.added is not None):
-                measured = replace(subject, output=partial(getattr, forced, "output"))
-                blocks += blocks_of(measured, name, entry, events=events)
     return table_of(blocks)
 
 
