@@ -13,6 +13,9 @@ Ints = NDArray[np.int64]
 Strings = NDArray[np.str_]
 #: Rows [H, T] after which the entries of a layer are gone, as `Record.gone_after` has them.
 EvictedAt = NDArray[np.int32]
+#: Rows [E] of events, None where values are of the last one alone; and by variant values [H, E], or
+#: [H], and what chance alone would give.
+Variants = tuple[Ints | None, dict[str, tuple[Floats, Floats | None]]]
 
 
 def event_rows(evicted_at: EvictedAt) -> Ints:

@@ -8,7 +8,7 @@ changes nothing (`verdict`). Where tasks are labelled, each counts the same in a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from kvsim.analysis.results import HELD, REQUESTED, is_live, labelled, mixed, of
 from kvsim.analysis.significance import ALPHA, FEWEST, excess, holm, sign_flip, weights
 from kvsim.analysis.summaries import (
     KEYS,
-    ROUNDING,
     WEAKEST,
     Interval,
     main_variants,
@@ -72,8 +71,7 @@ class Comparison:
     budget with two policies. better: the direction in which `metric` is better. scale: the margin,
     and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts
     behind any mean. remarks: limits of the comparison. unranked: candidates without a value of
-    `metric`. weaker: by weaker metrics of `EVIDENCE`, the policies of the best mean at each budget
-    where none of them could be the best by `metric`.
+    `metric`.
     """
 
     table: pl.DataFrame
@@ -85,7 +83,6 @@ class Comparison:
     traces: tuple[str, ...]
     remarks: tuple[str, ...]
     unranked: tuple[str, ...]
-    weaker: Mapping[str, Mapping[str, tuple[str, ...]]]
 
     @property
     def overall(self) -> pl.DataFrame:
@@ -217,7 +214,6 @@ def compare(
         traces=tuple(sorted({trace for budget in budgets for trace in budget.traces})),
         remarks=tuple(remarks),
         unranked=tuple(name for name in measured if name not in names and name not in outside),
-        weaker=_weaker(table, metric, budgets, verdicts),
     )
 
 
@@ -368,28 +364,6 @@ def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame
 
 
 _OF_PAIR = ("against", "difference", "p", "p_holm", "verdict")
-
-
-def _weaker(
-    table: pl.DataFrame, metric: str, budgets: Sequence[Budget], verdicts: Sequence[Verdict]
-) -> dict[str, dict[str, tuple[str, ...]]]:
-    """By weaker metrics than this, the policies of the lowest mean that could not be the best."""
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
-    weights = {x.requested: dict(zip(x.traces, x.weights, strict=True)) for x in budgets}
-    for name in EVIDENCE[EVIDENCE.index(metric) + 1 :] if metric in EVIDENCE else ():
-        values = per_prompt(main_variants(table, [name])).drop_nulls("value")
-        for verdict in verdicts:
-            of, weight = verdict.policies, weights[verdict.requested]
-            chosen = pl.col("trace").is_in([*weight]) & pl.col("policy").is_in(of)
-            part = values.filter(chosen, requested=verdict.requested)
-            if part.height == len(of) * len(weight):
-                weighted = pl.col("value") * pl.col("trace").replace_strict(weight)
-                means = part.group_by("policy", maintain_order=True).agg(weighted.mean())
-                lowest = pl.col("value") <= pl.col("value").min() * (1 + ROUNDING)
-                first = tuple(means.filter(lowest)["policy"])
-                if not {*first} & {*(verdict.best or verdict.first)}:
-                    found.setdefault(name, {})[verdict.requested] = first
-    return found
 
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:

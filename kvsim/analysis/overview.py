@@ -9,7 +9,7 @@ import polars as pl
 from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, of_model, of_policies
-from kvsim.analysis.summaries import main_variants, over_events, over_layers
+from kvsim.analysis.summaries import main_variants, per_prompt
 from kvsim.analysis.table import FACTS, OF_RECORD
 
 #: Metrics of the summary, in the order in which they are shown.
@@ -65,23 +65,18 @@ def summarise(
     model = of_model(table)
     keys = ["policy", "params", "requested", "interval", "prefill", *model]
     chosen = of_policies(table, *FACTS).filter(pl.col("metric").is_in(metrics))
-    chosen = over_events(chosen.with_columns(requested=REQUESTED))
-    by_trace = [*keys, "trace", "metric"]
-    values = over_layers(main_variants(chosen, metrics), by_trace)
-    value = pl.col("value", "chance").mean()
-    within = values.group_by(by_trace, maintain_order=True).agg(value)
-    means = within.group_by(*keys, "metric", maintain_order=True).agg(value)
+    chosen = chosen.with_columns(requested=REQUESTED)
+    wide = chosen.unique([*keys, "trace"], keep="first", maintain_order=True)
+    budget = pl.col("budget").mean().round().cast(pl.Int64)
+    wide = wide.group_by(keys, maintain_order=True).agg(budget, pl.col("share", *FACTS).first())
+    values = per_prompt(main_variants(chosen, metrics), model)
+    by_metric = values.group_by(*keys, "metric", maintain_order=True)
+    means = by_metric.agg(pl.col("value", "chance").mean())
     of_metric = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(metric="retained_iou").select(*keys, iou_chance="chance")
     levels = fidelity_shares(table.with_columns(requested=REQUESTED), keys)
     exact = levels.group_by(keys).agg(
         exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
-    )
-    of_trace = chosen.group_by(*keys, "trace", maintain_order=True).agg(
-        pl.col("budget", "share", *FACTS).first()
-    )
-    wide = of_trace.group_by(keys, maintain_order=True).agg(
-        pl.col("budget").mean().round().cast(pl.Int64), pl.col("share", *FACTS).first()
     )
     for more in (of_metric, chance, exact):
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil, inf
 from operator import itemgetter
 from typing import Any
@@ -19,7 +18,6 @@ from kvsim.analysis.evidence import ANSWERS, EVIDENCE, WORTH, ranking
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
-from kvsim.analysis.summaries import ROUNDING
 from kvsim.analysis.verdict import Scale, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
@@ -54,24 +52,11 @@ def answer(
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences for each verdict, then what is odd, then what the metric is worth."""
+    """Yield sentences for each verdict, then what the metric is worth."""
     for verdict in comparison.verdicts:
         yield said(verdict, comparison.metric, comparison.scale)
     if comparison.verdicts:
-        yield from _reversed(comparison)
         yield basis(comparison)
-
-
-def _reversed(comparison: Comparison) -> Iterator[str]:
-    sign, found = -1 if comparison.better == "higher" else 1, list[str]()
-    for part in comparison.overall.drop_nulls("rank").partition_by("policy", maintain_order=True):
-        for less, more in pairwise(part.sort("entries").iter_rows(named=True)):
-            worse = sign * (more["mean"] - less["mean"]) > ROUNDING * abs(less["mean"])
-            if worse and less["n"] == more["n"]:
-                of = (f"{rounded(x['mean'], '.3g')} at {x['requested']}" for x in (less, more))
-                found.append(f"{less['policy']} ({', '.join(of)})")
-    if found:
-        yield f"Worse with more entries on these prompts: {_listed(found)}."
 
 
 def said(verdict: Verdict, metric: str, scale: Scale) -> str:
@@ -205,7 +190,7 @@ def _listed(names: Sequence[str], last: str = "and") -> str:
 
 
 def basis(comparison: Comparison) -> str:
-    """Say how good the evidence of a comparison is, and where weaker evidence differs."""
+    """Say how good the evidence of a comparison is."""
     rows = comparison.table.drop_nulls("rank")
     levels, metric = {*comparison.table["fidelity"]}, comparison.metric
     kind = {"closed": "of live runs", "judged": "of the replay's kept sets, judged by the model"}
@@ -227,16 +212,6 @@ def basis(comparison: Comparison) -> str:
             f"KL does not count answers: its ranking and that by wrong answers correlated at "
             f"{low:.2f} to {high:.2f} in four cases"
         )
-    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for name, budgets in comparison.weaker.items():
-        for budget, names in budgets.items():
-            found.setdefault((names, budget), []).append(name)
-    weaker = [
-        f"at budget {budget} the lowest {_listed(by)} has {_listed(names)}"
-        for (names, budget), by in found.items()
-    ]
-    if weaker:
-        parts.append(f"Weaker evidence differs: {'; '.join(weaker)}")
     if any(verdict.prompts < FEWEST for verdict in comparison.verdicts):
         parts.append(FEW)
     return f"{'. '.join(parts)}."

@@ -65,6 +65,9 @@ Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
 #: Entries of the layers that are computed together: more would take memory and save no time.
 TOGETHER = 1 << 20
 
+#: What a model did that did not run.
+NOTHING = Outcome(None)
+
 Layers = Sequence[int]
 #: Layers, and the rows [layer x H, T] after which entries of their heads are gone.
 LayerGroup = tuple[Layers, EvictedAt]
@@ -84,7 +87,7 @@ class Subject(Subjected):
     output: Callable[[], OutputDeviation]
     walk: Callable[[Walk[Any]], Any]
     beside: Mapping[str, tuple[Record, Callable[[], OutputDeviation]]] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: Outcome = NOTHING
     given: dict[Callable[[Any], Any], Any] = field(default_factory=dict)
 
     @cached_property

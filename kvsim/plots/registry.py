@@ -7,9 +7,9 @@ name, the first line of its docstring and its arguments are read from the text o
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -141,23 +141,6 @@ class _Figures(Registry[Figure]):
         return figures[point.attr]
 
 
-class _Folder(Mapping[str, Figure]):
-    """The figures of this folder, which are read when one is looked up."""
-
-    @cached_property
-    def _figures(self) -> dict[str, Figure]:
-        files = sorted(Path(__file__).parent.glob("*.py"))
-        each = (declared_in(f"{__package__}.{file.stem}", file) for file in files)
-        return {name: figure for figures in each for name, figure in figures.items()}
-
-    def __getitem__(self, name: str) -> Figure:
-        return self._figures[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._figures)
-
-    def __len__(self) -> int:
-        return len(self._figures)
-
-
-FIGURES: Final = _Figures("figure", "kvsim.figures", (Figure,), _Folder())
+_FILES = sorted(Path(__file__).parent.glob("*.py"))
+_OWN = [declared_in(f"{__package__}.{file.stem}", file) for file in _FILES]
+FIGURES: Final = _Figures("figure", "kvsim.figures", (Figure,), dict(ChainMap(*reversed(_OWN))))

@@ -19,6 +19,7 @@ from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.evidence import ranking as ranks
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
+from kvsim.analysis.kept.retention import last_event
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
@@ -218,13 +219,12 @@ def middle_coverage(
     records = listed(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
-        every = (kept_coverage(of_layer) for of_layer in gone)
-        coverages = [coverage for coverage in every if len(coverage.rows)]
-        if not coverages:
+        every = [found for x in gone if len((found := kept_coverage(x))[0])]
+        if not every:
             return None
-        lines = [mean_known(of_layer.curve).mean(0) for of_layer in coverages]
-        flat = [of_layer.overall.mean() for of_layer in coverages]
-        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(BINS, np.mean(flat))])
+        lines = [mean_known(curve).mean(0) for _, curve, _, _ in every]
+        flat = np.mean([overall.mean() for _, _, overall, _ in every])
+        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(BINS, flat)])
 
     centres = (np.arange(BINS) + 0.5) / BINS
 
@@ -305,8 +305,8 @@ def position_density(
     records = listed(records)
 
     def density(gone: list[_Ints]) -> Floats | None:
-        layers = filter(None, map(retained_positions, gone))
-        relative = np.concatenate([np.zeros(0), *(layer.relative for layer in layers)])
+        evicted = [x for x in gone if last_event(x) >= 0]
+        relative = np.concatenate([np.zeros(0), *(retained_positions(x)[1] for x in evicted)])
         if not len(relative):
             return None
         heights, _ = np.histogram(relative, BINS, (0, 1), density=True)

@@ -10,7 +10,6 @@ from kvsim import plots
 from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import PolicyError
-from kvsim.plots.events import strips_after
 from traces import random_trace
 
 #: What draws or computes of a layer of a trace and a record, by name.
@@ -24,9 +23,6 @@ OF_LAYER = {
     "token_html": token_html,
     "lift_bars": plots.lift_bars,
     "token_states": token_states,
-    "strips_after": lambda trace, record, layer, head=0: strips_after(
-        trace, [record], layer=layer, head=head
-    ),
     "retention_lift": retention_lift,
 }
 OF_HEAD = [name for name in OF_LAYER if name not in ("lift_bars", "retention_lift")]

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvsim.analysis.arrays import event_rows
-from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
+from kvsim.analysis.kept.coverage import kept_coverage, position_variants, retained_positions
 from kvsim.analysis.kept.retention import retention_ratio
 from kvsim.schema import NEVER
 from reference.strategies import evictions
@@ -21,10 +21,10 @@ HALVES = Fraction(1, 4), Fraction(3, 4)
 @example(np.array([[5, 3, 3, NEVER, 5, 5, NEVER]], np.int32), 3, THIRDS)
 def test_coverage_equals_a_loop_over_positions(last, bins, middle):
     """Positions and kept entries of every bin, and the middle, by x = (p + 1/2) / N."""
-    found = kept_coverage(last, bins, middle)
+    rows, curve, overall, middles = kept_coverage(last, bins, middle)
 
-    assert found.rows.tolist() == event_rows(last).tolist()
-    for j, row in enumerate(found.rows.tolist()):
+    assert rows.tolist() == event_rows(last).tolist()
+    for j, row in enumerate(rows.tolist()):
         x = [Fraction(2 * p + 1, 2 * (row + 1)) for p in range(row + 1)]
         bin_of = np.array([int(bins * one) for one in x])
         mid = np.array([middle[0] <= one < middle[1] for one in x])
@@ -32,48 +32,37 @@ def test_coverage_equals_a_loop_over_positions(last, bins, middle):
             kept = last[head, : row + 1] > row
             of_bins = [kept[bin_of == b] for b in range(bins)]
             expected = [of.mean() if of.size else np.nan for of in of_bins]
-            np.testing.assert_allclose(found.curve[head, :, j], expected)
+            np.testing.assert_allclose(curve[head, :, j], expected)
             share = kept[mid].mean() if mid.any() else np.nan
-            np.testing.assert_allclose(found.middle[head, j], share)
-            assert found.overall[head, j] == pytest.approx(kept.mean())
-
-
-@given(evictions())
-def test_retained_positions_equal_a_loop_over_entries(last):
-    """Relative positions, their mean and the share of the tail after the last event."""
-    found = retained_positions(last)
-
-    rows = event_rows(last)
-    if not len(rows):
-        assert found is None
-        return
-    assert found.row == rows[-1]
-    for head in range(len(last)):
-        held = [p for p in range(found.row + 1) if last[head, p] > found.row]
-        x = [(p + 0.5) / (found.row + 1) for p in held]
-        tail = last.shape[1] - found.row - 1
-        np.testing.assert_allclose(found.relative[found.head == head], x)
-        np.testing.assert_allclose(found.mean[head], np.mean(x) if x else np.nan)
-        expected = tail / (tail + len(x)) if tail + len(x) else np.nan
-        np.testing.assert_equal(found.tail[head], expected)
+            np.testing.assert_allclose(middles[head, j], share)
+            assert overall[head, j] == pytest.approx(kept.mean())
 
 
 @given(evictions(), st.integers(0, 30))
-def test_distance_and_older_places_equal_loops(last, recent):
-    """The two-sided Kolmogorov distance at each entry, and places behind the recent positions."""
-    found = retained_positions(last)
-    if found is None:
+def test_retained_positions_equal_a_loop_over_entries(last, recent):
+    """Places after the last event, their mean, tail and Kolmogorov distance, and older ones."""
+    _, found = position_variants(last, recent)
+
+    rows = event_rows(last)
+    if not len(rows):
+        assert found == {}
         return
-    old = found.row + 1 - recent
-    older = found.older(recent)
+    row, (heads, relative) = rows[-1], retained_positions(last)
+    old = row + 1 - recent
     for head in range(len(last)):
-        x = sorted(found.relative[found.head == head])
-        n = len(x)
-        steps = [max((i + 1) / n - at, at - i / n) for i, at in enumerate(x)]
-        np.testing.assert_allclose(found.distance[head], max(steps) if steps else np.nan)
-        held = [p for p in range(old) if last[head, p] > found.row]
-        mean = np.mean([(p + 0.5) / old for p in held]) if held else np.nan
-        np.testing.assert_allclose(older[head], mean)
+        held = [p for p in range(row + 1) if last[head, p] > row]
+        x = [(p + 0.5) / (row + 1) for p in held]
+        steps = [max((i + 1) / len(x) - at, at - i / len(x)) for i, at in enumerate(x)]
+        tail, older = last.shape[1] - row - 1, [(p + 0.5) / old for p in held if p < old]
+        np.testing.assert_allclose(relative[heads == head], x)
+        expected = {
+            "": np.mean(x) if x else np.nan,
+            "tail": tail / (tail + len(x)) if tail + len(x) else np.nan,
+            "distance": max(steps) if steps else np.nan,
+            "older": np.mean(older) if older else np.nan,
+        }
+        for name, number in expected.items():
+            np.testing.assert_allclose(found[name][0][head], number)
 
 
 @given(evictions(), st.data())

@@ -159,15 +159,6 @@ def test_the_average_comes_first_where_no_order_is_shown():
     assert reference["mean"] == pytest.approx(2 * h2o["mean"])  # the same mean, of references too
 
 
-def test_a_larger_budget_that_is_worse_is_said():
-    """On the same prompts, with both means; a better one is not."""
-    parts = [table({"tova": [x], "h2o": [0.5 - x]}, budget=b) for x, b in ((0.1, 64), (0.2, 128))]
-
-    lines = answer(pl.concat(parts), ["output_error"])[1]
-
-    assert lines[2] == "Worse with more entries on these prompts: tova (0.1 at 64, 0.2 at 128)."
-
-
 def test_budgets_without_a_value_of_what_ranks_are_named():
     """Of a run that measured less than another one."""
     more = table({"tova": [1.0], "h2o": [2.0]}, "layer_error")
@@ -201,26 +192,6 @@ def test_policies_are_ranked_by_the_best_evidence_of_a_run():
         "Ranked by response_kl of the replay's kept sets, judged by the model."
         f"{worth('response_kl')}{KL}"
     )
-
-
-def test_weaker_evidence_follows_where_it_differs():
-    """After what ranks: of whom and at which budget; not where one of the set is its best."""
-    kl = judged({"tova": [1.0, 3.0], "h2o": [2.0, 4.0], "ams": [5.0, 5.0]})
-    layer = table({"tova": [3.0, 3.0], "h2o": [1.0, 1.0], "ams": [2.0, 2.0]}, "layer_error")
-    output = table({"tova": [3.0, 3.0], "h2o": [1.0, 1.0], "ams": [1.0, 1.0]})
-    tied = table({"tova": [1.0, 1.0], "h2o": [1.0, 1.0], "ams": [2.0, 2.0]})
-
-    def clause(*tables, metric=None):
-        return answer(pl.concat(tables), ["output_error"], metric)[1][1]
-
-    differs = "Weaker evidence differs: at budget 64 the lowest layer_error has h2o"
-    assert f"{differs}. " in clause(kl, layer)
-    assert f"{differs}; at budget 64 the lowest output_error has h2o and ams." in clause(
-        kl, layer, output
-    )
-    assert "Weaker" not in clause(kl, tied)
-    assert "Weaker" not in clause(layer, kl, metric="layer_error")
-    assert "Weaker" not in clause(kl, layer.filter(pl.col("policy") != "ams"))  # not of all
 
 
 def test_a_verdict_is_a_small_table():

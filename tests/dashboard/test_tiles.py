@@ -30,14 +30,15 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
     """Codes of each event by the kept set, and the share of wiped regions of the metric."""
     trace, region = made(140), 8
     record = kvsim.replay(trace, kvsim.policy(policy), budget, interval=interval)
-    _, _, rates = next(wipeouts(record.gone_after[1], [region]))
+    rows, variants = wipeouts(record.gone_after[1], [region], [0.0])
+    ((rates, _),) = variants.values()
 
     tile = retention_tile(record, 1, 1, region, side)
     whole = retention_tile(record, 1, 1, region, side=400)
 
     assert max(tile.values.shape) <= side
-    assert whole.rows.tolist() == rates.rows.tolist()
-    for row, codes, share in zip(whole.rows, whole.values, rates.cumulative[1], strict=True):
+    assert whole.rows.tolist() == rows.tolist()
+    for row, codes, share in zip(whole.rows, whole.values, rates[1], strict=True):
         held = record.retained(row)[1, 1]
         assert np.array_equal(codes == STATES.index("not yet there"), np.arange(140) > row)
         assert np.array_equal(codes == STATES.index("kept"), held)

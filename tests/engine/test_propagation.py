@@ -86,8 +86,8 @@ def test_the_end_of_the_prompt_is_an_event_where_rows_were_dropped(trace):
     assert record.retained(trace.prompt_len - 1)[first + 1 :].sum(-1).tolist() == [[20] * HEADS] * (
         LAYERS - first - 1
     )
-    _, _, gone = next(wipeouts(record.gone_after[first + 1], [8]))
-    assert gone.rows.tolist() == [trace.prompt_len - 1]
+    rows, _ = wipeouts(record.gone_after[first + 1], [8])
+    assert rows.tolist() == [trace.prompt_len - 1]
     seen = entries_seen(record.gone_after[-1], trace.prompt_len)
     new = np.arange(trace.prompt_len, trace.n_pos) - trace.prompt_len + 1
     assert seen == pytest.approx(20 + new.mean())

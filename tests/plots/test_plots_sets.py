@@ -40,7 +40,7 @@ def lines(axis):
 
 def covered(record, layer, heads):
     """Share kept of each bin, mean over the layer's events and heads."""
-    return mean_known(kept_coverage(record.evicted_at[layer]).curve[heads]).mean(0)
+    return mean_known(kept_coverage(record.evicted_at[layer])[1][heads]).mean(0)
 
 
 def test_coverage_is_the_share_kept_by_position(traces, records):
@@ -97,7 +97,7 @@ def test_density_is_a_histogram_of_area_one(traces, records):
     _, heights = lines(small)["tova"]
     densities, means = [], []
     for record in (one for one in records if (one.policy, one.budget) == ("tova", 12)):
-        found = np.concatenate([retained_positions(gone).relative for gone in record.evicted_at])
+        found = np.concatenate([retained_positions(gone)[1] for gone in record.evicted_at])
         counts = [sum(b <= 20 * x < b + 1 for x in found) for b in range(20)]
         densities.append(np.array(counts) * 20 / len(found))
         means.append(np.mean(found))

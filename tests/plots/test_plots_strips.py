@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import kvsim
-from kvsim.plots.events import STATES, bursts, strip, strips_after
+from kvsim.plots.events import STATES, bursts, strip
 from kvsim.schema import NEVER
 from traces import random_trace
 
@@ -54,42 +54,29 @@ def test_states_and_runs_equal_loops(gone, row):
     row = min(row, len(gone) - 1)
     gone = [max(at, p) for p, at in enumerate(gone)]
 
-    found = strip("x", np.array(gone[: row + 1], np.int32), row)
+    codes, found = strip(np.array(gone, np.int32), row)
 
     states, runs = by_hand(gone, row)
-    assert [STATES[code] for code in found.codes] == states
-    assert found.runs.tolist() == runs
-    assert found.lengths.tolist() == [last - first + 1 for first, last in runs]
-
-
-def test_the_row_is_one_after_which_all_have_evicted(trace):
-    """Of the records' last events the earliest; `full`, which has none, does not count."""
-    policies = [("tova", 7), ("streaming_llm", 20), ("full", 20)]
-    records = [kvsim.replay(trace, kvsim.policy(n), 30, interval=i) for n, i in policies]
-
-    row, found = strips_after(trace, records)
-
-    assert row == min(max(one.events) for one in records[:2])
-    assert [one.name for one in found] == ["tova", "streaming_llm", "full"]
-    assert (found[2].codes == 0).all()
+    assert [STATES[code] for code in codes] == states
+    assert found.tolist() == runs
 
 
 def test_every_position_has_the_colour_of_its_state(trace, records):
-    """All of them above, the part below; the legend names the colours."""
-    figure = bursts(trace, records, layer=1, head=0)
+    """After the earliest of the last events, and `full` has none; the legend names the colours."""
+    row = min(max(record.events) for record in records)
+    full = kvsim.replay(trace, kvsim.policy("full"), 30)
 
-    whole, part = figure.axes
-    row, found = strips_after(trace, records, layer=1, head=0)
+    figure = bursts(trace, [*records, full], layer=1, head=0)
+
+    (axis,) = figure.axes
     patches = figure.legends[0].legend_handles[:3]
     colours = dict(zip([to_hex(p.get_facecolor()) for p in patches], range(3), strict=True))
-    first, last = (round(end + 0.5) for end in part.get_xlim())
-    for axis, start, stop in ((whole, 0, row), (part, first, last - 1)):
-        assert len(axis.images) == 2
-        for image, one in zip(axis.images, found, strict=True):
-            (pixels,) = image.get_array()
-            drawn = [colours[to_hex(pixel)] for pixel in pixels]
-            assert drawn == one.codes[start : stop + 1].tolist()
-            assert image.get_extent()[:2] == [start - 0.5, stop + 0.5]
+    assert f"after row {row};" in figure.get_suptitle()
+    for image, record in zip(axis.images, [*records, full], strict=True):
+        (pixels,) = image.get_array()
+        codes, _ = strip(record.gone_after[1][0], row)
+        assert [colours[to_hex(pixel)] for pixel in pixels] == codes.tolist()
+        assert image.get_extent()[:2] == [-0.5, row + 0.5]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         *STATES,
         "a burst: 32 or more evicted in a row",

@@ -360,7 +360,8 @@ def test_retained_iou_equals_the_naive_one(drawn):
     """IoU, survival and the random null between consecutive events."""
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
-        acting, iou, random = retained_iou(evicted_at)
+        acting, found = retained_iou(evicted_at)
+        iou, random = found[""]
         rows = loop_metrics.acting_rows(record.evicted_at, layer)
         assert acting.tolist() == rows[:-1]
         for j, (first, second) in enumerate(pairwise(rows)):

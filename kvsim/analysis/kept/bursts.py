@@ -12,15 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, event_rows, histogram, share
+from kvsim.analysis.arrays import EvictedAt, Ints, Variants, event_rows, histogram, share
 from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.retention import LENGTHS
 
 
-def burst_variants(
-    evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS
-) -> tuple[Ints, dict[str, tuple[Floats, Floats | None]]]:
-    """Rows [E] of the events, and by variant values and their chance [H, E] after each event.
+def burst_variants(evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS) -> Variants:
+    """Runs of evicted entries after each event.
 
     "" is the mean length of a run of evicted entries, NaN without one; "longest" the longest run, 0
     without one; "length=n" the share of the evicted entries that lie in runs of at least n. Chance

@@ -10,12 +10,11 @@ one layer's `evicted_at` [H, T]; time is linear in H x T x edges of bins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, event_rows, present, share
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, Variants, event_rows, present, share
 from kvsim.analysis.kept.retention import last_event, rows_that_see
 from kvsim.core.lazy import torch
 from kvsim.core.reading import Reads
@@ -27,26 +26,14 @@ MIDDLE = (Fraction(1, 3), Fraction(2, 3))
 _ROWS = 64
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Shares of one layer's positions that are kept at each event [E], after `rows`.
-
-    curve [H, bins, E]: of each bin of equal width in x, NaN for one without a position. overall
-    [H, E]: of all positions, which uniform sets have everywhere. middle [H, E].
-    """
-
-    rows: Ints
-    curve: Floats
-    overall: Floats
-    middle: Floats
-
-
 def kept_coverage(
     evicted_at: EvictedAt, bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
-) -> Coverage:
-    """Return how much of each part of the text a layer keeps; middle[0] <= x < middle[1].
+) -> tuple[Ints, Floats, Floats, Floats]:
+    """Shares of one layer's positions that are kept at each event [E], after its row.
 
-    Bins are cut exactly, by whole numbers.
+    The rows [E]; shares [H, bins, E] of each bin of equal width in x, cut exactly by whole numbers,
+    NaN for one without a position; of all positions [H, E], which uniform sets have everywhere; and
+    of those with middle[0] <= x < middle[1], [H, E].
     """
     rows = event_rows(evicted_at)
     cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
@@ -56,7 +43,7 @@ def kept_coverage(
     died = np.searchsorted(rows, evicted_at)
     kept = np.stack([_kept_below(cut, died, rows) for cut in cuts], axis=1)
     of_bins = np.diff(kept[:, :bins], axis=1, prepend=0)
-    return Coverage(
+    return (
         rows,
         share(of_bins, np.diff(there[:bins], axis=0, prepend=0)),
         of_bins.sum(1) / (rows + 1),
@@ -75,58 +62,48 @@ def _kept_below(cut: Fraction, died: Ints, rows: Ints) -> Ints:
     return present(since, died, (heads, len(rows) + 1))
 
 
-@dataclass(frozen=True)
-class RetainedPositions:
-    """Places of the entries that a layer holds after its last event.
+def retained_positions(evicted_at: EvictedAt) -> tuple[Ints, Floats]:
+    """Head and relative position in (0, 1) of each entry held after the last event; [n] each.
 
-    row: the row of that event. head, relative [n]: head and x in (0, 1) of each entry, by head and
-    position. mean [H]: mean x, 1/2 for uniform sets, NaN for an empty head. tail [H]: share of the
-    entries at the end of the trace that came after the event; they are left out of all else.
-    distance [H]: the largest distance of the distribution of x from that of uniform positions
-    (Kolmogorov-Smirnov), NaN for an empty head.
+    By head and position; entries that came later are left out. G-KV divides by the length of the
+    whole text; here the length is that at the event, so that uniform sets have mean 1/2 however
+    long the tail is.
     """
-
-    row: int
-    head: Ints
-    relative: Floats
-    mean: Floats
-    tail: Floats
-    distance: Floats
-
-    def older(self, recent: int) -> Floats:
-        """Mean place, 0 to 1, of the entries behind the `recent` last positions; [H].
-
-        Relative to the positions that are left so, and NaN where nothing of them is held.
-        """
-        total = self.row + 1
-        old = total - recent
-        chosen = self.relative * total < old
-        heads = len(self.mean)
-        counts = np.bincount(self.head[chosen], minlength=heads)
-        sums = np.bincount(self.head[chosen], self.relative[chosen], minlength=heads)
-        return share(sums * total, counts * max(1, old))
+    row = last_event(evicted_at)
+    head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
+    return head, (pos + 0.5) / (row + 1)
 
 
-def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
-    """Relative positions of the entries held after the last event; None without an event.
+def position_variants(evicted_at: EvictedAt, recent: int) -> Variants:
+    """Places of the entries that a layer holds after its last event; nothing without an event.
 
-    G-KV divides by the length of the whole text; here the length is that at the event, so that
-    uniform sets have mean 1/2 however long the tail is.
+    "" is their mean place, 1/2 for uniform sets; "tail" the share of the entries at the end of the
+    trace that came after the event, left out of all else; "distance" the largest distance of their
+    distribution from that of uniform positions (Kolmogorov-Smirnov); "older" the mean place of the
+    entries behind the `recent` last positions, relative to the positions that are left so. NaN for
+    an empty head.
     """
     row, (heads, total) = last_event(evicted_at), evicted_at.shape
     if row < 0:
-        return None
-    head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
-    relative = (pos + 0.5) / (row + 1)
+        return None, {}
+    head, place = retained_positions(evicted_at)
     size = np.bincount(head, minlength=heads)
-    sums = np.bincount(head, relative, minlength=heads)
     tail = np.full(heads, total - row - 1)
     before = np.arange(len(head)) - (size.cumsum() - size)[head]  # entries of the head at lower x
     below, above = before / size[head], (before + 1) / size[head]
     distance = np.where(size > 0, 0.0, np.nan)
-    np.maximum.at(distance, head, np.maximum(above - relative, relative - below))
-    mean = share(sums, size)
-    return RetainedPositions(row, head, relative, mean, share(tail, tail + size), distance)
+    np.maximum.at(distance, head, np.maximum(above - place, place - below))
+    old = place * (row + 1) < row + 1 - recent
+    count = np.bincount(head[old], minlength=heads)
+    sums = np.bincount(head[old], place[old], minlength=heads)
+    older = share(sums * (row + 1), count * max(1, row + 1 - recent))
+    half = np.full(heads, 0.5)
+    return None, {
+        "": (share(np.bincount(head, place, minlength=heads), size), half),
+        "tail": (share(tail, tail + size), None),
+        "distance": (distance, None),
+        "older": (older, half),
+    }
 
 
 def needle_visibility(

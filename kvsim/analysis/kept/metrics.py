@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools
+from kvsim.analysis.arrays import Bools, EvictedAt, Variants
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.record import Record
@@ -19,30 +19,35 @@ from kvsim.core.trace import Trace
 Values = Callable[[Subject], Iterator[Cells]]
 
 
-def _wipeout(subject: Subject) -> Iterator[Cells]:
+def _heads(found: Callable[[Subject, EvictedAt], Variants]) -> Values:
+    """Values of the heads of layers whose entries leave after the same rows, by variant."""
+
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layers, evicted_at in subject.layer_groups:
+            rows, variants = found(subject, evicted_at)
+            for variant, (values, chance) in variants.items():
+                yield Cells(layers, values, "head", variant, chance, rows)
+
+    return cells
+
+
+def _wipeout(_: Subject, evicted_at: EvictedAt) -> Variants:
     from kvsim.analysis.kept.retention import wipeouts
 
-    for layers, evicted_at in subject.layer_groups:
-        for length, threshold, found in wipeouts(evicted_at):
-            variant, chance = f"length={length},threshold={threshold:g}", found.cumulative_chance
-            yield Cells(layers, found.cumulative, "head", variant, chance, found.rows)
+    return wipeouts(evicted_at)
 
 
-def _iou(subject: Subject) -> Iterator[Cells]:
+def _iou(_: Subject, evicted_at: EvictedAt) -> Variants:
     from kvsim.analysis.kept.retention import retained_iou
 
-    for layers, evicted_at in subject.layer_groups:
-        rows, iou, chance = retained_iou(evicted_at)
-        yield Cells(layers, iou, "head", "", chance, rows)
+    return retained_iou(evicted_at)
 
 
-def _coverage(subject: Subject) -> Iterator[Cells]:
+def _coverage(_: Subject, evicted_at: EvictedAt) -> Variants:
     from kvsim.analysis.kept.coverage import kept_coverage
 
-    for layers, evicted_at in subject.layer_groups:
-        coverage = kept_coverage(evicted_at, bins=1)  # no curve
-        flat, rows = coverage.overall, coverage.rows
-        yield Cells(layers, coverage.middle, "head", "", flat, rows)
+    rows, _curve, overall, middle = kept_coverage(evicted_at, bins=1)
+    return rows, {"": (middle, overall)}
 
 
 def _bursts(subject: Subject) -> list[Any]:
@@ -61,18 +66,10 @@ def _burst(chosen: Callable[[str], bool]) -> Values:
     return cells
 
 
-def _position(subject: Subject) -> Iterator[Cells]:
-    from kvsim.analysis.kept.coverage import retained_positions
+def _position(subject: Subject, evicted_at: EvictedAt) -> Variants:
+    from kvsim.analysis.kept.coverage import position_variants
 
-    for layers, evicted_at in subject.layer_groups:
-        retained = retained_positions(evicted_at)
-        if retained is None:
-            continue
-        yield Cells(layers, retained.mean, "head", chance=np.full_like(retained.mean, 0.5))
-        yield Cells(layers, retained.tail, "head", "tail")
-        yield Cells(layers, retained.distance, "head", "distance")
-        older = retained.older(subject.record.budget // 2)
-        yield Cells(layers, older, "head", "older", np.full_like(older, 0.5))
+    return position_variants(evicted_at, subject.record.budget // 2)
 
 
 def _ratio(subject: Subject) -> Iterator[Cells]:
@@ -87,11 +84,10 @@ def _ratio(subject: Subject) -> Iterator[Cells]:
         yield Cells(layers, np.full(len(layers), nominal), variant="nominal")
 
 
-def _entries(subject: Subject) -> Iterator[Cells]:
+def _entries(subject: Subject, evicted_at: EvictedAt) -> Variants:
     from kvsim.analysis.kept.retention import entries_seen
 
-    for layers, evicted_at in subject.layer_groups:
-        yield Cells(layers, entries_seen(evicted_at, subject.trace.prompt_len), "head")
+    return None, {"": (entries_seen(evicted_at, subject.trace.prompt_len), None)}
 
 
 def _needle(name: Literal["recall", "wipeout"]) -> Values:
@@ -113,14 +109,14 @@ def _needle(name: Literal["recall", "wipeout"]) -> Values:
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
-        "sets", "share", "lower", "named by AMS, defined here", _wipeout,
+        "sets", "share", "lower", "named by AMS, defined here", _heads(_wipeout),
         over_events="last", main="length=32,threshold=0"),
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, next to chance",
-        "sets", "share", None, "AMS, Table 14", _iou),
+        "sets", "share", None, "AMS, Table 14", _heads(_iou)),
     "middle_coverage": Metric(
         "share kept of the middle third of the text, next to that of the whole",
-        "sets", "share", None, "AMS, Fig. 4", _coverage),
+        "sets", "share", None, "AMS, Fig. 4", _heads(_coverage)),
     "burst_length": Metric(
         "mean length of a run of evicted positions, next to chance",
         "sets", "entries", None, "AMS, Fig. 2",
@@ -131,13 +127,13 @@ PLACES: Mapping[str, Metric] = {
         _burst(lambda variant: variant.startswith("length")), main="length=32"),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
-        "sets", "relative", None, "G-KV, Fig. 7", _position),
+        "sets", "relative", None, "G-KV, Fig. 7", _heads(_position)),
     "retention_ratio": Metric(
         "share of the full cache that is used: by rows after the prompt, in the end, nominally",
         "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows"),
     "entries_seen": Metric(
         "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
-        "sets", "entries", None, "kvsim", _entries),
+        "sets", "entries", None, "kvsim", _heads(_entries)),
     "needle_recall": Metric(
         "share of the needle's entries that a row sees, mean over rows after the prompt, next to "
         "that of all entries of the prompt",
@@ -176,12 +172,11 @@ def _marks(trace: Trace, records: Sequence[Record], _: str) -> Sequence[Bools | 
     return [None if text is None else is_punctuation(text)] * len(records)
 
 
-def _punctuation(subject: Subject) -> Iterator[Cells]:
+def _punctuation(subject: Subject, evicted_at: EvictedAt) -> Variants:
     from kvsim.analysis.kept.text import punctuation_lift
 
-    if (marks := subject.walk(_marks)) is not None:
-        for layers, evicted_at in subject.layer_groups:
-            yield Cells(layers, punctuation_lift(evicted_at, marks), "head")
+    marks = subject.walk(_marks)
+    return None, {} if marks is None else {"": (punctuation_lift(evicted_at, marks), None)}
 
 
 #: Repetition of the response, and values, keys and tokens that are kept.
@@ -200,5 +195,5 @@ CONTENTS: Mapping[str, Metric] = {
         _vectors("key_similarities")),
     "punctuation_lift": Metric(
         "share kept of punctuation over the share kept of all tokens, after the last event",
-        "sets", "ratio", None, "G-KV, App. I", _punctuation),
+        "sets", "ratio", None, "G-KV, App. I", _heads(_punctuation)),
 }  # fmt: skip

@@ -7,12 +7,20 @@ in time linear in H x T but for sorting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, event_rows, histogram, share
+from kvsim.analysis.arrays import (
+    Bools,
+    EvictedAt,
+    Floats,
+    Ints,
+    Variants,
+    event_rows,
+    histogram,
+    share,
+)
 from kvsim.analysis.kept import chance
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
@@ -43,39 +51,23 @@ def event_row(evicted_at: EvictedAt, row: int | None) -> int:
     return row
 
 
-@dataclass(frozen=True)
-class Wipeout:
-    """Regions of one layer at each event. rows [E]; regions int [E], wiped int [H, E].
-
-    regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
-    than `threshold` is left. cumulative_chance [H, E]: the expected `cumulative` of a random set of
-    the size at the first event of a head; NaN at later ones, which depend on every choice until
-    then.
-    """
-
-    rows: Ints
-    regions: Ints
-    wiped: Ints
-    cumulative_chance: Floats
-
-    @property
-    def cumulative(self) -> Floats:
-        """Share of the regions wiped out so far, NaN without one; [H, E]."""
-        return share(self.wiped, self.regions)
-
-
 def wipeouts(
     evicted_at: EvictedAt,
     lengths: Sequence[int] = LENGTHS,
     thresholds: Sequence[float] = THRESHOLDS,
     sink: int = SINK,
     recent: int = RECENT,
-) -> Iterator[tuple[int, float, Wipeout]]:
-    """Yield (length, threshold, wipe-out) of one layer's `evicted_at` [H, T].
+) -> Variants:
+    """Share of the regions of which no more than `threshold` is left after each event.
+
+    Regions are complete ones inside [sink, N - recent), N = row + 1; NaN without one. Chance is the
+    expected share of a random set of the size at the first event of a head; NaN at later ones,
+    which depend on every choice until then.
 
     A region dies with the eviction that leaves it floor(threshold x its length) entries, so one
     sort within regions gives the event of its death.
     """
+    variants: dict[str, tuple[Floats, Floats | None]] = {}
     rows, total = event_rows(evicted_at), evicted_at.shape[1]
     shape = len(evicted_at), len(rows) + 1
     died = np.searchsorted(rows, evicted_at)
@@ -100,14 +92,15 @@ def wipeouts(
                 most, np.minimum(length, held), held, held - evicted[here]
             )
             expected = np.where(first, share(likely, regions), np.nan)
-            yield length, threshold, Wipeout(rows, regions, wiped, expected)
+            variants[f"length={length},threshold={threshold:g}"] = share(wiped, regions), expected
+    return rows, variants
 
 
-def retained_iou(evicted_at: EvictedAt) -> tuple[Ints, Floats, Floats]:
+def retained_iou(evicted_at: EvictedAt) -> Variants:
     """How much of each retained set K is still there after the next event that acts, in K'.
 
-    The first event of each pair [E - 1]; |K and K'| / |K or K'| [H, E - 1]; and the mean IoU of K
-    with a random choice of as many entries as K' from K and the entries that came since.
+    After the first event of each pair |K and K'| / |K or K'| [H, E - 1]. Chance is the mean IoU of
+    K with a random choice of as many entries as K' from K and the entries that came since.
     """
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
@@ -120,7 +113,7 @@ def retained_iou(evicted_at: EvictedAt) -> tuple[Ints, Floats, Floats]:
     first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
     iou, pool = share(both, first + second - both), first + np.diff(rows)
-    return rows[:-1], iou, chance.iou(first, second, pool)
+    return rows[:-1], {"": (iou, chance.iou(first, second, pool))}
 
 
 def rows_that_see(evicted_at: EvictedAt, prompt_len: int) -> Ints:
