@@ -1,4 +1,4 @@
-"""Figures of expected attention. All numbers are `exact`."""
+"""The figure of expected attention; its numbers are `exact`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.axes import checked_index
-from kvsim.analysis.folder import Tabular, as_table
-from kvsim.analysis.measuring import measure
-from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
-from kvsim.plots.style import (
-    COLOURS,
-    caption,
-    cell_means,
-    colour_bar,
-    label,
-    panels,
-    trace_label,
-)
-from kvsim.studies.expectation.expectation import (
-    STEPS,
-    Expectation,
-    expected_and_observed,
-    prompt_expectation,
-)
+from kvsim.plots.style import caption, colour_bar, label, panels
+from kvsim.studies.expectation.expectation import STEPS, Expectation, expected_and_observed
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12
-
-_STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 
 
 @figure(inputs=("trace",), source="Expected Attention, Fig. 10", prepare="_expected")
@@ -91,54 +70,9 @@ def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None 
     return figure
 
 
-@figure(inputs=("traces",), prepare="_trace_table")
-def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
-    """Agreement of expected and observed attention after each step, a panel per layer.
-
-    A point and a thin line per trace and query head, black their mean.
-
-    table: with the metric `expectation_steps`. layers: all by default.
-    """
-    table = as_table(table)
-    table = table.filter(metric="expectation_steps")
-    present = sorted(table["layer"].unique())
-    shown = present if layers is None else list(layers)
-    if not shown or not set(shown) <= set(present):
-        raise PolicyError(f"layers {shown} were requested; the table has {present}")
-    figure, axes = panels(len(shown))
-    at = np.arange(len(STEPS))
-    for axis, layer in zip(axes, shown, strict=True):
-        values = cell_means(
-            table.filter(layer=layer), ["trace", "qhead"], "variant", STEPS, "value"
-        )
-        # next to each other, so that equal values are visible
-        places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
-        axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
-        look: dict[str, Any] = {"color": "black", "ms": 4.5, "lw": 1.4, "mfc": "white"}
-        axis.plot(at, mean_known(values.T), "D-", label="mean", **look)
-        axis.set_title(f"layer {layer}", fontsize=8)
-        axis.set_xticks(at, _STEP_NAMES)
-        axis.set_xlim(-0.4, len(STEPS) - 0.6)
-        axis.axhline(0, color="black", lw=0.7, ls=":")
-    label(figure, "step (the last: Expected Attention)", "rank correlation with observed")
-    what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
-    what += "\nblue: query heads; black: their mean"
-    caption(figure, what, table["fidelity"])
-    return figure
-
-
 def _expected(traces: Sequence[Trace]) -> Expectation:
     """Return expected and observed attention of the first trace."""
     return expected_and_observed(traces[0])
-
-
-def _trace_table(traces: Sequence[Trace]) -> pl.DataFrame:
-    """Return `expectation_steps`; attention is expected from the first fifth, as in the paper."""
-    tables = []
-    for trace in traces:
-        analysis = Analysis(trace, given={prompt_expectation: expected_and_observed(trace)})
-        tables.append(measure(analysis, metrics=["expectation_steps"]))
-    return in_order(tables)
 
 
 def _around(values: Floats) -> tuple[float, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import polars as pl
 from markupsafe import Markup
 
@@ -13,8 +11,8 @@ from kvsim.report.study import Section, Study
 from kvsim.report.traces import Column, by_layer, places
 from kvsim.studies.expectation.expectation import STEPS, prompt_expectation
 
-#: Layers at most in a figure with a panel and in one with a row each.
-_PANELS, _ROWS = 7, 4
+#: Most layers in a figure with a row each.
+_ROWS = 4
 
 
 def _expectation(study: Study) -> str:
@@ -28,13 +26,11 @@ def _expectation(study: Study) -> str:
         "those of the prompt. Fidelity: exact."
     )
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
-    first = study.first.of(prompt_expectation)
-    shown, fewer = (places(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
-    steps = partial(plots.agreement_steps, study.table, layers=shown)
-    pictures = [image("Agreement by step", steps)]
-    if first is not None:
+    pictures = []
+    if (first := study.first.of(prompt_expectation)) is not None:
+        shown = places(study.first.trace.n_layers, _ROWS)
         alt = f"Expected against observed attention, {first.trace}"
-        pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
+        pictures.append(image(alt, lambda: plots.expected_observed(first, layers=shown), "png"))
     title = "Expected and observed attention"
     return section(title, note, lines([by_layer(study, head), *pictures]))
 

@@ -9,17 +9,11 @@ from scipy.stats import spearmanr
 
 import kvsim
 from kvsim.analysis.output.reconstruction import reconstruction_table
-from kvsim.analysis.subject import Analysis
-from kvsim.plots import (
-    agreement_steps,
-    expected_observed,
-    reconstruction_error,
-)
+from kvsim.plots import expected_observed, reconstruction_error
 from kvsim.studies.expectation.expectation import (
     STEPS,
     expected_and_observed,
     key_gaps,
-    prompt_expectation,
     state_normality,
 )
 from tests.plots.test_plots_sets import lines
@@ -35,16 +29,6 @@ def made(seed, name, size=1.0):
 def found():
     """Two prompts, cut at row 24."""
     return [expected_and_observed(made(seed, name), 24) for seed, name in enumerate("ab")]
-
-
-def measured(*names):
-    """A Table of some metrics of the two prompts."""
-    traces = [made(seed, name) for seed, name in enumerate("ab")]
-    analyses = [
-        Analysis(trace, given={prompt_expectation: expected_and_observed(trace, 24)})
-        for trace in traces
-    ]
-    return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 
 def test_a_panel_has_the_attention_of_each_key(found):
@@ -78,28 +62,6 @@ def test_a_panel_has_the_attention_of_each_key(found):
         "a: 20 keys before position 24, mean over 36 later rows\n"
         "dotted: equal shares (fidelity: exact)"
     )
-
-
-def test_agreement_is_that_of_each_head(found):
-    """A line per trace and query head through the steps, and their mean."""
-    table = measured("expectation_steps")
-    figure = agreement_steps(table)
-    one, two = figure.axes
-    heads = [line for line in two.lines if line.get_color() == "#0072b2"]
-    expected = [one.spearman[:, 1, head] for one in found for head in range(4)]
-
-    assert np.array([line.get_ydata() for line in heads]) == pytest.approx(np.array(expected))
-    places = np.array([line.get_xdata() for line in heads])
-    assert np.abs(places - np.arange(4)).max() < 0.2
-    assert len(np.unique(places)) == places.size
-    assert lines(two)["mean"][1] == pytest.approx(np.mean(expected, 0))
-    assert [tick.get_text().replace("\n", " ") for tick in two.get_xticklabels()] == [
-        step.replace("_", " ") for step in STEPS
-    ]
-    assert (one.get_title(), two.get_title()) == ("layer 0", "layer 1")
-    assert figure.get_supylabel() == "rank correlation with observed"
-    assert figure.get_suptitle().startswith("2 traces: ")
-    assert figure.get_suptitle().endswith("(fidelity: exact)")
 
 
 @pytest.fixture(scope="module")
