@@ -14,7 +14,7 @@ from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.duo import HeadPlan
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
-from kvsim.studies.learning.heads import head_plan
+from kvsim.studies.learning.plans import head_plan
 from kvsim.testing import Rule, Scored
 from kvsim.testing.invariants import INVARIANTS
 from kvsim.testing.invariants.trial import Trial

@@ -14,7 +14,7 @@ import kvsim
 from kvsim.core.policy import Everything, Schedule
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.policies.duo import HeadPlan
-from kvsim.studies.learning.utility import greedy, utility_plan
+from kvsim.studies.learning.plans import greedy, utility_plan
 from kvsim.testing.loops import replay
 from kvsim.testing.strategies import cases, make_case
 from reference import plans, rule

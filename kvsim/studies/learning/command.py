@@ -43,8 +43,7 @@ def heads(
     projections (`kvsim capture --o-proj`).
     """
     from kvsim.policies.lukv import SCORER
-    from kvsim.studies.learning.heads import head_plan
-    from kvsim.studies.learning.utility import utility_plan
+    from kvsim.studies.learning.plans import head_plan, utility_plan
 
     check_output(out, overwrite=overwrite)
     kind, _, scorer = policy.partition("+")

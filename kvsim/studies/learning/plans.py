@@ -1,15 +1,16 @@
-"""`utility_plan`: which share of its entries each head can lose, by their long-horizon utility."""
+"""Plans of heads: what each loses if it streams, or the utility of the entries that it loses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.output.error import output_error
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Everything, Inputs, Policy, Protection, Schedule, Scorer
@@ -21,11 +22,55 @@ from kvsim.policies.duo import HeadPlan
 from kvsim.policies.expected_attention import quadratic
 from kvsim.policies.foreign import plain_scorer
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
-from kvsim.store.opening import Traces
-from kvsim.studies.learning.heads import answered
+from kvsim.policies.model import common_model
+from kvsim.policies.naming import policy
+from kvsim.store.opening import Traces, as_traces
 
 # Rows whose attention is computed at once.
 _ROWS = 64
+
+
+def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
+    """Return the plan of a model: the score of each KV head, for `duo:FILE`.
+
+    The score of a head is the error of its attention output if it alone streams
+    (`kvsim.policies.duo`); a layer whose sliding window bounds its cache scores 0.
+
+    Args:
+        traces: of one model, each with rows after its prompt.
+        budget: entries of a head that streams, sinks included.
+        sink: first positions that a streaming head keeps.
+
+    Raises:
+        PolicyError: a trace has no rows after its prompt, or traces are of different models.
+        BudgetError: the budget holds no more than the sinks.
+    """
+    streaming = policy("streaming_llm", sink=sink)
+    tables: list[Floats] = []
+    traces, training = _answered(traces)
+    for trace in traces:
+        record = replay(trace, streaming, budget, interval=1)
+        (error,) = output_error(trace, [record], prompt=False)
+        table = np.zeros((trace.n_layers, trace.n_heads))
+        of_rows = error.error.astype(np.float64).mean(-1)
+        table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
+        tables.append(table)
+    return HeadPlan(np.mean(tables, axis=0).tolist(), {**training, "budget": budget, "sink": sink})
+
+
+def _answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
+    """Traces, their digests and model. Raises PolicyError for several, or without a response."""
+    traces = as_traces(traces)
+    if not traces:
+        raise PolicyError("there are no traces; expected traces of one model, with a response each")
+    for trace in traces:
+        if trace.prompt_len == trace.n_pos:
+            raise PolicyError(
+                f"{trace.name} has no rows after its prompt, by which heads are measured; "
+                "expected a trace with a response, capture with --max-new-tokens"
+            )
+    digests = {trace.name: trace.digest if trace.path is not None else "" for trace in traces}
+    return traces, {"traces": digests, "model": common_model(traces)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +118,7 @@ def utility_plan(traces: Traces, *, scorer: str = SCORER, sink: int = SINK) -> H
         PolicyError: a trace has no rows after its prompt, or no entry that may leave; traces are of
             different models; or the scorer is none that leaves all heads the same number.
     """
-    traces, training = answered(traces)
+    traces, training = _answered(traces)
     params = PARAMS if scorer == SCORER else {}
     piece = plain_scorer("lukv", scorer)
     sinks = {"sink": sink} if "sink" in parameters(piece) else {}
