@@ -121,7 +121,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OutputError: something is at `path`, or the system refuses.
     """
     target = Path(os.path.realpath(path))  # renaming to a link would replace the link
-    with writing(path), Draft(target) as folder:
+    with writing(path), drafted(target) as folder:
         draft = folder / target.name
         yield draft
         sync_tree(draft)
@@ -131,35 +131,19 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             put_in_place(draft, target, overwrite=overwrite)
 
 
-class Draft:
+@contextmanager
+def drafted(target: Path) -> Iterator[Path]:
     """A hidden, locked folder next to an output; removed at its end, after a kill by the next."""
-
-    def __init__(self, target: Path) -> None:
-        self.folder, self.kept, self._lock = hidden(target, "tmp"), False, None
-        try:
-            remove_abandoned(target)
-            self.folder.mkdir(parents=True)
-            self._lock = (self.folder / LOCK).open("ab")
-            lock(self._lock)
-        except BaseException:  # an interrupt here comes before __exit__ could clean up
-            self.__exit__()
-            raise
-
-    def keep(self) -> None:
-        """Leave the folder where it is: without its lock it is not abandoned, whatever comes."""
-        self.kept = True
-        self.__exit__()
-        (self.folder / LOCK).unlink()
-
-    def __enter__(self) -> Path:
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
+    folder = hidden(target, "tmp")
+    remove_abandoned(target)
+    try:
+        folder.mkdir(parents=True)
+        with (folder / LOCK).open("ab") as file:
+            lock(file)
+            yield folder
+    finally:
         with unbroken():
-            if self._lock is not None:
-                self._lock.close()
-            if not self.kept:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
@@ -177,18 +161,15 @@ def put_in_place(draft: Path, target: Path, *, overwrite: bool) -> None:
     aside = hidden(target, "old")
     if target.is_file() and draft.is_file():
         shutil.copymode(target, draft)
-    if draft.is_file() or (overwrite and not target.is_dir()):
-        draft.replace(target)
-    elif not overwrite:  # fails where a folder that is not empty has appeared meanwhile
-        draft.rename(target)
-    else:
+    if overwrite and target.is_dir():
         target.rename(aside)
-        try:
-            draft.rename(target)
-        except BaseException:
+    try:  # fails where a folder that is not empty has appeared meanwhile
+        draft.replace(target)
+    except BaseException:
+        if aside.exists():
             with _left(target, aside, "cannot be put back"):
                 aside.rename(target)
-            raise
+        raise
     with _left(target, aside, "is written, but could not be flushed to disk"):
         sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)

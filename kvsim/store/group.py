@@ -30,7 +30,7 @@ from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import KvsimError, TraceError, TraceNotFoundError, error_line
-from kvsim.files import DOCUMENT, LOCK
+from kvsim.files import DOCUMENT
 from kvsim.schema import is_url, object_at
 from kvsim.store.inputs import decode_document
 
@@ -299,12 +299,12 @@ def create_array(
     return array
 
 
-def seal_group(folder: Path, attributes: Mapping[str, Any]) -> bytes:
-    """Write attributes, consolidated metadata and manifest of a group, and return its document."""
+def seal_group(folder: Path, attributes: Mapping[str, Any]) -> None:
+    """Write attributes, consolidated metadata and manifest of a group."""
     paths = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path not in (folder / ROOT, folder / LOCK)
+        if path.is_file() and path != folder / ROOT
     }
     documents = {
         key.removesuffix(f"/{ROOT}"): json.loads(path.read_bytes())
@@ -318,6 +318,4 @@ def seal_group(folder: Path, attributes: Mapping[str, Any]) -> bytes:
     # as a reader gets them: keys that are numbers would be sorted differently
     root |= json.loads(json.dumps({"attributes": {**attributes, "files": files}}))
     root["attributes"]["seal"] = seal(root)
-    data = json.dumps(root, indent=1).encode("ascii")
-    (folder / ROOT).write_bytes(data)
-    return data
+    (folder / ROOT).write_text(json.dumps(root, indent=1), "ascii")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from filecmp import cmp
 from pathlib import Path
@@ -14,22 +14,22 @@ from typing import Any, Self
 import numpy as np
 import zarr
 
-from kvsim.core.checks import DTYPES, as_array, as_stored, check_shapes
+from kvsim.core.checks import DTYPES, as_array, as_stored
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.left_out import LeftOut, held_parts, whole_shapes
+from kvsim.core.left_out import LeftOut, held_parts
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
-from kvsim.errors import OutputError, TraceError, TraceExistsError, local_path
-from kvsim.files import Draft, put_in_place, sync_tree, unbroken
+from kvsim.errors import TraceError, local_path
+from kvsim.files import drafted, put_in_place, sync_tree, unbroken, writing
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.index import check_target
-from kvsim.store.inputs import decode_document
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, move_projections, store_projections
+from kvsim.store.reader import StoredTrace
 
 
 class TraceWriter:
@@ -50,8 +50,8 @@ class TraceWriter:
             where the file system has them.
         shards: whether arrays with many chunks are sharded; shards are not linked.
 
-    Raises:
-        TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
+    Raises TraceExistsError where something is at `path`, and it is not a trace or `overwrite` is
+    False, and OutputError where the system refuses.
     """
 
     def __init__(
@@ -73,26 +73,21 @@ class TraceWriter:
         self._digest, self._left_out, self._like = ContentDigest(), left_out, like
         self._arrays: dict[str, tuple[StoredArray, zarr.Array[Any]]] = {}
         self._next: dict[str, list[int]] = {}
-        self._kept = ""
-        arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
-        with self._writing():
-            self._draft = Draft(path)
-            self.folder = self._draft.folder
-        try:
-            with self._writing():
-                self._group = create_group(self.folder)
-                for each in arrays:
-                    self._arrays[each.name] = each, self._create(each, each.name)
-                    self._next[each.name] = [0] * each.shape[0]
-        except BaseException:  # an interrupt here comes before __exit__ could clean up
-            self._draft.__exit__()
-            raise
+        self._stored = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
 
     def __enter__(self) -> Self:
+        with self._writing(), ExitStack() as stack:
+            self._draft = stack.enter_context(drafted(self.path))
+            self.folder = self._draft / self.path.name
+            self._group = create_group(self.folder)
+            for each in self._stored:
+                self._arrays[each.name] = each, self._create(each, each.name)
+                self._next[each.name] = [0] * each.shape[0]
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._draft.__exit__()
+        self._stack.close()
 
     def _create(self, each: StoredArray, name: str, *, sharded: bool = False) -> zarr.Array[Any]:
         axes = axes_of(each.name, rows=self._left_out is not None)
@@ -169,7 +164,7 @@ class TraceWriter:
         """
         given = shape, read, source_dtype, dtype or self.store_dtype
         with self._writing():
-            return store_projections(self.path.parent, self.folder, *given)
+            return store_projections(self.path.parent, self._draft, *given)
 
     def publish(
         self,
@@ -180,12 +175,10 @@ class TraceWriter:
     ) -> Path:
         """Complete the trace, move it to `path` and return the path.
 
-        Raises TraceError if a chunk is missing, and TraceExistsError if something has appeared at
-        `path`; the whole trace then stays in the hidden folder that the error names.
+        Raises TraceError for a trace that no reader would open, such as one without a chunk, and
+        TraceExistsError if something has appeared at `path`.
         """
-        where = str(self.path)
         with self._writing():
-            self._require_chunks()
             shapes = {name: each.shape for name, (each, _) in self._arrays.items()}
             if tokens is not None:
                 ids = tokens.astype(np.int32)
@@ -198,10 +191,6 @@ class TraceWriter:
             if token_text is not None:
                 "".join(token_text).encode()  # ValueError for half of a character
                 checksums["token_text"] = [text_checksum(token_text)]
-            floats = {x: n for x, n in shapes.items() if x in CHECKSUMMED and x != "tokens"}
-            whole = whole_shapes(floats, header.left_out)
-            check_shapes(whole, where)
-            header.check(whole, where)
             attributes = {
                 **attributes_of(header),
                 "digest": self._digest.total(header, shapes),
@@ -210,31 +199,13 @@ class TraceWriter:
             }
             self._shard()
             self._link()
-            move_projections(self.folder, self.path.parent)
-            document = seal_group(self.folder, attributes)
-            try:
-                decode_document(document)
-            except ValueError as error:
-                raise TraceError(
-                    f"{where}: what describes it {error}; nothing was published, change its `meta`"
-                ) from error
-            self._kept = f"the whole trace is {self.folder}, rename it, or "
-            try:
-                sync_tree(self.folder)
-            finally:
-                self._draft.keep()
+            seal_group(self.folder, attributes)
+            StoredTrace(self.folder)
+            move_projections(self._draft, self.path.parent)
+            sync_tree(self.folder)
             check_target(self.path, overwrite=self.overwrite)
             put_in_place(self.folder, self.path, overwrite=self.overwrite)
         return self.path
-
-    def _require_chunks(self) -> None:
-        for name, (each, _) in self._arrays.items():
-            written = sum(path.is_file() for path in (self.folder / name / "c").rglob("*"))
-            if written != each.nchunks:
-                raise TraceError(
-                    f"{self.path}: {name} has {written} of {each.nchunks} chunks; nothing was "
-                    "published, write the missing blocks first"
-                )
 
     def _shard(self) -> None:
         """Put the chunks of each layer of sharded arrays into one file."""
@@ -258,21 +229,9 @@ class TraceWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Write to the end despite interrupts; raise TraceError, with one line, for disk errors."""
-        try:
-            with unbroken():
-                yield
-        except OutputError as error:  # once something has moved
-            raise TraceError(str(error)) from error
-        except OSError as error:
-            if self._kept and os.path.lexists(self.path) and not self.overwrite:
-                raise TraceExistsError(
-                    f"{self.path} exists, expected a free path; {self._kept}remove it"
-                ) from error
-            raise TraceError(
-                f"{self.path} cannot be written ({error.strerror or error}); "
-                f"{self._kept}free some space or give another output path"
-            ) from error
+        """Write to the end despite interrupts; OutputError for what the system refuses."""
+        with writing(self.path), unbroken():
+            yield
 
 
 def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path:

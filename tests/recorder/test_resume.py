@@ -9,7 +9,7 @@ import pytest
 import torch
 from recorder_models import build, four_layers
 
-from kvsim.errors import CaptureError, TraceError
+from kvsim.errors import CaptureError, OutputError
 from kvsim.recorder import Prompt, capture_many
 from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
@@ -143,7 +143,7 @@ def full(monkeypatch):
 @pytest.mark.parametrize(
     ("chunks", "expected"),
     [
-        (1, r"^prompt 'a' \(1 of 3\): .*cannot be written .* output path$"),
+        (1, r"^prompt 'a' \(1 of 3\): .*cannot be written .* path$"),
         (
             2,
             r"^prompt 'b' \(2 of 3\): .*b\.zarr",
@@ -158,7 +158,7 @@ def test_a_full_disk_among_many_prompts(chunks, expected, tmp_path, full):
     """The error says where it happened, what is complete, and how to go on; which works."""
     full[0] = chunks  # a trace has one for each of two layers
 
-    with pytest.raises(TraceError, match=expected) as caught:
+    with pytest.raises(OutputError, match=expected) as caught:
         capture_many(four_layers(), words_tokenizer(), MANY, tmp_path, **SAME)
     one_line(caught)
     left = sorted(path.name for path in tmp_path.glob("*.zarr"))

@@ -7,7 +7,7 @@ import torch
 import zarr
 
 import kvsim
-from kvsim.errors import TraceError, TraceExistsError
+from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.store import writer
 from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
@@ -32,7 +32,7 @@ def test_a_trace_that_no_reader_takes_is_not_published(tmp_path):
         kvsim.save_trace(make(meta={"labels": labels}), tmp_path / "a.zarr")
     ).header.labels == {"task": "a"}
 
-    with pytest.raises(TraceError, match=r"/made.zarr: what describes it has more than"):
+    with pytest.raises(TraceError, match=r"/made.zarr: zarr.json is not readable \(has more than"):
         kvsim.save_trace(make(meta={"seed": ["a" * (1 << 26)]}), tmp_path / "made.zarr")
 
     assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
@@ -96,7 +96,7 @@ def test_a_missing_block_is_not_published(tmp_path):
     ) as writer:
         for name, shape in shapes.items():
             writer.append(name, 0, torch.ones(shape[1], 256, 8))
-        with pytest.raises(TraceError, match="q has 1 of 2 chunks"):
+        with pytest.raises(TraceError, match="has 1 of 2 chunks, expected all"):
             writer.publish(trace.header)
 
     assert list(tmp_path.iterdir()) == []
@@ -125,17 +125,14 @@ def test_a_writer_refuses_what_is_not_finite_or_too_large(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
-    """A write that the disk refuses is a TraceError; a whole trace can be renamed into place."""
+    """A write that the disk refuses; nothing is left."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "sync_tree", full)
 
-    with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
+    with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
         kvsim.save_trace(make(), tmp_path / "a.zarr")
 
-    assert not (tmp_path / "a.zarr").exists()
-    monkeypatch.undo()
-    (left,) = tmp_path.iterdir()
-    assert open_trace(left.rename(tmp_path / "a.zarr")).digest == make().digest
+    assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from kvsim.cli.show import (
     fidelity_shares,
     verdict,
 )
-from kvsim.errors import OutputError, TraceError
+from kvsim.errors import KvsimError, OutputError, TraceError
 from kvsim.files import check_writable, published, writing
 from kvsim.progress import progress_bar
 from kvsim.samples import sample_judged, sample_trace
@@ -73,7 +73,7 @@ def run(
     except KeyboardInterrupt:
         state = "is unchanged" if out.exists() else "was not written"
         raise Stop(f"interrupted, {out} {state}", 130) from None
-    except TraceError as error:  # a full disk: the message is about a trace that is gone by now
+    except KvsimError as error:  # a full disk: the message is about a trace that is gone by now
         if isinstance(error.__cause__, OSError):
             with writing(out):
                 raise error.__cause__ from error
