@@ -29,7 +29,7 @@ def test_a_sample_is_small_and_undamaged(model):
     path = kvsim.sample_trace(model)
     result, facts = verify(path, deep=True), describe(path)
 
-    assert (result.ok, result.problems) == (True, ())
+    assert (result.ok, result.problems) == (True, [])
     assert (facts["format"], facts["digest"]) == (6, DIGESTS[model])
     assert sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) < 4_000_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvsim.core.attention import causal_attention
 from kvsim.core.checks import as_array, logit_rounding, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
 from kvsim.core.header import Header
-from kvsim.core.lazy import torch
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import held_parts, stored_part
 from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
@@ -36,31 +36,39 @@ ROWS = 16 * CHUNK
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verification:
     """Result of `verify`.
 
     Attributes:
+        output_tolerance, lse_tolerance: limits of the errors; of lse that of the layer with the
+            largest.
         output_error: for each layer, the largest relative error of a head (`relative_error`)
             between recorded and recomputed attention output; empty if it is not recorded or was
             not recomputed.
-        output_tolerance: its limit.
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty as above.
-        lse_tolerance: its limit, of the layer with the largest.
         problems: one sentence for each problem.
     """
 
-    output_error: tuple[float, ...]
     output_tolerance: float
-    lse_error: tuple[float, ...]
     lse_tolerance: float
-    problems: tuple[str, ...]
+    output_error: list[float] = field(default_factory=list)
+    lse_error: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether there are no problems."""
         return not self.problems
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error of the trace as a problem."""
+        try:
+            yield
+        except TraceError as error:
+            self.problems.append(str(error))
 
 
 def verify(
@@ -77,137 +85,114 @@ def verify(
     Raises:
         TraceError: the trace cannot be opened; see `open_trace`. Later problems are in the result.
     """
-    check = _Check(StoredTrace(path), deep=deep)
-    n_layers = len(check.stored.header.layer_ids)
+    stored = StoredTrace(path)
+    header, dtypes = stored.header, stored.numbers
+    involved = [header.source_dtypes.get("attn_out", "float32"), header.source_dtypes["q"]]
+    involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
+    # that of the capture may be larger: a kernel may round more than its dtype does
+    recorded = object_at(header.meta, "capture_check").get("tolerance")
+    recorded = min(float(recorded), 0.5) if isinstance(recorded, int | float) else 0.0
+    # lse was computed from the stored q, k in float32 or float64: their rounding has no effect
+    limits = max(tolerance(*involved), recorded), tolerance(dtypes.get("lse", "float32"))
+    result, n_layers = Verification(*limits), len(header.layer_ids)
     for layer in range(n_layers):
-        check.layer(layer)
-        if progress is not None:
-            progress(layer + 1, n_layers)
-    return check.result()
-
-
-class _Check:
-    """The results of `verify` so far."""
-
-    def __init__(self, stored: StoredTrace, *, deep: bool) -> None:
-        self.stored, self.deep = stored, deep
-        self.problems: list[str] = []
-        self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse")}
-        sources, dtypes = stored.header.source_dtypes, stored.numbers
-        involved = [sources.get("attn_out", "float32"), sources["q"]]
-        involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
-        self.output_tolerance = tolerance(*involved)
-        # that of the capture may be larger: a kernel may round more than its dtype does
-        recorded = object_at(stored.header.meta, "capture_check").get("tolerance")
-        if isinstance(recorded, int | float):
-            self.output_tolerance = max(self.output_tolerance, min(float(recorded), 0.5))
-        # it was computed from the stored q, k in float32 or float64: their rounding has no effect
-        self.lse_dtype = dtypes.get("lse", "float32")
-        self.lse_tolerance = tolerance(self.lse_dtype)
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Note an error of the trace as a problem."""
-        try:
-            yield
-        except TraceError as error:
-            self.problems.append(str(error))
-
-    def layer(self, layer: int) -> None:
-        """Check a layer, which is held in memory."""
-        stored, arrays = self.stored, dict[str, torch.Tensor]()
-        sizes = stored.header.sizes
+        arrays = dict[str, Tensor]()
         for name in [name for name in CHECKSUMMED[1:] if name in stored.arrays]:
-            with self._noting():
-                values = stored.read_stored(name, slice(layer, layer + 1), _ALL)[0]
-                self._checksum(name, layer, values)
-                arrays[name] = narrowed(name, values[None], sizes[layer])[0] if sizes else values
-        with self._noting():
+            with result.noting():
+                values = stored.read_stored(name, slice(layer, layer + 1), _ALL)
+                _compare_checksum(stored, result, name, layer, values[0])
+                sizes = header.sizes
+                arrays[name] = (narrowed(name, values, sizes[layer]) if sizes else values)[0]
+        with result.noting():
             if stored.projections is not None:
                 stored.projections.check(layer)
-        if self.deep and {"q", "k", "v"} <= arrays.keys():
-            self._recompute(layer, arrays)
+        if deep and {"q", "k", "v"} <= arrays.keys():
+            _recompute(stored, result, layer, arrays)
+        if progress is not None:
+            progress(layer + 1, n_layers)
+    with result.noting():
+        _compare_rest(stored, result)
+    return result
 
-    def _recompute(self, layer: int, arrays: dict[str, torch.Tensor]) -> None:
-        """Compare a layer with what its queries, keys and values give, in blocks of rows."""
-        stored, dtype = self.stored, self.stored.compute_dtype
-        latent, left_out = stored.header.latent, stored.header.left_out
-        k, v = arrays["k"].to(dtype), arrays["v"].to(dtype)
-        if latent is not None and not torch.equal(k[..., -latent:], v):
-            self.problems.append(
-                f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
-                "record the trace again"
-            )
-        n_pos, largest = k.shape[1], dict[str, torch.Tensor]()
-        of_layer = tolerance(self.lse_dtype)
-        for start in range(0, n_pos, ROWS):
-            for pos in held_parts("q", range(start, min(start + ROWS, n_pos)), left_out):
-                rows = stored_part("q", pos, n_pos, left_out, stored.where)
-                q, end = arrays["q"][:, rows].to(dtype), pos.stop
-                formula = stored.header.formulas[layer]
-                out, lse = causal_attention(q, k[:, :end], v[:, :end], formula, pos.start)
-                of_layer = max(of_layer, logit_rounding(lse.float()))
-                found = {"size": out.abs().amax((-2, -1))}
-                if "attn_out" in arrays:
-                    recorded = arrays["attn_out"][:, rows].to(dtype)
-                    found["gap"] = (recorded - out).abs().amax((-2, -1))
-                if "lse" in arrays:
-                    found["lse"] = (arrays["lse"][:, rows] - lse).abs().max()
-                for name, x in found.items():
-                    largest[name] = torch.maximum(largest.get(name, x), x)
-        self.lse_tolerance = max(self.lse_tolerance, of_layer)
-        if "gap" in largest:  # as `relative_error` has it
-            gap, size = largest["gap"], largest["size"]
-            error = float(torch.where(gap == 0, gap, gap / size).max())
-            self._judge("attn_out", layer, error, self.output_tolerance)
-        if "lse" in largest:
-            self._judge("lse", layer, float(largest["lse"]), of_layer)
 
-    def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        digest = ContentDigest()
-        digest.update(name, layer, as_array(values))
-        recorded = self.stored.attributes["checksums"].get(name, [])[layer : layer + 1]
-        if recorded != digest.checksums()[name]:
-            place = f" in layer {layer}" if "layer" in AXES[name] else ""
-            self.problems.append(
-                f"{self.stored.where}: the checksum of {name}{place} is not the recorded one; the "
-                "array was changed after recording"
-            )
-
-    def _judge(self, name: str, layer: int, error: float, allowed: float) -> None:
-        self.errors[name].append(error)
+def _recompute(
+    stored: StoredTrace, result: Verification, layer: int, arrays: dict[str, Tensor]
+) -> None:
+    """Compare a layer with what its queries, keys and values give, in blocks of rows."""
+    where, dtype, header = stored.where, stored.compute_dtype, stored.header
+    latent, left_out, formula = header.latent, header.left_out, header.formulas[layer]
+    k, v = arrays["k"].to(dtype), arrays["v"].to(dtype)
+    if latent is not None and not torch.equal(k[..., -latent:], v):
+        result.problems.append(
+            f"{where}: values of layer {layer} are not the latents that end its keys; "
+            "record the trace again"
+        )
+    n_pos, largest = k.shape[1], dict[str, Tensor]()
+    of_layer = tolerance(stored.numbers.get("lse", "float32"))
+    for start in range(0, n_pos, ROWS):
+        for pos in held_parts("q", range(start, min(start + ROWS, n_pos)), left_out):
+            rows = stored_part("q", pos, n_pos, left_out, where)
+            q, end = arrays["q"][:, rows].to(dtype), pos.stop
+            out, lse = causal_attention(q, k[:, :end], v[:, :end], formula, pos.start)
+            of_layer = max(of_layer, logit_rounding(lse.float()))
+            found = {"size": out.abs().amax((-2, -1))}
+            if "attn_out" in arrays:
+                recorded = arrays["attn_out"][:, rows].to(dtype)
+                found["gap"] = (recorded - out).abs().amax((-2, -1))
+            if "lse" in arrays:
+                found["lse"] = (arrays["lse"][:, rows] - lse).abs().max()
+            for name, x in found.items():
+                largest[name] = torch.maximum(largest.get(name, x), x)
+    result.lse_tolerance = max(result.lse_tolerance, of_layer)
+    checks = []
+    if "gap" in largest:  # as `relative_error` has it
+        gap = largest["gap"]
+        error = torch.where(gap == 0, gap, gap / largest["size"]).max()
+        checks.append(("attn_out", result.output_error, error, result.output_tolerance))
+    if "lse" in largest:
+        checks.append(("lse", result.lse_error, largest["lse"], of_layer))
+    for name, errors, error, allowed in checks:
+        errors.append(float(error))
         if not error <= allowed:  # NaN is a problem too
-            self.problems.append(
-                f"{self.stored.where}: {name} of layer {layer} differs by {error:.3g} from what "
+            result.problems.append(
+                f"{where}: {name} of layer {layer} differs by {error:.3g} from what "
                 f"q, k, v give, expected at most {allowed:g}; record the trace again"
             )
 
-    def result(self) -> Verification:
-        stored, recorded = self.stored, self.stored.attributes["checksums"]
-        with self._noting():
-            for key in stored.store.files:  # metadata, which nothing above has read
-                if key.endswith(ROOT):
-                    sync(stored.store.get(key))
-            texts = stored.token_text
-            if texts is not None and recorded.get("token_text") != [text_checksum(texts)]:
-                self.problems.append(
-                    f"{stored.where}: the text of the tokens is not the recorded one; "
-                    "copy the trace again or record it again"
-                )
-            if "tokens" in stored.shapes:
-                self._checksum("tokens", 0, stored.read("tokens", _ALL, _ALL))
-            shapes = {name: array.shape for name, array in stored.arrays.items()}
-            dtypes = {x: "float32" if y == "bfloat16" else y for x, y in stored.numbers.items()}
-            sums = {name: x for name, x in recorded.items() if name in shapes}
-            if content_digest(stored.header, shapes, dtypes, sums) != stored.digest:
-                self.problems.append(f"{stored.where}: its digest is not that of its content")
-        return Verification(
-            output_error=tuple(self.errors["attn_out"]),
-            output_tolerance=self.output_tolerance,
-            lse_error=tuple(self.errors["lse"]),
-            lse_tolerance=self.lse_tolerance,
-            problems=tuple(self.problems),
+
+def _compare_checksum(
+    stored: StoredTrace, result: Verification, name: str, layer: int, values: Tensor
+) -> None:
+    digest = ContentDigest()
+    digest.update(name, layer, as_array(values))
+    recorded = stored.attributes["checksums"].get(name, [])[layer : layer + 1]
+    if recorded != digest.checksums()[name]:
+        place = f" in layer {layer}" if "layer" in AXES[name] else ""
+        result.problems.append(
+            f"{stored.where}: the checksum of {name}{place} is not the recorded one; the "
+            "array was changed after recording"
         )
+
+
+def _compare_rest(stored: StoredTrace, result: Verification) -> None:
+    """Compare what has no layers: metadata, tokens, their text, and the digest."""
+    recorded = stored.attributes["checksums"]
+    for key in stored.store.files:
+        if key.endswith(ROOT):
+            sync(stored.store.get(key))
+    texts = stored.token_text
+    if texts is not None and recorded.get("token_text") != [text_checksum(texts)]:
+        result.problems.append(
+            f"{stored.where}: the text of the tokens is not the recorded one; "
+            "copy the trace again or record it again"
+        )
+    if "tokens" in stored.shapes:
+        _compare_checksum(stored, result, "tokens", 0, stored.read("tokens", _ALL, _ALL))
+    shapes = {name: array.shape for name, array in stored.arrays.items()}
+    dtypes = {x: "float32" if y == "bfloat16" else y for x, y in stored.numbers.items()}
+    sums = {name: x for name, x in recorded.items() if name in shapes}
+    if content_digest(stored.header, shapes, dtypes, sums) != stored.digest:
+        result.problems.append(f"{stored.where}: its digest is not that of its content")
 
 
 def describe(path: str | Path) -> dict[str, Any]:
