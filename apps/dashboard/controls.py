@@ -27,7 +27,7 @@ from kvsim.experiment import Experiment
 from kvsim.policies import ACCESS, CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.samples import SAMPLES, sample_trace
-from kvsim.store.index import find_runs, find_traces
+from kvsim.store.index import find
 
 from . import cache, elements
 
@@ -122,12 +122,12 @@ def root() -> Path:
 def traces() -> dict[str, Path]:
     """Return the traces of the folder by name, or the sample traces for an empty folder."""
     shipped = {name: sample_trace(model) for name, model in reversed(SAMPLES.items())}
-    return find_traces(root()) or shipped
+    return find(root(), "trace") or shipped
 
 
 def runs() -> dict[str, Path]:
     """Return the runs of the folder by name, the newest first."""
-    listed = find_runs(root())
+    listed = find(root(), "run")
     newest = sorted(listed, key=lambda name: -cache.Source.of(listed[name]).written)
     return {name: listed[name] for name in newest}
 
@@ -146,7 +146,7 @@ def sidebar(shown: Sequence[str]) -> None:
                 shown = [*shown, "trace"]
         if "trace" in shown:
             choose("Trace", "trace", list(traces()))
-            if not find_traces(root()):
+            if not find(root(), "trace"):
                 st.caption(
                     "Samples that come with kvsim, because this folder has no trace. Record some: "
                     "`kvsim prompts --n 4 --out prompts.jsonl`, then "
@@ -159,7 +159,7 @@ def sidebar(shown: Sequence[str]) -> None:
             opened = cache.trace(source())
             # of the sample with a text, the head of the README's first figure; else the last layer
             # that policies act on
-            sample = st.session_state["trace"] == SAMPLE and not find_traces(root())
+            sample = st.session_state["trace"] == SAMPLE and not find(root(), "trace")
             whole = [x for x in range(opened.n_layers) if x not in opened.windowed]
             layer, head = (0, 2) if sample else ((whole or [opened.n_layers - 1])[-1], 0)
             left, right = st.columns(2)

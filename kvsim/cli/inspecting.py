@@ -74,11 +74,11 @@ def info(
 
 def _in_folder(given: str) -> list[Path]:
     """Return the traces of a folder that is none itself."""
-    from kvsim.store.index import find_traces
+    from kvsim.store.index import find
 
     path = Path(given)
     whole = not path.is_dir() or (path / "zarr.json").exists()
-    return [] if whole else [*find_traces(path).values()]
+    return [] if whole else [*find(path, "trace").values()]
 
 
 def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def reading(where: str) -> Iterator[None]:
     except (KvsimError, MemoryError):
         raise
     except Exception as error:  # drivers of stores have errors of their own
-        raise damaged(f"{where} is not readable ({error_line(error)})") from error
+        raise damaged(f"{where} cannot be read ({error_line(error)})") from error
 
 
 def checksum(data: Any) -> str:

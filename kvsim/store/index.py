@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -11,42 +10,26 @@ from kvsim import files
 from kvsim.errors import TraceExistsError
 from kvsim.schema import PROJECTIONS, object_at
 
-#: Depth of the search.
-DEPTH = 4
-
 Kind = Literal["trace", "run", "folder"]
 
 
-def find_traces(root: Path, depth: int = DEPTH) -> dict[str, Path]:
-    """Return traces below `root`, folders and packed ones, by their relative path.
+def find(root: Path, kind: Kind, depth: int = 4) -> dict[str, Path]:
+    """Return traces, folders and packed ones, or runs below `root`, by their relative path.
 
     depth: levels of folders that are entered, 1 for `root` alone. ``*.zarr`` and ``*.zarr.zip``
     count as traces, whole or not, so that damaged ones are listed; of other names, those whose
     metadata is that of a trace. Hidden folders, and whatever is inside a trace or a run, are left
     out.
     """
-    return _named(root, "trace", depth)
-
-
-def find_runs(root: Path) -> dict[str, Path]:
-    """Return run folders below `root` (with a run.json), by their relative path."""
-    return _named(root, "run", DEPTH)
-
-
-def _named(root: Path, wanted: Kind, depth: int) -> dict[str, Path]:
-    paths = (path for path, kind in _walk(root, depth) if kind == wanted)
-    return {path.relative_to(root).as_posix(): path for path in paths}
-
-
-def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
-    """Yield the paths below a folder by name; traces and runs are not entered."""
-    for path in sorted(folder.iterdir()):
-        kind = None if path.name.startswith(".") or path.is_symlink() else _kind(path)
-        if kind is None:
-            continue
-        yield path, kind
-        if kind == "folder" and depth > 1:
-            yield from _walk(path, depth - 1)
+    found: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):
+        of_path = None if path.name.startswith(".") or path.is_symlink() else _kind(path)
+        if of_path == kind:
+            found[path.name] = path
+        elif of_path == "folder" and depth > 1:
+            inside = find(path, kind, depth - 1)
+            found |= {f"{path.name}/{name}": each for name, each in inside.items()}
+    return found
 
 
 def _kind(path: Path) -> Kind | None:

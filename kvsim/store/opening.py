@@ -43,7 +43,7 @@ def as_traces(given: Traces) -> list[Trace]:
 def paths_of(given: str | Path) -> list[Path | str]:
     """The paths and URLs of a path: itself or a folder's traces; TraceNotFoundError without any."""
     from kvsim.samples import locate  # noqa: PLC0415  a trace in memory needs neither
-    from kvsim.store.index import find_traces  # noqa: PLC0415
+    from kvsim.store.index import find  # noqa: PLC0415
 
     path = locate(given)
     if isinstance(path, str):
@@ -54,5 +54,5 @@ def paths_of(given: str | Path) -> list[Path | str]:
             raise TraceNotFoundError(f"no path is like {path}; expected traces")
         return [Path(match) for match in matches]
     if path.is_dir() and not any((path / name).exists() for name in ("zarr.json", "run.json")):
-        return [*find_traces(path, 1).values()] or [path]
+        return [*find(path, "trace", 1).values()] or [path]
     return [path]

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import DTYPES, check_finite, check_shapes, check_texts
 from kvsim.core.digest import fingerprint
+from kvsim.core.header import OPTIONAL, Header, listed, printable
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import stored_part, whole_shapes
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceNotFoundError, suggest
+from kvsim.errors import TraceError, TraceNotFoundError, error_line, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import AXES, FORMAT_VERSION, object_at
 from kvsim.store.group import CheckedStore, damaged, open_store, read_arrays, reading
-from kvsim.store.layout import BITS, FLOATS, chunk_shape
-from kvsim.store.metadata import read_header
+from kvsim.store.layout import BITS, FLOATS
 from kvsim.store.projections import StoredProjections, find_projections
 
 _ALL = slice(None)
@@ -74,11 +75,19 @@ class StoredTrace:
         if self.projections is not None:
             stored["o_proj"] = tuple(self.projections.facts.shape)
             dtypes["o_proj"] = self.projections.facts.source_dtype
-        self.header = read_header(self.attributes, dtypes, self.where)
+        try:
+            self.header = read_header(self.attributes, dtypes)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise damaged(f"{self.where}: its attributes: {error_line(error)}") from error
         with reading(f"{self.where}: its arrays"):
             #: shape of each array that `read` returns
             self.shapes: Mapping[str, tuple[int, ...]] = whole_shapes(stored, self.header.left_out)
-            self._check()
+            if missing := [name for name in "qkv" if name not in stored]:
+                raise damaged(f"{self.where}: no array {', '.join(missing)}, expected q, k and v")
+            check_shapes(self.shapes, self.where)
+            if "token_text" in self.attributes:
+                check_texts(self.token_text, self.shapes["q"][2], self.where)
+            self.header.check(self.shapes, self.where)
 
     @property
     def positions(self) -> Tensor:
@@ -120,7 +129,8 @@ class StoredTrace:
         """Return part of an array with layers, as `read`; pos: places in what is stored."""
         part = tuple({"layer": layers, "pos": pos}.get(axis, _ALL) for axis in AXES[name])
         with reading(self.where):
-            tensor = as_numbers(self.arrays[name][part], self.numbers[name])
+            stored = torch.from_numpy(np.asarray(self.arrays[name][part]))
+            tensor = stored.view(getattr(torch, self.numbers[name]))
         # writers refuse NaN, so a reader that finds one has lost data
         places = zip(AXES[name], self.shapes[name], part, strict=True)
         first = {axis: range(n)[one].start for axis, n, one in places}
@@ -137,24 +147,41 @@ class StoredTrace:
             raise damaged(f"{self.where}: {name} is {number}, expected {' or '.join(allowed)}")
         return number
 
-    def _check(self) -> None:
-        """Raise TraceError unless the arrays fit the header and each other."""
-        missing = ", ".join(name for name in "qkv" if name not in self.arrays)
-        problem = f"no array {missing}, expected q, k and v" if missing else ""
-        for name, array in self.arrays.items():
-            if array.chunks != chunk_shape(name, array.shape):
-                problem = f"{name} has chunks of {array.chunks}"
-        if problem:
-            raise damaged(f"{self.where}: {problem}")
-        check_shapes(self.shapes, self.where)
-        if "token_text" in self.attributes:
-            check_texts(self.attributes["token_text"], self.shapes["q"][2], self.where)
-        self.header.check(self.shapes, self.where)
+
+def attributes_of(header: Header) -> dict[str, Any]:
+    """Return the attributes that describe the header of a trace."""
+    ropes = list(dict.fromkeys(header.ropes))
+    return {
+        "kvsim_format": FORMAT_VERSION,
+        "name": header.name,
+        "prompt_len": header.prompt_len,
+        "layer_ids": list(header.layer_ids),
+        **header.optional,
+        "attention": [
+            {key: listed(x) for key, x in vars(formula).items() if x not in (None, ())}
+            | {"rope": ropes.index(rope)}
+            for formula, rope in zip(header.formulas, header.ropes, strict=True)
+        ],
+        "ropes": [{key: listed(x) for key, x in vars(rope).items()} for rope in ropes],
+        "meta": dict(header.meta),
+    }
 
 
-def as_numbers(values: Any, number: str) -> Tensor:
-    """Return stored values as a tensor of the numbers that they are."""
-    return torch.from_numpy(np.asarray(values)).view(getattr(torch, number))
+def read_header(attributes: Mapping[str, Any], dtypes: Mapping[str, str]) -> Header:
+    """The header that the attributes of a trace describe; dtypes: of each array, in the model."""
+    ropes = [Rope(**rope) for rope in attributes["ropes"]]
+    layers = [dict(layer) for layer in attributes["attention"]]
+    places = [layer.pop("rope") for layer in layers]
+    return Header(
+        prompt_len=attributes["prompt_len"],
+        formulas=tuple(Formula(**layer) for layer in layers),
+        ropes=tuple(ropes[place] for place in places),
+        layer_ids=attributes["layer_ids"],
+        name=printable(str(attributes["name"])),
+        source_dtypes=dtypes,
+        meta=object_at(attributes, "meta"),
+        **{key: attributes[key] for key in OPTIONAL if key in attributes},
+    )
 
 
 def _located(path: str | Path) -> str | Path:

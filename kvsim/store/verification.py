@@ -20,9 +20,8 @@ from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK, object_at
 from kvsim.store.group import ROOT
-from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts
-from kvsim.store.reader import StoredTrace
+from kvsim.store.reader import StoredTrace, attributes_of
 
 _ALL = slice(None)
 

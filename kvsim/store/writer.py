@@ -27,9 +27,8 @@ from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.index import check_target
 from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
-from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, move_projections, store_projections
-from kvsim.store.reader import StoredTrace
+from kvsim.store.reader import StoredTrace, attributes_of
 
 
 class TraceWriter:

@@ -99,13 +99,13 @@ def no_root(path):
 
 UNUSABLE = {
     "is a pipe or a device": no_root,
-    "its attribute files is not readable": lambda path: (
+    "its attribute files cannot be read": lambda path: (
         edit_header(path, lambda found: found.update(files={"q/c/0/0/0/0": 7})),
         edit(path / "zarr.json", lambda root: root["attributes"].update(seal=seal(root))),
     ),
     "trace format 5, which kvsim 0.1.0 reads": header(kvsim_format=5),
     "trace format 7, expected 6": header(kvsim_format=7),
-    "its attributes are not readable": header(ropes=[{"inv_freq": ["a"]}]),
+    "its attributes: rope: inv_freq is": header(ropes=[{"inv_freq": ["a"]}]),
     "scale is True": header(attention=[{"scale": True, "rope": 0}]),
     "prompt_len is 301; expected 1 to 300": header(prompt_len=301),
     "attribute checksums is None": header(checksums=None),
@@ -145,7 +145,7 @@ def test_no_trace(tmp_path):
         "file": "is not a kvsim trace",
         "empty": "zarr.json is missing",
         "group": "has no kvsim_format",
-        "broken": "not readable",
+        "broken": "cannot be read",
     }.items():
         with pytest.raises(TraceError, match=message) as caught:
             open_trace(tmp_path / name)

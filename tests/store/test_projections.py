@@ -12,7 +12,7 @@ from damage import edit_header, flip, reseal
 from kvsim.core.digest import array_fingerprint
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.store.index import find_traces
+from kvsim.store.index import find
 from kvsim.store.projections import Facts, move_projections, store_projections
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import describe, verify
@@ -55,7 +55,7 @@ def test_a_capture_stores_them_once_for_all_traces_of_a_model(tmp_path):
         assert facts["bytes"] > 0
         assert facts["digest"].startswith(f"sha256:{facts['folder'].removeprefix('projections-')}")
         assert verify(trace.path).ok
-    assert [*find_traces(tmp_path)] == ["a.zarr", "b.zarr", "c.zarr"]
+    assert [*find(tmp_path, "trace")] == ["a.zarr", "b.zarr", "c.zarr"]
 
 
 def test_other_layers_and_types_are_other_projections(tmp_path):

@@ -32,7 +32,7 @@ def test_a_trace_that_no_reader_takes_is_not_published(tmp_path):
         kvsim.save_trace(make(meta={"labels": labels}), tmp_path / "a.zarr")
     ).header.labels == {"task": "a"}
 
-    with pytest.raises(TraceError, match=r"/made.zarr: zarr.json is not readable \(has more than"):
+    with pytest.raises(TraceError, match=r"/made.zarr: zarr.json cannot be read \(has more than"):
         kvsim.save_trace(make(meta={"seed": ["a" * (1 << 26)]}), tmp_path / "made.zarr")
 
     assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
