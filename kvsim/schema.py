@@ -50,6 +50,25 @@ OF_VALUES = ("v", "attn_out", "gate", "o_proj")
 #: Arrays of which a trace may leave out rows; their positions are then `row`.
 OF_ROWS = ("q", "attn_out", "lse", "gate")
 
+#: Arrays of rows that repeat the context.
+REPETITION = ("probe_q", "probe_k")
+
+#: Axes along which arrays of layers are stored in blocks of `CHUNK`.
+BLOCKED = ("pos", "probe")
+
+#: How to record arrays that a trace may lack.
+ON_REQUEST = {
+    "o_proj": "--o-proj (o_proj=True)",
+    "gate": "--o-proj (o_proj=True), if its model has one",
+    "residual": "--residual (residual=True)",
+    "residual_norm": "this version, which stores it",
+    "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",
+    "received": "all rows (without --rows)",
+    "moments": "all rows (without --rows)",
+    "probe_q": "--probe repeat (probe='repeat')",
+    "probe_k": "--probe repeat (probe='repeat')",
+}
+
 #: Arrays of sums over such rows.
 SUMS = ("received", "moments")
 

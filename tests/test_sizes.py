@@ -3,9 +3,6 @@
 import pytest
 from sizes import AXES, CLOSURES, CONTRACTS, closure, members, outside, screen
 
-#: Files that name an axis where they are more than aimed at.
-_STILL = {"layer-wise pruning": 16, "probes": 17}
-
 
 @pytest.mark.parametrize("name", CLOSURES)
 def test_an_import_brings_few_lines(name):
@@ -24,7 +21,7 @@ def test_a_contract_fits_on_a_screen(contract):
 def test_an_axis_lives_in_one_room(axis):
     """Few files outside the room of an axis name it."""
     *_, most = AXES[axis]
-    assert len(outside(axis)) <= _STILL.get(axis, most), outside(axis)
+    assert len(outside(axis)) <= most, outside(axis)
 
 
 def test_commands_and_options_of_replay_fit_on_a_screen():

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import PolicyError, PositionError, TraceError, error_line
-from kvsim.schema import AXES, OF_VALUES, projections_folder
+from kvsim.schema import AXES, OF_VALUES, ON_REQUEST, projections_folder
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
 Positions = Sequence[int] | slice | Tensor
@@ -36,19 +36,6 @@ DTYPES = _Names({f"torch.{name}": name for name in ("float16", "bfloat16", "floa
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
-
-# How to record arrays that a trace may lack.
-_ON_REQUEST = {
-    "o_proj": "--o-proj (o_proj=True)",
-    "gate": "--o-proj (o_proj=True), if its model has one",
-    "residual": "--residual (residual=True)",
-    "residual_norm": "this version, which stores it",
-    "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",
-    "received": "all rows (without --rows)",
-    "moments": "all rows (without --rows)",
-    "probe_q": "--probe repeat (probe='repeat')",
-    "probe_k": "--probe repeat (probe='repeat')",
-}
 
 
 def stored_dtype(source: str) -> torch.dtype:
@@ -190,11 +177,9 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
                 f"{where}: {name} has shape {shape}, expected [{', '.join(axes)}], none of them 0"
             )
     heads = shapes["k"][1]
-    sizes = {**dict(zip(AXES["q"], shapes["q"], strict=True)), "head": heads}
-    # any size, but the same in both
-    sizes["hidden"] = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
-    sizes |= {"moment": 1 + shapes["k"][3], "before": shapes.get("received", (0, 0, 0))[2]}
-    sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
+    sizes = {"moment": 1 + shapes["k"][3]}
+    for name in filter(shapes.get, AXES):  # the first that has an axis says its size
+        sizes = dict(zip(AXES[name], shapes[name], strict=True)) | sizes
     for name, shape in shapes.items():
         sizes["dim"] = (shapes["v"] if name in OF_VALUES else shapes["q"])[-1]
         expected = tuple(sizes[axis] for axis in AXES[name])
@@ -249,7 +234,7 @@ def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], whe
         )
     return (
         f"{where}: the trace has no array {name!r}, it has {', '.join(shapes)}; record it again "
-        f"with {_ON_REQUEST.get(name, 'what is missing')}"
+        f"with {ON_REQUEST.get(name, 'what is missing')}"
     )
 
 

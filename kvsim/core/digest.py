@@ -23,7 +23,7 @@ from kvsim.schema import AXES, CHUNK
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse", "received", "moments")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
-CHECKSUMMED = (*DIGESTED, "gate", "o_proj", "residual", "residual_norm", "probe_q", "probe_k")
+CHECKSUMMED = (*DIGESTED, *(name for name in AXES if name not in (*DIGESTED, "evicted_at")))
 
 Array = NDArray[Any]
 

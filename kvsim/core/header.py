@@ -12,11 +12,11 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.left_out import held_parts
 from kvsim.core.parameters import check_fields
-from kvsim.core.probe import ARRAYS, Probe
 from kvsim.core.probe import KEY as PROBE
+from kvsim.core.probe import Probe
 from kvsim.core.sources import Size
 from kvsim.errors import TraceError
-from kvsim.schema import CHUNK, LABELS, LOGPROBS, SUMS, object_at
+from kvsim.schema import CHUNK, LABELS, LOGPROBS, REPETITION, SUMS, object_at
 
 #: Attributes that only some traces have.
 OPTIONAL = ("context_len", "questions", "owners", "sizes", "left_out")
@@ -137,6 +137,11 @@ class Header:
         return Probe.of(self.meta)
 
     @property
+    def chunks(self) -> Sequence[tuple[int, int, int]]:
+        """(start, stop, rows) of each chunk of the context that a probe repeats."""
+        return () if self.probe is None else self.probe.chunks
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers compute plain causal attention, with one scale and one rotation."""
         return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
@@ -192,8 +197,8 @@ class Header:
         fits = given is None or (probe is not None and probe.fits(context))
         yield "meta.probe", given, fits, f"chunks that repeat the {context} tokens of its context"
         rows = None if probe is None else len(probe.tokens)
-        recorded = {shapes[name][2] if name in shapes else None for name in ARRAYS}
-        yield "meta.probe", given, recorded == {rows}, f"as many rows as {' and '.join(ARRAYS)}"
+        recorded = {shapes[name][2] if name in shapes else None for name in REPETITION}
+        yield "meta.probe", given, recorded == {rows}, f"as many rows as {' and '.join(REPETITION)}"
         spans = meta.get("spans", {})
         yield "spans", spans, _are_spans(spans, end), f"lists of [start, end] within {end} tokens"
         for key, n, low, high in (

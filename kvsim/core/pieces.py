@@ -18,7 +18,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import GUIDE, NEVER, Compress, Spans
+from kvsim.schema import GUIDE, NEVER, REPETITION, Compress, Spans
 
 Scores = setting.Scores
 
@@ -63,7 +63,7 @@ class Inputs:
     @property
     def context_again(self) -> bool:
         """Whether it reads rows that repeat the context, which a model runs besides."""
-        return "probe_q" in self.arrays
+        return not self.arrays.isdisjoint(REPETITION)
 
     def __or__(self, other: Inputs) -> Inputs:
         both = ((name, vars(self)[name], vars(other)[name]) for name in vars(self))

@@ -15,9 +15,6 @@ from kvsim.schema import object_at
 #: Its key in `meta`.
 KEY = "probe"
 
-#: Its arrays.
-ARRAYS = ("probe_q", "probe_k")
-
 
 class Chunk(NamedTuple):
     """Positions start..stop-1 of the context, and how many rows of the probe ask for them."""

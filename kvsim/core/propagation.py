@@ -33,26 +33,6 @@ class Step:
     notes: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Decisions of a propagation for one prompt.
-
-    dropped: layers after which rows were dropped, ascending. counts: rows of the prompt that each
-    layer computes, first to last. restarted: these rows went through all layers once more, at
-    new contiguous positions. notes: by name, one number per layer, or one for all.
-    """
-
-    dropped: tuple[int, ...]
-    counts: tuple[int, ...]
-    restarted: bool = False
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def layer(self) -> int | None:
-        """The selection layer: the first after which rows were dropped."""
-        return self.dropped[0] if self.dropped else None
-
-
 class Forecast(NamedTuple):
     """What a propagation does with a prompt, as far as it is known before a run.
 

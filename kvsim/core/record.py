@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvsim.core.merging import Merger
 from kvsim.core.parameters import check_fields, integer
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Quantizer, Spec
 from kvsim.errors import PositionError, TraceError
@@ -59,6 +58,26 @@ class Plans:
             eligible=None,
             notes={name: note for name, note in self.notes.items() if name in names},
         )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of one prompt that a policy drops on the way down.
+
+    dropped: layers after which rows were dropped, ascending. counts: rows of the prompt that each
+    layer computes, first to last. restarted: these rows went through all layers once more, at
+    new contiguous positions. notes: by name, one number per layer, or one for all.
+    """
+
+    dropped: tuple[int, ...]
+    counts: tuple[int, ...]
+    restarted: bool = False
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> int | None:
+        """The selection layer: the first after which rows were dropped."""
+        return self.dropped[0] if self.dropped else None
 
 
 @dataclass(frozen=True)
@@ -220,10 +239,10 @@ def bounds_of(policy: Policy) -> tuple[str, ...]:
     "heads": the entries of some heads. "held": the entries of all heads, or the rows that propagate
     to deeper layers. "read": the entries that a row reads.
     """
-    propagates = policy.propagation is not None and policy.propagation.caches == "chosen"
+    reaching = policy.propagation is not None and policy.propagation.caches == "chosen"
     bounds = {
         "heads": policy.allocator.effect == "some",
-        "held": policy.bounded or propagates,
+        "held": policy.bounded or reaching,
         "read": policy.sparse is not None and policy.sparse.effect != "none",
     }
     return tuple(name for name, bound in bounds.items() if bound)

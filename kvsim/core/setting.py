@@ -80,7 +80,7 @@ class Source(ABC):
 
         o_proj [L, H, G, d, D]: output projections, times the prompt's mean gate if there is one.
         probe_q [L, H, G, P, d], probe_k [L, H, P, d]: of rows that repeat the context in chunks;
-        probe_chunks [chunk, 3]: the first position of each, the one behind it, and its rows.
+        chunks [chunk, 3]: the first position of each, the one behind it, and its rows.
         """
 
     @abstractmethod

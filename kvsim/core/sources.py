@@ -41,7 +41,11 @@ class InMemory:
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
-        _check_unwritten(name, self.arrays[name], self._versions[name])
+        if writes_to(self.arrays[name]) != self._versions[name]:
+            raise TraceError(
+                f"{name} was changed in place after the trace was built, expected the arrays that "
+                "it was built from; build it again"
+            )
         return _part(name, self.arrays[name], layers, pos)
 
 
@@ -53,8 +57,6 @@ class Loaded:
         layers: the layers that are held, each array as soon as it is read; others are read anew.
         dtype: the dtype in which they are held.
         held: returns the runs of positions that the source has of an array (`Header.held`).
-
-    Raises TraceError as `InMemory` does.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Loaded:
         self.base, self.shapes, self.positions = base, base.shapes, base.positions
         self._layers, self._held = range(*layers.indices(base.shapes["q"][0])), held
         self._dtype = dtype
-        self._arrays: dict[str, list[tuple[slice, Tensor, int]]] = {}
+        self._arrays: dict[str, list[tuple[slice, Tensor]]] = {}
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array."""
@@ -78,22 +80,19 @@ class Loaded:
             return self.base.read(name, layers, pos)
         layers_at = slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0])
         start, stop, _ = pos.indices(len(self.positions))
-        for run, array, version in self._runs(name):
+        for run, array in self._runs(name):
             if run.start <= start and stop <= run.stop:
-                _check_unwritten(name, array, version)
                 return _part(name, array, layers_at, slice(start - run.start, stop - run.start))
         return self.base.read(name, layers, pos)  # its error names the rows that it has not
 
-    def _runs(self, name: str) -> list[tuple[slice, Tensor, int]]:
-        """The runs of positions that there are of an array, with its version."""
+    def _runs(self, name: str) -> list[tuple[slice, Tensor]]:
+        """The runs of positions that there are of an array."""
         if name not in self._arrays:
             layers = slice(self._layers.start, self._layers.stop)
-            with torch.inference_mode(mode=False):  # so that they have a version
-                read = (
-                    (run, self.base.read(name, layers, run).to(self._dtype))
-                    for run in self._held(name, range(len(self.positions)))
-                )
-                self._arrays[name] = [(run, array, writes_to(array)) for run, array in read]
+            self._arrays[name] = [
+                (run, self.base.read(name, layers, run).to(self._dtype))
+                for run in self._held(name, range(len(self.positions)))
+            ]
         return self._arrays[name]
 
 
@@ -105,15 +104,6 @@ def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
         return array[layers]
     axis = AXES[name].index("pos")
     return array[(layers, *[_ALL] * (axis - 1), pos)]
-
-
-def _check_unwritten(name: str, array: Tensor, version: int) -> None:
-    """Raise TraceError for an array that was written to since it had this version."""
-    if writes_to(array) != version:
-        raise TraceError(
-            f"{name} was changed in place after the trace was built, expected the arrays that "
-            "it was built from; build it again"
-        )
 
 
 def writes_to(tensor: Tensor) -> int:

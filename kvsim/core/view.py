@@ -48,8 +48,7 @@ class View:
         self._padded = entries.padded  # whether a slot may hold no live entry
         #: row of the last event that acted on each layer, -1 before the first; int [L]
         self.since = since
-        # the row after which each key was rounded, int32 [L, H, T]
-        self._rounded_after = rounded_after
+        self._rounded_after = rounded_after  # the row after which each key was, int32 [L, H, T]
         #: whether an entry may have another key at a later event: it is rounded, or others that
         #: leave are folded into it
         self.rounded = rounded

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvsim.core.budgets import budget_at
 from kvsim.core.entries import Entries
@@ -28,7 +29,7 @@ class Choice:
 
     Attributes:
         view: what the policy saw.
-        layers: which layers hold more than their budget, bool [L]; nothing moves in the others.
+        acts: which layers hold more than their budget, bool [L]; nothing moves in the others.
         keep: which entries stay, bool [L, H, n].
         scores: [L, H, n]; None where no layer acts, as protected and plan are.
         protected: bool [L, H, n].
@@ -37,36 +38,36 @@ class Choice:
     """
 
     view: View
-    layers: Tensor
+    acts: Tensor
     keep: Tensor
     scores: Tensor | None = None
     protected: Tensor | None = None
     plan: Plan | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def plans(self, names: bool | Collection[str] = True) -> list[Plans]:
-        """Return the decisions as they are recorded; an empty list where no layer acts.
+    def recorded(self, internals: bool | Collection[str], positions: NDArray[Any]) -> list[Plans]:
+        """Return the decision as it is recorded; an empty list where there is nothing to record.
 
-        names: of notes; without scores, and empty where the plan has no such note.
+        internals: names of notes alone, or everything. positions: of each row in the text.
         """
         view, plan = self.view, self.plan
-        if plan is None or self.scores is None:
+        if plan is None or self.scores is None or internals is False:
             return []
-        if not isinstance(names, bool) and plan.notes.keys().isdisjoint(names):
+        if internals is not True and plan.notes.keys().isdisjoint(internals):
             return []
-        scores = self.scores.double().masked_fill(~view.live, torch.nan)
+        pos = view.pos.cpu().numpy()
         plans = Plans(
-            row=view.row,
+            row=int(positions[view.row]),
             layers=tuple(view.layers.tolist()),
-            pos=view.pos.cpu().numpy(),
-            scores=scores.cpu().numpy(),
+            pos=np.where(pos < 0, -1, positions[pos]),
+            scores=self.scores.double().masked_fill(~view.live, torch.nan).cpu().numpy(),
             budgets=view.budget.flatten().cpu().numpy(),
             quotas=plan.quotas.cpu().numpy(),
             groups=None if plan.groups is None else plan.groups.cpu().numpy(),
             eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
             notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
         )
-        return [plans if isinstance(names, bool) else plans.brief(names)]
+        return [plans if internals is True else plans.brief(internals)]
 
 
 class Block:
@@ -104,14 +105,12 @@ class Block:
         first = setting.ends[0] - 1
         self.store = Store(policy.storage, source, self.evicted_at, first)
 
-    def fire(self, rows: Iterable[int], internals: bool | frozenset[str]) -> list[Plans]:
-        """Fire the events after rows; returns decisions, by position in the text, on request."""
-        at, plans = self.source.positions.cpu().numpy(), list[Plans]()
+    def fire(self, rows: Iterable[int], internals: bool | Collection[str] = False) -> list[Plans]:
+        """Fire the events after rows; returns decisions on request (`Choice.recorded`)."""
+        positions, plans = self.source.positions.cpu().numpy(), list[Plans]()
         for row in rows:
             choice = self.choose(row)
-            for decided in choice.plans(internals) if internals else ():
-                pos = np.where(decided.pos < 0, -1, at[decided.pos])
-                plans.append(replace(decided, row=int(at[row]), pos=pos))
+            plans += choice.recorded(internals, positions)
             self.apply(choice)
             del choice  # the next event's attention takes its place
         return plans
@@ -150,27 +149,23 @@ class Block:
             rounded=policy.storage is not None,
         )
         acts = self._acts(view) & fires
-        acting = acts.tolist()
-        if not any(acting):
+        if not bool(acts.any()):
             return Choice(view, acts, entries.live)
         scores = view.scored(policy.scorer)
-        values = scores.values
-        check(policy, scores, entries.live, self.layers, row)
+        check(policy, view, scores)
         protected = protected_by(partial(policy.protection, enforced=False), view)
-        plan = policy.allocator.plan(view, values, protected)
+        plan = policy.allocator.plan(view, scores.values, protected)
         if not policy.allocator.enforces:
             protected = torch.zeros_like(protected)
-        _check_quotas(policy, plan, protected, row)
-        keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)
-        if not all(acting):
-            keep = keep.where(acts.view(-1, 1, 1), entries.live)
-        check_columns(policy, plan.columns, entries.live, row)
+        _check_plan(policy, view, plan, protected)
+        chosen = plan.quotas, protected, entries.live, plan.groups, plan.eligible
+        keep = select(scores.values, *chosen).where(acts.view(-1, 1, 1), entries.live)
         columns = {**scores.columns, **plan.columns}
-        return Choice(view, acts, keep, values, protected, plan, columns)
+        return Choice(view, acts, keep, scores.values, protected, plan, columns)
 
     def apply(self, choice: Choice, keep: Tensor | None = None) -> None:
         """Evict all entries but those that the policy keeps, or others in keep, bool [L, H, n]."""
-        entries, row, acts = self.entries, choice.view.row, choice.layers
+        entries, row, acts = self.entries, choice.view.row, choice.acts
         if keep is None and choice.plan is None:
             return
         for name, column in choice.columns.items():
@@ -207,86 +202,82 @@ class Block:
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
-        always = self.policy.allocator.effect == "rule"
-        budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
-        budget = view.setting.budget
-        live = view.count.sum(1)  # [L]
-        if not self.policy.across_layers:
-            share = budgets.budgets(view, budget)
-            view.budget = share.unsqueeze(-1)
-            return (live > share * heads) | always
-        room = budget * heads * len(live)
-        together = ((live.sum() > room) | always).expand_as(live)
-        if bool(together.any()):
-            view.budget = budgets.budgets(view, budget).unsqueeze(-1)
-        return together
+        policy, budget, heads = self.policy, view.setting.budget, view.pos.shape[1]
+        always, live = policy.allocator.effect == "rule", view.count.sum(1)  # [L]
+        if policy.across_layers:  # all of them act, or none
+            room = budget * heads * len(live)
+            acts = ((live.sum() > room) | always).expand_as(live)
+            if not bool(acts.any()):
+                return acts
+        budgets = policy.layer_budgets.budgets(view, budget)
+        view.budget = budgets.unsqueeze(-1)
+        return acts if policy.across_layers else (live > budgets * heads) | always
 
     def advance(self, stop: int) -> None:
         """Skip to row `stop`: all rows before it acted, and `entries` is up to date."""
         self._next, self.since = stop, torch.full_like(self.since, stop - 1)
 
 
-def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> None:
-    """Raise BudgetError where fewer entries may stay than are protected, of a head or a group.
+def check(policy: Policy, view: View, scores: Scores) -> None:
+    """Raise ScoreError unless each live entry has a score below infinity, float32 or better."""
+    values, live, entries = scores.values, view.live, "[layer, KV head, entry]"
+    if _shape(values) != [*live.shape] or values.dtype not in (torch.float32, torch.float64):
+        expected = f"torch.float32 or torch.float64 {[*live.shape]} {entries}"
+        raise ScoreError(_misfit(policy, view, "the score", values, expected))
+    # NaN is the largest of all, and below nothing
+    fine = float(values.max()) < torch.inf
+    bad = [] if fine else (~(values < torch.inf) & live).nonzero().tolist()
+    if bad:
+        layer, head, slot = bad[0]
+        where = f"layer {int(view.layers[layer])}, head {head}"
+        given = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
+        expected = f"a number for every live entry ({where}), and what must stay to be protected"
+        raise ScoreError(_misfit(policy, view, "the score", given, expected))
+    _check_columns(policy, view, scores.columns)
 
-    PolicyError for anything but whole numbers, one for each head or group.
+
+def _check_plan(policy: Policy, view: View, plan: Any, protected: Tensor) -> None:
+    """Raise PolicyError unless quotas are whole numbers, one for each head or group.
+
+    BudgetError where fewer entries may stay than are protected, of a head or a group.
     """
-    heads = [*protected.shape[:2]]
-    quotas: Any = getattr(plan, "quotas", None)
-    shape = [*getattr(quotas, "shape", ())]
+    heads, quotas = [*protected.shape[:2]], plan.quotas if isinstance(plan, Plan) else None
+    shape = _shape(quotas)
     fits = shape[:2] in (heads, [heads[0], 1]) and (len(shape) == 2 or plan.groups is not None)
-    if not fits or quotas.is_floating_point():
-        given = f"quotas {quotas.dtype} {shape}" if shape else type(plan).__name__
-        raise PolicyError(
-            f"{policy.name}: its allocator returns {given} at row {row}; expected a "
-            f"kvsim.core.policy.Plan with integers {heads} [layer, KV head], see {GUIDE}"
-        )
+    if quotas is None or not fits or quotas.is_floating_point():
+        expected = f"a kvsim.core.policy.Plan with integers {heads} [layer, KV head]"
+        given = plan if quotas is None else quotas
+        raise PolicyError(_misfit(policy, view, "the plan of its allocator", given, expected))
+    _check_columns(policy, view, plan.columns)
     if plan.groups is None:
         least = protected.sum(-1)
     else:
-        least = torch.zeros_like(plan.quotas)
-        least.scatter_add_(-1, plan.groups, protected.to(plan.quotas.dtype))
-    if bool((plan.quotas < least).any()):
+        least = torch.zeros_like(quotas)
+        least.scatter_add_(-1, plan.groups, protected.to(quotas.dtype))
+    if bool((quotas < least).any()):
         raise BudgetError(
-            f"{policy.name}: at row {row} a head is given fewer entries than are protected; "
+            f"{policy.name}: at row {view.row} a head is given fewer entries than are protected; "
             "use a larger budget or protect less"
         )
 
 
-def check(policy: Policy, scores: Scores, live: Tensor, layers: Tensor, row: int) -> None:
-    """Raise ScoreError unless each live entry has a score below infinity, float32 or better.
-
-    PolicyError for columns that are not declared, or have another shape.
-    """
-    values: Any = scores.values
-    shape = [*getattr(values, "shape", ())]
-    if shape != [*live.shape] or values.dtype not in (torch.float32, torch.float64):
-        found = f"{values.dtype} {shape}" if isinstance(values, Tensor) else type(values).__name__
-        raise ScoreError(
-            f"{policy.name}: scores at row {row} are {found}; expected torch.float32 or "
-            f"torch.float64 {list(live.shape)} [layer, KV head, entry], see {GUIDE}"
-        )
-    # NaN is the largest of all, and below nothing
-    fine = float(values.max()) < torch.inf
-    bad = None if fine else (~(values < torch.inf) & live).nonzero()
-    if bad is not None and len(bad):
-        layer, head, slot = bad[0].tolist()
-        kind = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
-        raise ScoreError(
-            f"{policy.name}: {kind} score at row {row}, layer {int(layers[layer])}, head {head}; "
-            "a scorer must give every live entry a number, and what must stay is protected, "
-            f"see {GUIDE}"
-        )
-    check_columns(policy, scores.columns, live, row)
-
-
-def check_columns(policy: Policy, columns: Mapping[str, Tensor], live: Tensor, row: int) -> None:
+def _check_columns(policy: Policy, view: View, columns: Mapping[str, Tensor]) -> None:
     """Raise PolicyError unless new values of columns are declared, one for each entry."""
     for name, column in columns.items():
-        shape, declared = [*getattr(column, "shape", ())], ", ".join(policy.columns) or "none"
-        if name not in policy.columns or shape != [*live.shape]:
-            raise PolicyError(
-                f"{policy.name}: returns a column {name!r} {shape} at row {row}; expected a tensor "
-                f"{list(live.shape)} [layer, KV head, entry] of a declared one ({declared}), see "
-                f"{GUIDE}"
+        if name not in policy.columns or _shape(column) != [*view.live.shape]:
+            declared = ", ".join(policy.columns) or "none"
+            expected = (
+                f"{[*view.live.shape]} [layer, KV head, entry] of a declared one ({declared})"
             )
+            raise PolicyError(_misfit(policy, view, f"column {name!r}", column, expected))
+
+
+def _shape(given: Any) -> list[int]:
+    return [*getattr(given, "shape", ())]
+
+
+def _misfit(policy: Policy, view: View, name: str, given: Any, expected: str) -> str:
+    """Say what a piece of a user's own returned at an event."""
+    kind = given if isinstance(given, str) else type(given).__name__
+    found = f"{given.dtype} {_shape(given)}" if isinstance(given, Tensor) else kind
+    return f"{policy.name}: {name} at row {view.row} is {found}; expected {expected}, see {GUIDE}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
-from kvsim.core.arguments import in_entries
-from kvsim.core.budgets import budget_at, sharing
-from kvsim.core.parameters import is_finite
+from kvsim.core.arguments import share_of
+from kvsim.core.budgets import budget_at, budgeted, sharing
 from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import BOUNDED, Run
 from kvsim.core.policy import Even, Policy, Schedule
@@ -22,19 +21,46 @@ from kvsim.errors import BudgetError, NeedsError, PolicyError
 from kvsim.policies.fit import remark_of
 from kvsim.schema import NEVER
 
+#: What policies do that not every run can follow, in words.
+_DOES: dict[str, Callable[[Policy], object]] = {
+    "reads rows of the future": lambda policy: policy.scorer.reads.future,
+    "chooses what it reads by rows of the trace": lambda policy: policy.reads.trace,
+    "keeps sets per query head": lambda policy: policy.per_query_head,
+    "rotates keys to their slots": lambda policy: policy.positions == "slot",
+    "drops rows of the prompt": lambda policy: policy.propagation is not None,
+    "reads a part of the cache": lambda policy: policy.sparse is not None,
+    "rounds entries": lambda policy: policy.rounds,
+    "merges entries": lambda policy: policy.storage is not None and not policy.rounds,
+    "reads the context again": lambda policy: policy.reads.context_again,
+}
+FUTURE, TRACE, QUERY_HEADS, SLOTS, DROPS, PART, ROUNDS, MERGES, REPEATS = _DOES
+
+
+def does(policy: Policy, *which: str) -> str:
+    """Return the first of these that a policy does, in words; empty for none."""
+    return next((each for each in which if _DOES[each](policy)), "")
+
+
+def refuse(policy: Policy, *which: str, advice: str) -> None:
+    """Raise PolicyError for a policy that does one of these. advice: why not, and what to do."""
+    if words := does(policy, *which):
+        raise PolicyError(f"{policy.name}: {words}, {advice}")
+
 
 class Setup:
     """A policy at a budget on a trace, with a schedule: what replays and live runs begin with.
 
-    trace: with the layers of one size. policy: with its scaled lengths at the budget, which is in
-    entries per head; BudgetError for any other. schedule: the policy's own by default. ends: tokens
-    before each prefill event, ascending. events: the rows after which events fire.
+    trace: with the layers of one size. policy: with its scaled lengths at the budget. budget: in
+    entries per head; share: as requested (`kvsim.core.budgets`), if not in entries. schedule: the
+    policy's own by default. ends: tokens before each prefill event, ascending. events: the rows
+    after which events fire.
     """
 
     def __init__(
-        self, trace: Trace, policy: Policy, budget: int, schedule: Schedule | None = None
+        self, trace: Trace, policy: Policy, budget: int | str, schedule: Schedule | None = None
     ) -> None:
-        self.trace, self.budget = trace.part(), in_entries(budget)
+        policy, self.budget = budgeted(policy, trace, budget)
+        self.trace, self.share = trace.part(), share_of(budget)
         self.policy, self.schedule = policy.at(self.budget), schedule or policy.schedule
         self.ends = self.schedule.ends(trace.prompt_len, trace.header.context_len)
         self.events = self.schedule.rows(*trace.extent)
@@ -200,16 +226,6 @@ class Setup:
                 f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text, or "
                 f"have heads of another size, and are not replayed: {windows(trace)}"
             )
-
-
-def check_options(memory: object, internals: object) -> None:
-    """Raise PolicyError where an option of `replay` is of another kind than it says."""
-    named = isinstance(internals, bool | Collection) and not isinstance(internals, str)
-    if not named or not (memory is None or is_finite(memory)):
-        raise PolicyError(
-            f"memory is {memory!r}, and internals are {internals!r}; expected bytes or None, and "
-            "True, False or names of notes"
-        )
 
 
 def check_budget(

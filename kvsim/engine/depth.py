@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parts import of_rows
-from kvsim.core.propagation import Propagation, Selection
+from kvsim.core.policy import Policy
+from kvsim.core.record import Selection
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, Source, View
 from kvsim.engine.source import TraceSource
@@ -31,12 +32,17 @@ class Descent:
 Look = Callable[[int, Tensor | None], View]
 
 
-def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look) -> Descent:
-    """Ask the propagation after each layer, and pass the rows that it selects to the next one.
+def descend(policy: Policy, n_layers: int, prompt_len: int, look: Look) -> Descent | None:
+    """Ask the policy after each layer, and pass the rows that it selects to the next one.
+
+    None for a policy that drops no rows.
 
     Layers behind a selection select from what `look` shows there: recorded attention, which had
     seen all tokens (open loop), or a layer that was computed on these rows alone.
     """
+    propagation = policy.propagation
+    if propagation is None:
+        return None
     rows: Tensor | None = None
     of_layer: list[Tensor | None] = []
     dropped: list[int] = []
@@ -73,11 +79,11 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
 
 def recorded(trace: Trace, setting: Setting, device: str) -> Look:
     """Return views of recorded queries, keys and values, restricted to the rows of a layer."""
+    on = torch.device(device)
 
     def look(layer: int, rows: Tensor | None) -> View:
         part = trace if rows is None else of_rows(trace, rows)
-        source = TraceSource(part, [layer], torch.device(device))
-        return prompt_view(source, setting, layer, part.prompt_len)
+        return prompt_view(TraceSource(part, [layer], on), setting, layer, part.prompt_len)
 
     return look
 

@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.core.arguments import share_of
-from kvsim.core.budgets import budgeted
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Plans, Record, facts_of
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.engine.block import Block
-from kvsim.engine.checks import Setup, check_options
+from kvsim.engine.checks import Setup
 from kvsim.engine.depth import Descent, descend, recorded
-from kvsim.engine.layers import replayed, runs
+from kvsim.engine.layers import LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import goes_by_rows, replay_rows
-from kvsim.engine.source import ended
+from kvsim.engine.source import TraceSource, ended
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER, Compress
 from kvsim.store.opening import TraceLike, as_trace
@@ -80,13 +78,10 @@ def replay(
         MemoryLimitError: one layer does not fit into `memory`.
     """
     trace, policy = as_trace(trace), as_policy(policy)
-    check_options(memory, internals)
     schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
-    policy, entries = budgeted(policy, trace, budget)
-    setup = Setup(trace, policy, entries, schedule).checked(memory)
-    how: Any = {"layers": layers, "device": resolve_device(device), "memory": memory}
-    record = run(setup, internals=internals, progress=progress, **how)
-    return replace(record, facts=replace(record.facts, share=share_of(budget)))
+    setup = Setup(trace, policy, budget, schedule).checked(memory)
+    where: Any = {"layers": layers, "device": resolve_device(device), "memory": memory}
+    return run(setup, internals=internals, progress=progress, **where)
 
 
 def run(
@@ -100,31 +95,22 @@ def run(
     by_row: bool = True,
 ) -> Record:
     """`replay` of what has been checked; by_row: an interval of 1 may go in blocks of rows."""
-    trace, policy, schedule = setup.trace, setup.policy, setup.schedule
+    trace, policy = setup.trace, setup.policy
     memory = DEFAULT_MEMORY if memory is None else memory
     chosen = replayed(trace, layers)
-    evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
     owners = [trace.owners[layer] for layer in chosen]
-    parts = [*dict.fromkeys(owners)]
-    plans: list[Plans] = []
-    done, reads = 0, None
+    evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
+    plans, reads, done = list[Plans](), None, 0
     with torch.inference_mode():
-        descent = None
-        if policy.propagation is not None:
-            look = recorded(trace, setup.setting(), device)
-            descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
-        for part in runs(setup.by_set, parts, policy, descent=descent, memory=memory):
-            setting = setup.setting(part.trace)
-            block = Block(part.source(device, memory), policy, setting, part.layers)
-            rows = () if part.uncut else setting.events
-            if by_row and internals is not True and schedule.interval == 1 and goes_by_rows(block):
-                replay_rows(block, rows)
-            else:
-                plans += block.fire(rows, internals)
-            positions = part.trace.positions.numpy()
-            result = placed(block.evicted_at.cpu().numpy(), positions, trace.n_pos)
-            del block  # before the layers of the next one are loaded
-            for layer, of_layer in zip(part.layers, result, strict=True):
+        look = recorded(trace, setup.setting(), device)
+        descent = descend(policy, trace.n_layers, trace.prompt_len, look)
+        unique = [*dict.fromkeys(owners)]
+        for together in runs(setup.by_set, unique, policy, descent=descent, memory=memory):
+            of_block, decisions = _replayed(
+                setup, together, together.source(device, memory), internals, by_row=by_row
+            )
+            plans += decisions
+            for layer, of_layer in zip(together.layers, of_block, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
                 done += owners.count(layer)
             if progress is not None:
@@ -147,6 +133,26 @@ def run(
     )
 
 
+def _replayed(
+    setup: Setup,
+    together: LayerRun,
+    source: TraceSource,
+    internals: bool | frozenset[str],
+    *,
+    by_row: bool,
+) -> tuple[NDArray[np.int32], list[Plans]]:
+    """When entries of layers leave that are replayed together, [L, H, T], and the decisions."""
+    setting = setup.setting(together.trace)
+    block = Block(source, setup.policy, setting, together.layers)
+    events, plans = () if together.uncut else setting.events, list[Plans]()
+    if by_row and internals is not True and setting.interval == 1 and goes_by_rows(block):
+        replay_rows(block, events)
+    else:
+        plans = block.fire(events, internals)
+    evicted_at, positions = block.evicted_at.cpu().numpy(), together.trace.positions.numpy()
+    return placed(evicted_at, positions, setup.trace.n_pos), plans
+
+
 def record_of(
     setup: Setup,
     evicted_at: NDArray[np.int32],
@@ -164,7 +170,7 @@ def record_of(
         per_query_head=policy.per_query_head,
         storage=policy.storage,
         schedule=schedule,
-        facts=facts_of(policy, schedule),
+        facts=replace(facts_of(policy, schedule), share=setup.share),
         budget=setup.budget,
         prompt_len=trace.prompt_len,
         layers=tuple(layers),

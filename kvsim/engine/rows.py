@@ -67,7 +67,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     for row in range(start, stop):
         view.open(row, count + row - start)
         scores = Scores.of(policy.scorer.score(view))
-        check(policy, scores, view.live, block.layers, row)
+        check(policy, view, scores)
         entries.columns.update(scores.columns)
         fixed = ~view.live | stays
         if recent:
@@ -147,10 +147,6 @@ class RowView(View):
         if self._attention is None:
             self._attention = self._softmax()
         return reduce_group(self._attention.unsqueeze(3), group)
-
-    def received(self) -> Tensor:
-        """Attention received from the current row, summed over the group; [L, H, n]."""
-        return self.attn(1, group="sum")[..., 0, :]
 
     def _softmax(self) -> Tensor:
         """Softmax over the live entries, [L, H, G, n]."""

@@ -162,9 +162,8 @@ class TraceSource(Source):
         return self.memo(("array", name), lambda: self._array(name))
 
     def _array(self, name: str) -> Tensor:
-        probe = self._trace.header.probe
-        if name == "probe_chunks" and probe is not None:
-            return torch.tensor(probe.chunks)
+        if name == "chunks" and self._trace.header.chunks:
+            return torch.tensor(self._trace.header.chunks)
         array, trace = self._read(name), self._trace
         if name == "o_proj" and trace.has("gate"):  # its mean over what the first event has seen
             seen = slice(0, trace.header.context_len or trace.prompt_len)

@@ -69,7 +69,7 @@ class KVzip(Scorer):
 
     def score(self, view: View) -> Scores:
         """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""
-        chunks = view.array("probe_chunks").tolist()
+        chunks = view.array("chunks").tolist()
         inside = view.live & (view.pos < chunks[-1][1])
         importance = view["importance"]
         missing = inside & importance.isnan()
@@ -93,7 +93,7 @@ def largest_weights(view: View, sink: int) -> Tensor:
     layers, heads, n, _ = keys.shape
     group, end = queries.shape[2], 0
     out = keys.new_zeros(layers, heads, group, n)
-    for start, stop, rows in view.array("probe_chunks").tolist() if n > view.row else ():
+    for start, stop, rows in view.array("chunks").tolist() if n > view.row else ():
         begin, end = end, end + rows
         sinks = min(sink, start)
         parts = (keys[:, :, :sinks], keys[:, :, start:stop], probe_keys[:, :, begin:end])

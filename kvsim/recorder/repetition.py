@@ -6,7 +6,7 @@ repeat it and the chunk itself. Then these rows are dropped again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.core.probe import Chunk, Probe
+from kvsim.core.probe import KEY, Chunk, Probe
+from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.forward import chunk_rows, evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.sizes import layer_sizes
 from kvsim.recorder.tokenization import knows, rendered
+from kvsim.schema import REPETITION
 
 #: Requests for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -108,6 +111,33 @@ def read_probe(
     parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
     queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
     return queries, keys
+
+
+def repeat_context(
+    model: PreTrainedModel, context: Sequence[int], trace: Trace | None = None
+) -> dict[str, Tensor]:
+    """Run the rows that repeat a context, as in a trace, or the repetition alone, in all layers.
+
+    Returns their queries and keys [layer, head, P, d], and chunks [chunk, 3].
+    """
+    probe = repetition(context)
+    if trace is not None:
+        trace.read(REPETITION[0], slice(0, 1))  # its error says how they are recorded
+        probe = trace.header.probe or probe
+    arrays = read_probe(model, context, probe, sorted(attention_modules(model)))
+    return {**dict(zip(REPETITION, arrays, strict=True)), "chunks": torch.tensor(probe.chunks)}
+
+
+def repetition_like(
+    arrays: Mapping[str, Tensor], rows: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the `meta` and the arrays of a repetition that is to be run, with zeros as numbers.
+
+    arrays: q and k of the sequence. rows: tokens of the context, about as many as will run.
+    """
+    probe = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows)
+    zeros = (arrays[name][:, :, :1].expand(-1, -1, rows, -1) for name in "qk")
+    return {KEY: probe.document()}, dict(zip(REPETITION, zeros, strict=True))
 
 
 def _encoded(text: str, tokenizer: Any) -> list[int]:

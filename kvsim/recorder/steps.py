@@ -14,7 +14,6 @@ from transformers.pytorch_utils import Conv1D
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
-from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.errors import CaptureError
 from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting
@@ -23,7 +22,7 @@ from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sizes import as_largest, layer_sizes
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, REPETITION
 from kvsim.store.projections import KEY, Facts
 
 #: Names of the output projection in attention modules: most families, GPT-NeoX, GPT-2, OPT.
@@ -278,7 +277,7 @@ class Projections(Step):
 class RepeatedContext(Step):
     """Rows that repeat the context."""
 
-    option, arrays = "probe", PROBE
+    option, arrays = "probe", REPETITION
 
     def prepare(self) -> None:
         """Find the rows, and check that the model can read them behind the context."""
@@ -293,10 +292,10 @@ class RepeatedContext(Step):
         """Run the rows behind the context, or copy them from the trace that shares it."""
         session = self.session
         if session.begun:
-            session.shared.store(session.sink, PROBE, 0)
+            session.shared.store(session.sink, REPETITION, 0)
         else:
             given = session.context, self.probe, session.layer_ids, session.chunk
-            for name, values in zip(PROBE, read_probe(session.model, *given), strict=True):
+            for name, values in zip(REPETITION, read_probe(session.model, *given), strict=True):
                 for layer, of_layer in enumerate(values):
                     session.sink.write_layer(name, layer, of_layer)
         return replace(header, meta={**header.meta, "probe": self.probe.document()})

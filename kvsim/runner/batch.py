@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kvsim.core.policy import Policy
+from kvsim.engine.checks import DROPS, PART, ROUNDS, does
 from kvsim.recorder.batching import Batch, Held, Written, write
 from kvsim.runner.cache import LiveLayer
-from kvsim.runner.checks import PART, ROUNDS, does
 from kvsim.runner.decoding import Decoding
 from kvsim.runner.model import Prefix
 
@@ -41,7 +41,7 @@ def run_prompt(
     """
     begin = len(ids) if first is None else first
     wanted = max(1, len(ids) - begin)
-    if lane.policy.propagation is not None or lane.running.has_states:
+    if does(lane.policy, DROPS) or lane.running.has_states:
         logits = lane.feed(ids, logits=wanted)
     else:
         n = min([begin, *(row + 1 for row in lane.setup.events)])

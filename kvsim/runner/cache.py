@@ -12,18 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvsim.core.probe import Probe
 from kvsim.core.setting import Source
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.hooks import kernel_mask
-from kvsim.recorder.modules import attention_modules
-from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.model import computable
 from kvsim.runner.reading import LiveReads
+from kvsim.schema import AXES
 
 T = TypeVar("T")
 
@@ -193,12 +190,13 @@ class LiveSource(Source):
 
     def note_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Keep what `repeat_context` returns, of the block's layers."""
-        of_block = {
-            "probe_q": self._grouped(computable(arrays["probe_q"][[*self.readers]])),
-            "probe_k": computable(arrays["probe_k"][[*self.layers]]),
-            "probe_chunks": arrays["probe_chunks"],
-        }
-        self._memo |= {("array", name): array for name, array in of_block.items()}
+        for name, array in arrays.items():
+            of_block = array
+            if name in AXES:  # else of no layer
+                queries = "qhead" in AXES[name]
+                of_block = computable(array[[*(self.readers if queries else self.layers)]])
+                of_block = self._grouped(of_block) if queries else of_block
+            self._memo["array", name] = of_block
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
@@ -330,18 +328,6 @@ class LiveSource(Source):
         """Bytes of the keys and values of live entries, without pads."""
         new = self.n_slots - self._live.shape[-1]
         return (self._count + new * len(self.layers) * self._heads) * self._entry_bytes
-
-
-def repeat_context(
-    model: PreTrainedModel, context: Sequence[int], probe: Probe | None = None
-) -> dict[str, Tensor]:
-    """Run rows that repeat the context, by default the repetition alone, through all layers.
-
-    Returns probe_q [layer, qhead, P, d], probe_k [layer, head, P, d] and probe_chunks [chunk, 3].
-    """
-    probe = probe or repetition(context)
-    queries, keys = read_probe(model, context, probe, sorted(attention_modules(model)))
-    return {"probe_q": queries, "probe_k": keys, "probe_chunks": torch.tensor(probe.chunks)}
 
 
 class LiveLayer(DynamicLayer):

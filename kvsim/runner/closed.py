@@ -31,9 +31,9 @@ from kvsim.recorder.generation import following
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.repetition import repeat_context
 from kvsim.recorder.tokenization import response_text
 from kvsim.runner.batch import run_prompt
-from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared, first_compared, uncompared
 from kvsim.runner.paged import Paging
@@ -163,10 +163,8 @@ class ClosedLoop:
     def _repeated(self) -> dict[str, Tensor]:
         """Rows that repeat the context, as recorded, run again: the same for all policies."""
         trace = self.trace
-        if trace.header.probe is None:
-            trace.read("probe_q")  # its error says how they are recorded
         context = self._ids[: trace.header.context_len or trace.prompt_len]
-        return repeat_context(self.running.model, context, trace.header.probe)
+        return repeat_context(self.running.model, context, trace)
 
     def check(self, schedules: Iterable[Schedule] = ()) -> FullPass:
         """Raise CaptureError unless the model computes what was recorded, with the full cache.

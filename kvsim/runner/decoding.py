@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.engine.block import Block
-from kvsim.engine.checks import Setup
+from kvsim.engine.checks import DROPS, Setup, does
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, record_of
@@ -24,7 +24,8 @@ from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.forward import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
+from kvsim.recorder.repetition import repeat_context
+from kvsim.runner.cache import LiveLayer, LiveSource
 from kvsim.runner.checks import check_layers, check_live
 from kvsim.runner.descent import Decoder, prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
@@ -63,7 +64,7 @@ class Decoding:
         self,
         running: RunningModel,
         policy: Policy,
-        budget: int,
+        budget: int | str,
         *,
         prompt_len: int,
         n_pos: int,
@@ -118,7 +119,7 @@ class Decoding:
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)
-        self._decoder = None if policy.propagation is None else Decoder(running.model)
+        self._decoder = Decoder(running.model) if does(policy, DROPS) else None
         if self._decoder is None:
             self._make_blocks()
 

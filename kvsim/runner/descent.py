@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.policy import Policy
-from kvsim.core.propagation import Propagation
 from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, View
@@ -32,19 +31,18 @@ _NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping"
 def prefill_in_depth(
     decoder: Decoder, sketch: Trace, policy: Policy, setting: Setting, ids: Sequence[int]
 ) -> tuple[Descent, list[KernelCall], Tensor]:
-    """Run the prompt layer by layer, each on the rows that a policy propagates to it.
+    """Run the prompt layer by layer, each on the rows that reach it.
 
     Returns which rows those are, the kernel call of each layer, and the logits of the last row of
     the prompt, [1, V].
     """
     down = _Down(decoder, sketch, setting, ids)
-    propagation = cast("Propagation", policy.propagation)
-    descent = descend(propagation, sketch.n_layers, len(ids), down.look)
+    descent = cast("Descent", descend(policy, sketch.n_layers, len(ids), down.look))
     if descent.selection.restarted:
         rows = descent.rows[0]
         down = _Down(decoder, sketch, setting, ids if rows is None else [ids[i] for i in rows])
     for layer, rows in enumerate(descent.rows):
-        down.run(layer, None if propagation.caches == "again" else rows)
+        down.run(layer, None if descent.selection.restarted else rows)
     logits = decoder.logits(down.hidden[-1], len(ids) - 1)
     return descent, down.calls, logits[None]
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy
-from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -18,6 +17,7 @@ from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.repetition import repetition_like
 from kvsim.recorder.session import Session
 from kvsim.runner.model import RunningModel
 from kvsim.schema import Spans, object_at
@@ -87,10 +87,9 @@ def sketch(
     }
     if example.header.latent is not None:
         meta["latent"] = example.header.latent
-    if "probe_q" in policy.reads.arrays:
-        rows = context_len or prompt_len  # about as many as will run
-        meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
-        arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}
+    if policy.reads.context_again:
+        more, repeated = repetition_like(arrays, context_len or prompt_len)
+        meta, arrays = meta | more, arrays | repeated
     facts: Any = {"prompt_len": prompt_len, "context_len": context_len, "name": name}
     header = replace(example.header, **facts, meta=meta, questions=tuple(questions))
     header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.core.left_out import LeftOut, stored_shape
-from kvsim.schema import AXES, CHUNK, SUMS
+from kvsim.schema import AXES, BLOCKED, CHUNK, SUMS
 
 #: Dtypes of floating-point numbers; bfloat16 is stored as its bits, for which zarr has no name.
 FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -18,8 +18,6 @@ BITS = "uint16"
 
 #: An array of a trace that may have more chunks than this in all has one file per layer.
 MOST_FILES = 1000
-
-_BLOCKS = ("pos", "probe")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def stored_arrays(
         source = source_dtypes[name]
         narrow = None if name in ("lse", *SUMS, "residual_norm") else store_dtype
         part = stored_shape(name, shape, left_out)
-        blocks = "layer" in AXES[name] and any(axis in AXES[name] for axis in _BLOCKS)
+        blocks = "layer" in AXES[name] and any(axis in AXES[name] for axis in BLOCKED)
         sharded = shards and blocks and chunks > MOST_FILES
         arrays.append(StoredArray(name, part, narrow or source, source, sharded))
     return arrays
@@ -92,7 +90,7 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     axes = AXES[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)
-    size = {"layer": 1, **dict.fromkeys(_BLOCKS, CHUNK)}
+    size = {"layer": 1, **dict.fromkeys(BLOCKED, CHUNK)}
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
 
 

@@ -22,6 +22,7 @@ from kvsim.core.policy import Even, Policy
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
+from kvsim.engine.checks import DROPS, does
 from kvsim.errors import ConfigError, KvsimError, TraceError, error_line
 from kvsim.store.reader import open_trace
 from kvsim.sweeps.cells import Cell, Outcome, Progress, Replays, compute, failure
@@ -135,7 +136,7 @@ def _parts(
 def _across_layers(policy: Policy) -> bool:
     """Whether a policy does in one layer what depends on others, or at other events than there."""
     separate = isinstance(policy.layer_budgets, Even) and not policy.across_layers
-    return not separate or policy.propagation is not None
+    return not separate or bool(does(policy, DROPS))
 
 
 def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:

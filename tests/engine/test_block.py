@@ -38,6 +38,6 @@ def test_other_sets_can_be_applied_than_those_chosen(block):
     keep[1, :, 3:5] = False
     block.apply(choice, keep)
 
-    assert choice.plans() == []
+    assert choice.plan is None
     assert torch.equal(block.evicted_at[..., :12] == NEVER, keep)
     assert block.since.tolist() == [-1, 11]

@@ -109,13 +109,13 @@ class Mistaken(Scorer):
     [
         ("future", PolicyError, "reads row 10 at the event after row 9; a score may use rows up"),
         ("column", PolicyError, "reads a column 'old' that it does not declare; it declares age;"),
-        ("new", PolicyError, "returns a column 'old'"),
-        ("shape", PolicyError, r"returns a column 'age' \[2, 2, 3\] at row 9"),
-        ("none", PolicyError, r"returns a column 'age' \[\] at row 9"),
-        ("nan", ScoreError, "NaN score at row 9, layer 1, head 1"),
-        ("infinite", ScoreError, "infinite score at row 9, layer 0, head 0"),
-        ("half", ScoreError, r"scores at row 9 are torch.float16 .*float64 \[2, 2, 10\]"),
-        ("short", ScoreError, r"scores at row 9 are .*\[2, 2, 3\]; expected"),
+        ("new", PolicyError, "column 'old' at row 9 is"),
+        ("shape", PolicyError, r"column 'age' at row 9 is torch.float64 \[2, 2, 3\]"),
+        ("none", PolicyError, "column 'age' at row 9 is NoneType"),
+        ("nan", ScoreError, r"the score at row 9 is NaN; .*\(layer 1, head 1\)"),
+        ("infinite", ScoreError, r"the score at row 9 is infinite; .*\(layer 0, head 0\)"),
+        ("half", ScoreError, r"the score at row 9 is torch.float16 .*float64 \[2, 2, 10\]"),
+        ("short", ScoreError, r"the score at row 9 is .*\[2, 2, 3\]; expected"),
     ],
 )
 def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, error, message, interval):

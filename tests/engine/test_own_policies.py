@@ -130,11 +130,14 @@ def test_a_member_that_no_contract_has_is_refused():
         ("number", r"raised \w+ \(.*\) in test_own_policies\.py, line \d+$"),
         (
             "indices",
-            r"returns quotas torch\.int64 \[\d, 2, 2\] .* integers \[\d, 2\] \[layer, KV head",
+            r"the plan .* is torch\.int64 \[\d, 2, 2\]; .* integers \[\d, 2\] \[layer, KV head",
         ),
-        ("floats", r"quotas torch\.float32 \[\d, 2\] at row 24; expected a .*Plan with integers"),
-        ("heads", r"quotas torch\.int64 \[2\] at row 24; expected"),
-        ("tensor", r"returns Tensor at row 24; expected a kvsim\.core\.policy\.Plan"),
+        ("floats", r"the plan .* at row 24 is torch\.float32 \[\d, 2\]; expected a .*Plan with"),
+        ("heads", r"the plan .* at row 24 is torch\.int64 \[2\]; expected"),
+        (
+            "tensor",
+            r"the plan .* at row 24 is torch\.int64 .*; expected a kvsim\.core\.policy\.Plan",
+        ),
     ],
 )
 def test_a_wrong_plan_is_named_as_the_allocators(kind, message):

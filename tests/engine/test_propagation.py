@@ -8,7 +8,8 @@ import kvsim
 from kvsim.analysis.kept.retention import entries_seen, wipeouts
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.propagation import Propagation, Selection, Step
+from kvsim.core.propagation import Propagation, Step
+from kvsim.core.record import Selection
 from kvsim.engine.checks import Setup
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL

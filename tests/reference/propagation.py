@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.testing import loops
 from kvsim.testing.loops import Doubt
+from kvsim.testing.loops import event as loops_event
 from kvsim.testing.loops.event import Floats, Ints
 from reference.event import pool
 
@@ -38,7 +38,7 @@ PROPAGATIONS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Propagated(loops.Propagated):
+class Propagated(loops_event.Propagated):
     """The rows of the prompt that each layer works on, and how they were chosen.
 
     dropped: the layers after which rows were dropped. variance, rho: ASL's, of every layer from the

@@ -22,6 +22,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
+from kvsim.engine.checks import DROPS, QUERY_HEADS, does
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
@@ -291,7 +292,7 @@ def _policies(case: DumpCase, others: Any) -> Iterator[tuple[Deviation, DumpCase
         for title, other, more in others(case.policy):
             with suppress(KvsimError):
                 policy = build_policy(other, **changed | more)
-                if policy.propagation is None and not policy.per_query_head:
+                if not does(policy, DROPS, QUERY_HEADS):
                     says = f"follows the rule of {other}" + f" with {title}" * bool(more)
                     yield Deviation(title, says), replace(case, policy=policy)
 

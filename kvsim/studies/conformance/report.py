@@ -10,10 +10,10 @@ from typing import Any
 
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import PolicyLike
+from kvsim.engine.checks import DROPS, FUTURE, QUERY_HEADS, refuse
 from kvsim.engine.layers import replayed
 from kvsim.errors import DumpError
 from kvsim.policies import as_policy
-from kvsim.runner.checks import DROPS, FUTURE, QUERY_HEADS, refuse
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.conformance.deviations import Deviation, explains, guess, hypotheses

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsim.core.budgets import budgeted
 from kvsim.core.policy import PolicyLike
 from kvsim.errors import PolicyError, missing_extra
 from kvsim.policies import as_policy
 from kvsim.recorder.choice import OF_DRAWS, Choice, stop_tokens
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
-from kvsim.runner.sketches import sketch
 
 try:
     from lm_eval.models.huggingface import HFLM
@@ -71,11 +69,9 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         self._running, self._events = RunningModel(model), (interval, prefill)
 
     def _decoding(self, prompt_len: int, n_pos: int) -> Decoding:
-        sequence = sketch(self._running, self._policy, prompt_len, n_pos)
-        policy, entries = budgeted(self._policy, sequence, self._size)
         interval, prefill = self._events
-        sizes: dict[str, Any] = {"prompt_len": prompt_len, "n_pos": n_pos}
-        return Decoding(self._running, policy, entries, **sizes, interval=interval, prefill=prefill)
+        how: dict[str, Any] = {"prompt_len": prompt_len, "n_pos": n_pos, "interval": interval}
+        return Decoding(self._running, self._policy, self._size, **how, prefill=prefill)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(

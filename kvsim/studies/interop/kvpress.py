@@ -29,11 +29,12 @@ from kvsim.core.pieces import Run
 from kvsim.core.policy import Inputs, Policy, Scorer
 from kvsim.core.record import Record
 from kvsim.core.view import View
+from kvsim.engine.checks import DROPS, MERGES, REPEATS, ROUNDS, SLOTS, refuse
 from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
-from kvsim.runner.checks import DROPS, MERGES, REPEATS, ROUNDS, SLOTS, check_live, refuse
+from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.sketches import sketch
 from kvsim.schema import NEVER

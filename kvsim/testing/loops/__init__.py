@@ -1,7 +1,7 @@
 """A replay by a `Rule` as plain loops in float64, which shares nothing with engine or policies."""
 
 from kvsim.schema import NEVER
-from kvsim.testing.loops.event import Doubt, Event, Propagated, Rule, Scored, first, last, union
+from kvsim.testing.loops.event import Doubt, Event, Rule, Scored, first, last, union
 from kvsim.testing.loops.rows import Cut, Outcome, event_rows, first_difference, replay
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Doubt",
     "Event",
     "Outcome",
-    "Propagated",
     "Rule",
     "Scored",
     "event_rows",
