@@ -23,16 +23,14 @@ import random
 import re
 import string
 import uuid
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import pi
 
 from kvsim.errors import TextError
 from kvsim.text.haystack import draw, prose
-from kvsim.text.tasks import CountTokens, Sample
+from kvsim.text.tasks import CountTokens, Sample, fitted
 
 __all__ = ["RULER", "ruler_sample"]
 
@@ -77,29 +75,13 @@ def ruler_sample(
     rng = random.Random(f"{seed} ruler {task} {length} {index}")
     maker, new_tokens = _MAKERS[task.partition("_")[0]]
     least, most, parts = maker(rng, length, *_NEEDLES.get(task, ()))
-    room = length - new_tokens
 
     def build(units: int) -> Sample:
         context, question, prefix, answers = parts(units)
         more = (), None, prefix, new_tokens
         return Sample(task, length, 0, None, context, question, answers, *more)
 
-    def tokens(units: int) -> int:
-        return count_tokens(build(units).prompt)
-
-    units = bisect_left(range(least, most + 1), x=True, key=lambda n: tokens(n) > room) + least - 1
-    while units > least and tokens(units) > room:  # a place or a word more can take fewer tokens
-        units -= 1
-    if units < least:
-        shortest = tokens(least) + new_tokens
-        raise TextError(f"length is {length}, expected at least {shortest} for {task}")
-    drawn = replace(build(units), tokens=tokens(units))
-    if units == most:
-        raise TextError(
-            f"length is {length}, expected at most {drawn.tokens + new_tokens}: Python's "
-            "documentation has no more prose or words"
-        )
-    return drawn
+    return fitted((least, most, build), length, count_tokens)
 
 
 @cache

@@ -114,8 +114,32 @@ class Sample:
         return {key: value for key, value in row.items() if value is not None}
 
 
-#: The most words or lines of filler, and what builds the sample with so many, without its tokens.
-Draft = tuple[int, Callable[[int], Sample]]
+#: The fewest and the most words or lines of filler, and what builds the sample with so many.
+Draft = tuple[int, int, Callable[[int], Sample]]
+
+
+def fitted(draft: Draft, length: int, count_tokens: CountTokens) -> Sample:
+    """Return the sample with as much filler as fits; TextError for a length that it cannot have.
+
+    length: most tokens of the prompt, and of the response if the sample says how long that is.
+    """
+    least, most, build = draft
+    room = length - (build(least).max_new_tokens or 0)
+
+    def fits(dropped: int) -> bool:
+        return count_tokens(build(most - dropped).prompt) <= room
+
+    dropped = bisect_left(range(most - least), x=True, key=fits)
+    drawn = build(most - dropped)
+    tokens = count_tokens(drawn.prompt)
+    limit = tokens + length - room
+    if tokens > room:
+        raise TextError(f"length is {length}, expected at least {limit} for {drawn.task}")
+    if not dropped:
+        raise TextError(
+            f"length is {length}, expected at most {limit}: Python's documentation has no more"
+        )
+    return replace(drawn, tokens=tokens)
 
 
 def sample(
@@ -154,22 +178,7 @@ def sample(
             raise TextError(problem)
     at = None if task in DEPTHLESS else 0.5 if depth is None else depth
     rng = random.Random(f"{seed} {task} {length} {at} {index}")
-    most, build = _MAKERS[task](rng, length, at)
-
-    def fits(dropped: int) -> bool:
-        return count_tokens(build(most - dropped).prompt) <= length
-
-    dropped = bisect_left(range(most), x=True, key=fits)
-    drawn = build(most - dropped)
-    tokens = count_tokens(drawn.prompt)
-    if tokens > length:
-        raise TextError(f"length is {length}, expected at least {tokens}: that of the question")
-    if not dropped:
-        raise TextError(
-            f"length is {length}, expected at most {tokens}: Python's documentation has no more "
-            "prose"
-        )
-    return replace(drawn, tokens=tokens)
+    return fitted(_MAKERS[task](rng, length, at), length, count_tokens)
 
 
 def _code(rng: random.Random) -> str:
@@ -193,7 +202,7 @@ def _fact(thing: str, code: object) -> str:
 def _hidden(rng: random.Random, needles: Sequence[tuple[float, str]], drawn: Sample) -> Draft:
     """Return a sample whose context is prose with needles, each at its depth."""
     filler = draw(rng, drawn.length)  # more than enough: a word has at least one token
-    return filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
+    return 0, filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
 
 
 def _needle(rng: random.Random, length: int, depth: float) -> Draft:
@@ -230,7 +239,7 @@ def _fewshot(rng: random.Random, length: int, _depth: None) -> Draft:
     while len(lines) < length:
         lines += rng.sample(examples, len(examples))
     drawn = Sample("fewshot", length, 0, None, "", f"\n{word} ->", group)
-    return len(lines), lambda n: replace(drawn, context="\n".join(lines[len(lines) - n :]))
+    return 0, len(lines), lambda n: replace(drawn, context="\n".join(lines[len(lines) - n :]))
 
 
 def _chat(rng: random.Random, length: int, depth: float) -> Draft:
@@ -249,7 +258,7 @@ def _chat(rng: random.Random, length: int, depth: float) -> Draft:
         question = f"What is the secret code of the {thing}?"
         return Sample("chat", length, 0, depth, messages, question, code, (fact,))
 
-    return filler.words, build
+    return 0, filler.words, build
 
 
 def _text(rng: random.Random, length: int, _depth: None) -> Draft:
@@ -259,7 +268,7 @@ def _text(rng: random.Random, length: int, _depth: None) -> Draft:
         response = " " + " ".join(words[n : n + length // 4])
         return Sample("text", length, 0, None, " ".join(words[:n]), "", None, response=response)
 
-    return len(words) - length // 4, build
+    return 0, len(words) - length // 4, build
 
 
 _MAKERS: dict[str, Callable[[random.Random, int, Any], Draft]] = {

@@ -81,7 +81,7 @@ def test_bad_tasks_and_lengths_are_one_line():
     """A length that the example alone exceeds, one that the documentation has not, and a name."""
     with pytest.raises(TextError, match=r"length is 100, expected at least \d+ for vt"):
         drawn("vt", 100)
-    with pytest.raises(TextError, match="Python's documentation has no more prose"):
+    with pytest.raises(TextError, match="Python's documentation has no more"):
         drawn("niah_single_2", 10**6)
     with pytest.raises(TextError, match="task is 'qa_1', expected one of niah_single_1"):
         drawn("qa_1")

@@ -38,13 +38,14 @@ Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvsim.errors import KvsimError
-from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIAL, VERBS
+from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, MARKS, NODES, SPECIAL, VERBS
 
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
 
@@ -109,7 +110,6 @@ class Page:
 
 
 _LISTS = ("get", "join")
-_END = "the end"
 
 
 def count(counter: str) -> int:
@@ -117,82 +117,61 @@ def count(counter: str) -> int:
     return int(counter[1:])
 
 
-class _Reader:
-    """A reader of the words of a prompt, whose errors say what was expected."""
+#: A letter for each word: a prompt is a string in which the place of a letter is the index of its
+#: word. Verbs are `v`, those with lists `l`, with an agenda of sums `s` or of corrections `t`.
+_LETTERS = {mark: mark[0].upper() for mark in MARKS}
+_LETTERS |= dict(zip(VERBS, "vllstv", strict=True))
+_LETTERS |= {
+    word: letter
+    for words, letter in ((NODES, "n"), (KINDS, "k"), (DIGITS, "d"), (COUNTERS, "c"), (FILLER, "f"))
+    for word in words
+}
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words, self.at = [*words, _END], 0
-
-    def take(self, expected: Collection[str], name: str) -> Word:
-        word = self.words[self.at]
-        if word not in expected:
-            raise LedgerError(f"word {self.at + 1} of the prompt is {word!r}, expected {name}")
-        self.at += 1
-        return Word(word, self.at - 1)
-
-    def skip(self, *words: str) -> None:
-        for word in words:
-            self.take((word,), repr(word))
-
-    def until(self, word: str) -> Iterator[None]:
-        """Yield as long as another word, and not the end, comes next; then read the word."""
-        while self.words[self.at] not in (word, _END):
-            yield
-        self.skip(word)
-
-
-def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]]:
-    agenda: dict[int, list[Word]] = {}
-    if verb not in ("check", "wait"):
-        return agenda
-    reader.skip("agenda")
-    for _ in reader.until("."):
-        free = [word for word in COUNTERS[:lines] if count(word) not in agenda]
-        due = count(reader.take(free, f"a counter from #{lines - 1} to #0, each once").text)
-        if verb == "check":
-            earlier = f"#{lines - 1} to #{due}, the sums of earlier lines"
-            agenda[due] = [reader.take(COUNTERS[due:lines], earlier)]
-        else:
-            agenda[due] = [reader.take(KINDS, "a kind"), reader.take(DIGITS, "a digit")]
-        reader.skip(",")
-    return agenda
+#: The parts of a prompt in order, and what is expected where one does not follow.
+_PARTS = {
+    r"F:": "'facts :'",
+    r"(?:nnk\.|f+\.)*": "",
+    r"K:": "a fact, filler or 'key :'",
+    r"(?:kd,)*": "",
+    r"Q:": "a kind with its digit, or 'question :'",
+    r"vcn\.|lc(?:n,)+\.|scn\.A(?:cc,)*\.|tcn\.A(?:ckd,)*\.": f"one of {', '.join(VERBS)}, with all "
+    "that it asks for",
+    r"Rc+\.": "'report' with counters",
+    r"T:\Z": "'think :' at the end",
+}
 
 
 def read(prompt: str) -> Page:
     """Read ``prompt``, with the index of each word that a response may need; raise LedgerError."""
-    reader = _Reader(prompt.split())
-    facts: dict[str, Fact] = {}
-    reader.skip("facts", ":")
-    for _ in reader.until("key"):
-        if reader.words[reader.at] in FILLER:
-            for _ in reader.until("."):
-                reader.take(FILLER, "filler or '.'")
-            continue
-        node = reader.take({*NODES} - facts.keys(), "a node name without a fact")
-        successor = reader.take(NODES, "a node name").text
-        facts[node.text] = Fact(node.at, successor, reader.take(KINDS, "a kind").text)
-        reader.skip(".")
-    key: dict[str, Word] = {}
-    reader.skip(":")
-    for _ in reader.until("question"):
-        kind = reader.take({*KINDS} - key.keys(), "a kind without a digit").text
-        key[kind] = reader.take(DIGITS, "a digit")
-        reader.skip(",")
-    reader.skip(":")
-    verb = reader.take(VERBS, f"one of {', '.join(VERBS)}").text
-    first = reader.take(COUNTERS, "a counter #0 to #127")
-    lines, named = count(first.text) + 1, []
-    for _ in range(lines if verb in _LISTS else 1):
-        named.append(reader.take(NODES, "a node name"))
-        reader.skip(*(",",) * (verb in _LISTS))
-    reader.skip(".")
-    agenda = _read_agenda(reader, verb, lines)
-    reader.skip("report")
-    counters = COUNTERS[:lines], f"a counter of at most {first.text}, the first line"
-    report = [reader.take(*counters)]
-    report += [reader.take(*counters) for _ in reader.until(".")]
-    reader.skip("think", ":", _END)
-    return Page(facts, key, verb, first, named, agenda, report, len(reader.words) - 1)
+    words, end, spans = prompt.split(), 0, []
+    letters = "".join(_LETTERS.get(word, "?") for word in words)
+    for form, expected in _PARTS.items():
+        found = re.compile(form).match(letters, end)
+        if found is None:
+            wrong = repr(" ".join(words[end : end + 4])) if words[end:] else "the end"
+            raise LedgerError(f"word {end + 1} of the prompt begins {wrong}, expected {expected}")
+        end = found.end()
+        spans.append(found.span())
+    _, facts_at, _, key_at, _, asked_at, report_at, _ = spans
+
+    def all_of(form: str, span: tuple[int, int]) -> Iterator[list[Word]]:
+        for found in re.compile(form).finditer(letters, *span):
+            yield [Word(words[at], at) for at in range(*found.span())]
+
+    verb, first = words[asked_at[0]], Word(words[asked_at[0] + 1], asked_at[0] + 1)
+    named = [node for (node,) in all_of("n", asked_at)]
+    if verb in _LISTS and len(named) != count(first.text) + 1:
+        raise LedgerError(f"{verb} {first.text} has {len(named)} nodes, expected one for each line")
+    return Page(
+        {x.text: Fact(x.at, y.text, c.text) for x, y, c in all_of("nnk", facts_at)},
+        {kind.text: digit for kind, digit in all_of("kd", key_at)},
+        verb,
+        first,
+        named,
+        {count(due.text): entry for due, *entry in all_of("cc|ckd", asked_at)},
+        [counter for (counter,) in all_of("c", report_at)],
+        len(words),
+    )
 
 
 class Retrieval(NamedTuple):
@@ -232,7 +211,7 @@ class _Response:
         self.words: list[str] = []
         self.retrievals: list[Retrieval] = []
         self.key = dict(page.key)
-        self.sums: dict[int, Word] = {}
+        self.sums: dict[str, Word] = {}
 
     def say(self, *words: str) -> Word:
         """Write words that follow from the words before them; return the last word."""
@@ -245,7 +224,7 @@ class _Response:
         return self.say(word)
 
     def stated(self, table: Mapping[str, T], name: str) -> T:
-        """Return what the prompt states about a node or a kind."""
+        """Return what is stated about a node, a kind or a sum."""
         if name not in table:
             raise LedgerError(f"nothing is stated about {name!r}, which the response needs")
         return table[name]
@@ -256,7 +235,7 @@ def _interlude(out: _Response, counter: int, total: int) -> None:
     entry = out.page.agenda[counter]
     if out.page.verb == "check":
         out.say("check", f"#{counter}")
-        earlier = out.sums[count(entry[0].text)]
+        earlier = out.stated(out.sums, entry[0].text)
         out.look_up("recheck", earlier.text, entry[0].at, earlier.at)
     else:
         kind, digit = entry
@@ -299,14 +278,14 @@ def solve(prompt: str) -> Solution:
             out.look_up("lines", *page.first)
         else:
             out.say(f"#{counter}")
-        out.sums[counter] = out.say(str(total))
+        out.sums[f"#{counter}"] = out.say(str(total))
         out.say(";")
         if counter in page.agenda:
             _interlude(out, counter, total)
     out.say("done", ":")
     for index, item in enumerate(page.report):
         out.look_up("report", *item)
-        earlier = out.sums[count(item.text)]
+        earlier = out.stated(out.sums, item.text)
         out.look_up("report", earlier.text, earlier.at)
         out.say("," if index + 1 < len(page.report) else ".")
     return Solution(" ".join(out.words), tuple(out.retrievals))
