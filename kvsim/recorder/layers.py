@@ -11,15 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.sources import writes_to
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, hidden_states
 from kvsim.recorder.modules import decoder_layers
-from kvsim.schema import CHUNK
-
-#: Names of the norm between residual stream and attention: most families, GPT-2.
-NORMS = ("input_layernorm", "ln_1")
 
 #: Returns a context in which a check runs, and which may catch its CaptureError.
 Guard = Callable[[], AbstractContextManager[None]]
@@ -29,14 +24,9 @@ class Residual:
     """The inputs of a model's decoder layers, for one capture.
 
     The stream begins with the input of the first layer: some models scale the embedding before it,
-    some add positions. Two checks:
-
-    * The chain, in every row: the input of layer l + 1 is, bit for bit, the output of layer l, also
-      of layers without attention. So nothing acts between two layers. The output of the last layer
-      is not checked.
-    * The norm, in the first rows of each layer: the input of the attention module is the layer's
-      norm (`NORMS`) of the residual. So q, k, v of a row were computed from the residual of that
-      row. A layer without a module of such a name is not checked.
+    some add positions. In every row the input of layer l + 1 must be, bit for bit, the output of
+    layer l, also of layers without attention: so nothing acts between two layers. The output of the
+    last layer is not checked.
 
     Raises:
         CaptureError: attention modules that are not in decoder layers of their own.
@@ -44,7 +34,6 @@ class Residual:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
-        self._checked: set[int] = set()
         # the layer that ran last, its output and how often that was written to until then; and the
         # running layer and its input
         self._returned: tuple[int, Tensor, int] | None = None
@@ -78,9 +67,6 @@ class Residual:
                 f"attention of layer {call.layer} ran with {call.q.shape[1]} rows in layer "
                 f"{running} with {len(hidden)}, expected the same layer and rows"
             )
-        if call.layer not in self._checked:
-            self._check_norm(call, hidden)
-            self._checked.add(call.layer)
         return hidden
 
     def _enter(
@@ -105,24 +91,3 @@ class Residual:
         output = output[0] if isinstance(output, tuple) else output
         ended = layer == len(self.layers) - 1 or not isinstance(output, Tensor)
         self._running, self._returned = None, None if ended else (layer, output, writes_to(output))
-
-    def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
-        children = dict(self.layers[call.layer].named_children())
-        name = next((name for name in NORMS if name in children), None)
-        if name is None:
-            return
-        norm = children[name]
-        dtype = compute_dtype(hidden.dtype)
-        actual = call.hidden[:CHUNK]
-        with torch.no_grad():
-            # a layer on another device gets its input before it is moved there
-            expected: Tensor = norm(hidden[:CHUNK].to(actual.device))
-        # [row, 1, hidden]: each row by itself, so that no large one masks another
-        rows = (x.to(dtype).unsqueeze(1) for x in (actual, expected))
-        error = float(relative_error(*rows).max())
-        allowed = tolerance(DTYPES[hidden.dtype], DTYPES[actual.dtype])
-        if not error <= allowed:
-            raise CaptureError(
-                f"the input of the attention of layer {call.layer} differs by {error:.3g} "
-                f"(relative) from {name} of the residual, expected at most {allowed:g}"
-            )

@@ -113,26 +113,11 @@ def changed_in_place(layer):
     layer.register_forward_pre_hook(write)
 
 
-def scaled_norm(layer):
-    """Let attention see more than the norm of the residual."""
-    layer.self_attn.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.01}),
-        with_kwargs=True,
-    )
-
-
-def one_row_off(layer):
-    """Let attention see the norms of the residual in another order."""
-    layer.input_layernorm.register_forward_hook(lambda _, __, out: out.roll(1, dims=1))
-
-
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
         (changed_between, [1], "the input of decoder layer 1 is not the output of layer 0"),
         (changed_in_place, [2], "the input of decoder layer 2 is not the output of layer 1"),
-        (scaled_norm, [1], r"attention of layer 1 differs by 0\.01"),
-        (one_row_off, [2], "attention of layer 2 differs by"),
     ],
 )
 def test_streams_that_are_something_else_are_refused(change, where, message, tmp_path):
