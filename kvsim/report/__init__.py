@@ -7,20 +7,26 @@ Every text from a run or a trace is escaped (`html`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import polars as pl
+
 from kvsim.analysis.folder import Saved, joined, read_run
+from kvsim.analysis.measuring import measure
+from kvsim.analysis.registry import METRICS as ALL
 from kvsim.analysis.registry import metric
+from kvsim.analysis.results import check_distinct, check_models
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
-from kvsim.report.study import Progress, check_traces, study
-from kvsim.report.traces import SECTIONS
 from kvsim.schema import visible
+
+#: Called with (steps done, steps, current step).
+Progress = Callable[[int, int, str], None]
 
 #: Shown beside the metric that ranks.
 METRICS = ("entries_seen", "wipeout")
@@ -77,10 +83,44 @@ def page(
     if not table["value"].count() and (runs or not traces):
         raise PolicyError("there is nothing to report; give a run with values or a trace")
     check_traces(traces, runs)
-    of_traces = study(traces, SECTIONS.values(), progress) if traces else None
-    table = table if of_traces is None else in_order([table, of_traces.table])
+    measured = [_measured(traces, place, progress) for place in range(len(traces))]
+    table = in_order([table, *measured]) if traces else table
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
     # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls
-    body = lines(sections(table, runs, remarks, metrics, of_traces))
+    body = lines(sections(table, runs, remarks, metrics, traces))
     return visible(PAGE.format(title=title, body=body))
+
+
+def _measured(traces: Sequence[Trace], place: int, progress: Progress | None) -> pl.DataFrame:
+    """Return the metrics of the trace at a place that runs lack."""
+    names = [name for name, entry in ALL.items() if entry.kind == "trace" and not entry.default]
+
+    def step(done: int, _: int, what: str) -> None:
+        if progress is not None:
+            progress(place * len(names) + done, len(traces) * len(names), what)
+
+    return measure(traces[place], metrics=names, progress=step)
+
+
+def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
+    """Raise for traces that no mean is over, or that the runs did not replay.
+
+    Raises:
+        TraceError: two traces have one name.
+        PolicyError: the traces are of several models.
+        OutputError: runs are given, and a trace is in none of them, or its content is another one.
+    """
+    check_distinct(traces)
+    check_models(traces)
+    replayed = [run.parameters.get("traces", {}) for run in runs]
+    for trace in traces:
+        found = {digests[trace.name] for digests in replayed if trace.name in digests}
+        if runs and found != {trace.fingerprint}:
+            names = dict.fromkeys(name for digests in replayed for name in digests)
+            other = f" (there {found})" if found else ""
+            raise OutputError(
+                f"{trace.name} ({trace.fingerprint}) is not among the traces of "
+                f"{', '.join(str(run.path) for run in runs)}: {', '.join(names) or 'none'}{other}; "
+                "give the trace that was replayed, replay this one, or report it without the runs"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -77,38 +77,36 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int =
 
 
 def interval(row: dict[str, Any]) -> str:
-    """Mean and interval of a row of `averages`."""
+    """Mean and interval of a row of `averages`, and how many were measured if not all."""
+    if row["mean"] is None:
+        return "-"
     mean, low, high = (np.nan if row[end] is None else row[end] for end in ("mean", "low", "high"))
     digits = _DIGITS.get(row["unit"], 3)
-    small = digits == 3 and 1e-6 <= abs(mean) < 5e-4
-    form = ".2g" if small else f".{digits}f"
-    return Interval(mean, low, high, row["n"]).text(form)
+    form = ".2g" if digits == 3 and 1e-6 <= abs(mean) < 5e-4 else f".{digits}f"
+    text = Interval(mean, low, high, row["n"]).text(form)
+    return f"{text} ({row['n']} of {row['of']})" if row["n"] < row["of"] else text
 
 
-def cell(part: pl.DataFrame, *, chance: bool = False) -> str:
-    """Mean and interval of at most one row, how many were measured if not all, and chance."""
-    if not part.height or part["mean"][0] is None:
+def chance(row: dict[str, Any]) -> str:
+    """What random sets would reach; empty where no such number exists."""
+    return "" if row["chance"] is None else f"{row['chance']:.3f}"
+
+
+def cell(part: pl.DataFrame) -> str:
+    """Mean and interval of at most one row, and below that chance."""
+    if not part.height:
         return "-"
     (row,) = part.to_dicts()
-    text = interval(row)
-    if row["n"] < row["of"]:
-        text += f" ({row['n']} of {row['of']})"
-    if chance and row.get("chance") is not None:
-        return text + small(f"chance {row['chance']:.3f}")
-    return text
+    return interval(row) + (small(f"chance {chance(row)}") if chance(row) else "")
 
 
-def image(alt: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg") -> str:
+def image(alt: str, draw: Callable[[], Any]) -> str:
     """The figure of `draw`, empty where it has no values; alt: its description."""
     try:
-        figure = draw()
+        content = base64.b64encode(picture(draw(), "svg")).decode("ascii")
     except PolicyError:
         return ""
-    content = base64.b64encode(picture(figure, form)).decode("ascii")
-    # a PNG has more pixels than it takes on the page, where an inch is 96 of them
-    width = Markup(' width="{:.0f}"').format(96 * figure.get_figwidth()) if form == "png" else ""
-    url = f"data:image/{'svg+xml' if form == 'svg' else 'png'};base64,{content}"
-    return Markup('<img alt="{}"{} src="{}">').format(alt, width, url)
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(alt, content)
 
 
 #: The page, with its title and body.

@@ -1,10 +1,11 @@
-"""The sections of runs: results, figures, pairs, splits by label, provenance."""
+"""The sections of a page: verdict, results, traces, those of studies, provenance."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType
 
 import polars as pl
 from markupsafe import Markup, escape
@@ -15,13 +16,19 @@ from kvsim.analysis.overview import fidelity_shares
 from kvsim.analysis.results import labelled
 from kvsim.analysis.sentences import answer, tabulated
 from kvsim.analysis.summaries import averages, main_variants
+from kvsim.core.trace import Trace
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.plots.summary import ranking as ranked
+from kvsim.registry import Registry
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
-from kvsim.report.study import Study
-from kvsim.report.traces import SECTIONS
-from kvsim.schema import FIDELITY_MEANING, merged, plural, schedule
+from kvsim.schema import FIDELITY_MEANING, merged, object_at, plural, schedule
+
+#: Sections of studies and packages: functions of the Table of all runs and traces that return
+#: HTML (`kvsim.report.html`), empty where they have nothing to say.
+SECTIONS: Registry[Callable[[pl.DataFrame], str]] = Registry(
+    "section", "kvsim.sections", (FunctionType,), {}
+)
 
 
 def sections(
@@ -29,12 +36,12 @@ def sections(
     runs: Sequence[Saved],
     remarks: Sequence[str],
     metrics: Sequence[str],
-    traces: Study | None,
+    traces: Sequence[Trace],
 ) -> Iterator[str]:
-    """The sections of runs and traces; a section without content is empty.
+    """Yield the sections of runs and traces.
 
     table: of all runs, with the metrics of the traces. remarks: of the runs. metrics: beside the
-    one that ranks. Results of one policy are called by what tells them apart
+    one that ranks. Labels name the parameters in which results of one policy differ
     (`kvsim.analysis.results.labels`).
     """
     shown = labelled(table)
@@ -42,9 +49,9 @@ def sections(
         metric, better = shared([run.table for run in runs])
         yield _verdict(shown, metric, [*better, *remarks], metrics)
         yield _results(shown)
-    for kind, material in (("traces", traces), ("results", table)):
-        if material is not None:
-            yield from (each.write(material) for each in SECTIONS.values() if each.of == kind)
+    if traces:
+        yield _traces(traces, table)
+    yield from (write(table) for write in SECTIONS.values())
     if runs:
         yield _provenance(table, runs)
 
@@ -106,11 +113,38 @@ def _wide(means: pl.DataFrame) -> str:
         for budget in budgets:
             part = means.filter(policy=policy, requested=budget)
             if part.height:
-                cells = [html.cell(part.filter(metric=name), chance=True) for name in names]
+                cells = [html.cell(part.filter(metric=name)) for name in names]
                 after = schedule(part["interval"][0], prefill=part["prefill"][0])
                 name = escape(policy) + html.small(f"after: {after}")
                 rows.append([name, budget, *cells])
     return table_of(head, rows, right=2)
+
+
+def _traces(traces: Sequence[Trace], table: pl.DataFrame) -> str:
+    note = (
+        "What the traces are like before any policy evicts: means over prompts, of layers and "
+        "heads within a prompt first; in brackets the 95 % bootstrap interval over at least 6 "
+        "prompts. A number of prompts in parentheses means that the others could not be measured."
+    )
+    of_traces = [
+        [
+            trace.name,
+            str(object_at(trace.meta, "model").get("name", "")),
+            *(str(n) for n in (trace.n_pos, trace.prompt_len, trace.n_layers)),
+            str(trace.part().n_qheads),
+            tag("code", trace.digest),
+        ]
+        for trace in traces
+    ]
+    head = ["trace", "model", "tokens", "of the prompt", "layers", "query heads", "digest"]
+    means = averages(table.filter(pl.col("policy").is_null()))
+    rows = [
+        [row["metric"], row["variant"], html.interval(row), html.chance(row)]
+        for row in means.with_columns(of=pl.lit(len(traces))).to_dicts()
+    ]
+    every = table_of(["metric", "variant", "mean", "chance"], rows, right=2)
+    body = [details(table_of(head, of_traces), "the traces"), details(every, "every metric")]
+    return section("What the traces say", note, lines(body))
 
 
 def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:

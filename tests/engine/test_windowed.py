@@ -7,7 +7,7 @@ import torch
 import kvsim
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
-from kvsim.report.study import check_traces
+from kvsim.report import check_traces
 from kvsim.schema import merged
 from kvsim.sweeps.driver import replay_all
 

@@ -8,12 +8,12 @@ import polars as pl
 from markupsafe import Markup
 
 from kvsim.report.html import details, lines, section, table_of, tag
-from kvsim.report.study import Section
 from kvsim.studies.claims import claims
 from kvsim.studies.claims.claim import HOLDS, NOT, OPEN, Claim, shown
 
 
-def _claims(table: pl.DataFrame) -> str:
+def claims_section(table: pl.DataFrame) -> str:
+    """Return the section as HTML."""
     by_paper = claims(table)
     every = [claim for of_paper in by_paper.values() for claim in of_paper]
     verdicts = [claim.verdict for claim in every if claim.n]
@@ -56,6 +56,3 @@ def _test(claim: Claim) -> str:
     cells = [f"{name}: {shown(mean)}" for name, mean in claim.means.items()]
     of_cells = details(Markup("<br>").join(cells), "cells")
     return Markup("<br>").join(filter(None, (claim.result, claim.omitted, claim.why, of_cells)))
-
-
-CLAIMS = Section(_claims, "results")
