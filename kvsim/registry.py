@@ -11,20 +11,15 @@ it is first read.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, TypeVar
 
 from kvsim.errors import KvsimError, PackageError, error_line
 
 T = TypeVar("T")
-
-#: The file that declares kvsim's own entry points, in a checkout.
-PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 class Registry(Mapping[str, T]):
@@ -56,7 +51,7 @@ class Registry(Mapping[str, T]):
     @cached_property
     def _points(self) -> dict[str, list[EntryPoint]]:
         points: dict[str, list[EntryPoint]] = {}
-        for point in sorted(declared(self.group), key=_order):
+        for point in sorted(_installed().select(group=self.group), key=_order):
             points.setdefault(point.name, []).append(point)
         return points
 
@@ -122,18 +117,6 @@ class Registry(Mapping[str, T]):
         return len(self._own.keys() | self._points.keys())
 
 
-def declared(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group, kvsim's own and those of installed packages.
-
-    Those of a checkout are read from its `pyproject.toml`: what was installed from it may be older.
-    """
-    found, own = [*_installed().select(group=group)], _of_checkout()
-    if own is None:
-        return found
-    others = [point for point in found if _project(point) != "kvsim"]
-    return [*(EntryPoint(*each, group) for each in own.get(group, {}).items()), *others]
-
-
 _installed = cache(entry_points)  # a scan of all installed packages
 
 
@@ -159,21 +142,13 @@ class Ordered(Registry[T]):
         return iter(self._order)
 
 
-@cache
-def _of_checkout() -> Mapping[str, Mapping[str, str]] | None:
-    """Return the groups of entry points of a checkout; None of an installation."""
-    if not PROJECT.is_file():
-        return None
-    project = tomllib.loads(PROJECT.read_text("utf-8")).get("project", {})
-    return project["entry-points"] if project.get("name") == "kvsim" else None
-
-
 def _project(point: EntryPoint) -> str:
-    return "kvsim" if point.dist is None else point.dist.name
+    return point.dist.name if point.dist else ""
 
 
 def _owner(point: EntryPoint) -> str:
-    return "kvsim" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+    version = f" {point.dist.version}" if point.dist and _project(point) != "kvsim" else ""
+    return f"{_project(point)}{version}"
 
 
 def _order(point: EntryPoint) -> tuple[bool, str, str]:

@@ -190,10 +190,3 @@ def test_an_object_that_is_no_metric_is_refused(declared, tmp_path, monkeypatch,
 
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_checkout_reads_its_own_declarations(monkeypatch):
-    """Studies of a checkout are found whatever is installed."""
-    monkeypatch.setattr(registry, "_installed", registry.entry_points)
-    own = [point for point in registry.declared("kvsim.commands") if point.dist is None]
-    assert "conform" in [point.name for point in own]
