@@ -81,9 +81,6 @@ def resolve_budget(
         share = float(text[:-1])
     except ValueError:
         more = ""
-        number = value_of(re.sub(r"\s*(pct|percent)$", "e-2", text))
-        if isinstance(number, float) and 0 < number < 1e9:
-            more = f"; did you mean '{f'{100 * number:g}%' if number <= 1 else int(number)}'?"
         if re.search(r"so-far|[bB](@\w+)?$", text) and "so-far" not in expected:
             more = ", as budgets of replays and live runs alone grow or are bytes"
         raise BudgetError(f"budget is {text!r}; expected {expected}{more}") from None

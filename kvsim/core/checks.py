@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
-    """Return an array of real numbers as a tensor on the CPU; copied only where that needs it.
+    """Return an array of real numbers as a tensor on the CPU; numpy's memory is copied.
 
     Raises:
         TraceError: no array, one without numbers of its own (masked, sparse, quantized, nested,
@@ -58,43 +57,25 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
     problem = f"is {type(array).__name__}"
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         dtype = array.dtype.newbyteorder("=")
-        if dtype in (np.float16, np.float32, np.float64):
-            with warnings.catch_warnings():  # of a read-only array, which nothing here writes to
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                return torch.from_numpy(np.ascontiguousarray(array, dtype))
         problem = f"has dtype {dtype.name}"
+        if dtype in (np.float16, np.float32, np.float64):
+            return torch.from_numpy(np.array(array, dtype, order="C"))
     elif isinstance(array, Tensor):
         plain = array.layout == torch.strided and not (array.is_meta or array.is_nested)
         if plain and array.dtype in DTYPES:
             return array.detach().cpu().resolve_neg()
-        problem = f"has dtype {str(array.dtype).removeprefix('torch.')}"
-        problem = problem if plain else "is a tensor that is not dense"
+        problem = f"has dtype {array.dtype}" if plain else "is a tensor that is not dense"
     raise TraceError(
         f"{where}: {name} {problem}, expected one of {', '.join(DTYPES.values())} in a dense "
         "tensor or numpy array"
     )
 
 
-def in_memory(given: ArrayLike, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so.
-
-    given: what `as_tensor` read it from. Memory of a writable numpy array is copied:
-    writes to it go unseen.
-    """
+def in_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so."""
     with torch.inference_mode(mode=False):
         tensor = tensor.to(dtype).contiguous()
-        tensor = torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
-        shared = isinstance(given, np.ndarray) and np.may_share_memory(given, tensor.numpy())
-        return tensor.clone() if shared and _writable(given) else tensor
-
-
-def _writable(array: object) -> bool:
-    """Whether an array, or one that it is a view of, can be written to."""
-    while isinstance(array, np.ndarray):
-        if array.flags.writeable:
-            return True
-        array = array.base
-    return False
+        return torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
 
 
 def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
@@ -304,15 +285,9 @@ def as_positions(at: Positions, n_pos: int) -> Tensor:
     if isinstance(at, slice):
         return torch.arange(n_pos)[at]
     try:
-        given = torch.as_tensor(at)
-    except (TypeError, ValueError, RuntimeError):
-        given = torch.zeros(1)  # no integer either
-    integers = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    listed = given.ndim == 1 and (integers or not given.numel())
-    given = given.to(torch.int64) if listed else given.new_full((1,), n_pos)
-    index = torch.where(given < 0, given + n_pos, given)
-    if bool(((index < 0) | (index >= n_pos)).any()):
+        places = torch.as_tensor(at).tolist()
+        return torch.tensor([range(n_pos)[place] for place in places], dtype=torch.int64)
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise PositionError(
             f"positions are {reprlib.repr(at)}; expected a slice or integers in 0..{n_pos - 1}"
-        )
-    return index
+        ) from error

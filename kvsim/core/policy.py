@@ -214,20 +214,18 @@ class Policy:
         """The policy with the values that its scaled lengths have at a budget."""
         if not self.scaled:
             return self
-        pieces: dict[int, Any] = {}
-        for depth in {each.depth for each in self.scaled}:
-            values = {each.name: each.at(budget) for each in self.scaled if each.depth == depth}
-            for piece in self.levels[depth]:
-                names = values.keys() & parameters(type(piece))
-                pieces[id(piece)] = replace(piece, **{name: values[name] for name in names})
+        depths = {id(piece): depth for depth, level in enumerate(self.levels) for piece in level}
 
-        def scorer(outer: Any) -> Any:
-            new = pieces.get(id(outer), outer)
-            return replace(new, scorer=scorer(outer.scorer)) if hasattr(outer, "scorer") else new
+        def fitted(piece: Any) -> Any:
+            depth, names = depths.get(id(piece)), parameters(type(piece))
+            of_piece = (x for x in self.scaled if x.depth == depth and x.name in names)
+            changes = {x.name: x.at(budget) for x in of_piece}
+            if "scorer" in names:
+                changes["scorer"] = fitted(piece.scorer)
+            return replace(piece, **changes) if changes else piece
 
-        outer = ("allocator", "layer_budgets", "propagation")
-        fitted = {name: pieces.get(id(x), x) for name in outer for x in [getattr(self, name)]}
-        return replace(self, scorer=scorer(self.scorer), **fitted)
+        outer = ("scorer", "allocator", "layer_budgets", "propagation")
+        return replace(self, **{name: fitted(getattr(self, name)) for name in outer})
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:

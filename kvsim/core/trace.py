@@ -195,7 +195,7 @@ class Trace:
         header.check(shapes, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
-        arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}
+        arrays = {key: in_memory(array, dtype) for key, array in arrays.items()}
         for key, array in arrays.items():
             check_finite(key, array, name)
         if tokens is not None:

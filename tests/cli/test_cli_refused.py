@@ -23,7 +23,7 @@ REFUSED = {
     "replay TRACE --policy tova --budget 0": "budget is 0; the smallest budget that works is 1",
     f"{REPLAY} --budget many": "budget is 'many'; expected entries",
     f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
-    f"{REPLAY} --budget 0.25": "; did you mean '25%'?",
+    f"{REPLAY} --budget 0.25": "a share (25%",
     f"{REPLAY} --metric response_kl_tokens": "give --judge, or take kvsim live",
     "info Samplle": "or give one that ships: sample, sample-smollm2; did you mean 'sample'?",
     "replay TRACE --policy tova": "--budget",

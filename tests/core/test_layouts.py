@@ -10,16 +10,12 @@ from kvsim.testing.strategies import make_case
 CASE = {"layers": 2, "heads": 2, "group": 2, "n": 24, "dim": 4, "prompt_len": 15}
 
 
-def test_arrays_that_cannot_change_unseen_are_not_copied():
-    """Tensors, whose changes are noticed, and read-only arrays stay where they are."""
+def test_tensors_are_not_copied():
+    """Changes of a tensor are noticed."""
     case = make_case("normal", dtype=np.float32, **CASE)
-    keys, values = torch.from_numpy(case.k), case.v.copy()
-    values.flags.writeable = False
-
-    trace = Trace.from_arrays(case.q, keys, values, prompt_len=3, rope=case.rope)
-
+    keys = torch.from_numpy(case.k)
+    trace = Trace.from_arrays(case.q, keys, case.v, prompt_len=3, rope=case.rope)
     assert trace.read("k").data_ptr() == keys.data_ptr()
-    assert trace.read("v").data_ptr() == values.ctypes.data
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
