@@ -2,8 +2,8 @@
 
 * needle: one fact in the text, and a question about it (Kamradt 2023,
   github.com/gkamradt/LLMTest_NeedleInAHaystack).
-* needles: two such facts of different things, and a question about one of them (RULER,
-  arXiv 2404.06654, multi-key needles).
+* needles: two such facts of different things, and a question about one of them (as RULER's
+  multi-key needles, arXiv 2404.06654).
 * quote: two sentences in the text; the prompt ends with the first, and the answer is the second.
 * fewshot: words and their groups all along the context, and a word that is not among them.
 * chat: turns of a conversation, one of which has the fact.
@@ -56,17 +56,15 @@ class Sample:
     """A prompt, with its answer.
 
     Attributes:
-        task: one of `TASKS`, or of RULER's (`kvsim.text.ruler.RULER`).
-        length: the requested length in tokens; of RULER's tasks, of prompt and response.
+        task: one of `TASKS`.
+        length: the requested length in tokens.
         tokens: the length of the encoded prompt, at most `length`.
         depth: the share of the context's words before the needle, as requested; None without one.
         context: the text before the question; of a chat the messages before it.
         question: the rest of the prompt; of a chat the last message.
-        answer: the right answer, RULER's several of which a response has a share, or None.
+        answer: the right answer, or None.
         needles: the texts that the answer depends on.
         response: text that continues the prompt, or None.
-        answer_prefix, max_new_tokens: of RULER's tasks, the beginning of the answer, on a line of
-            its own, and the tokens of a response.
     """
 
     task: str
@@ -75,71 +73,40 @@ class Sample:
     depth: float | None
     context: str | list[dict[str, str]]
     question: str
-    answer: str | tuple[str, ...] | None
+    answer: str | None
     needles: tuple[str, ...] = ()
     response: str | None = None
-    answer_prefix: str | None = None
-    max_new_tokens: int | None = None
 
     @property
     def prompt(self) -> str | list[dict[str, str]]:
         """The whole prompt: text, or the messages of a chat."""
         if isinstance(self.context, str):
-            end = "" if self.answer_prefix is None else f"\n{self.answer_prefix}"
-            return self.context + self.question + end
+            return self.context + self.question
         return [*self.context, {"role": "user", "content": self.question}]
 
     def row(self, name: str, *, split: bool = False) -> dict[str, Any]:
         """Return the sample as a line of a prompt file (`kvsim capture --prompts`).
 
-        split: say where the context ends, as RULER's tasks always do, so that `--compress context`
-        is possible.
+        split: say where the context ends, so that `--compress context` is possible.
         """
         if split and not self.question:
             raise TextError(f"{self.task} has no question; leave --context out")
         row: dict[str, Any] = {"id": name}
-        if self.answer_prefix is not None:  # columns of kvpress's benchmarks
-            row |= {"context": self.context, "question": self.question}
-            row["scorer"] = "string_match_all"
-        elif isinstance(self.context, list):
+        if isinstance(self.context, list):
             row["messages"] = self.prompt
             row |= {"context": len(self.context)} if split else {}
         elif split:
             row |= {"context": self.context, "prompt": self.question}
         else:
             row["prompt"] = self.prompt
-        names = ("answer_prefix", "answer", "response", "depth", "max_new_tokens")
-        row |= {"needle": list(self.needles) or None}
-        row |= {key: getattr(self, key) for key in (*names, "task", "length", "tokens")}
+        row["needle"] = list(self.needles) or None
+        names = ("answer", "response", "depth", "task", "length", "tokens")
+        row |= {key: getattr(self, key) for key in names}
         return {key: value for key, value in row.items() if value is not None}
 
 
-#: The fewest and the most words or lines of filler, and what builds the sample with so many.
-Draft = tuple[int, int, Callable[[int], Sample]]
-
-
-def fitted(draft: Draft, length: int, count_tokens: CountTokens) -> Sample:
-    """Return the sample with as much filler as fits; TextError for a length that it cannot have.
-
-    length: most tokens of the prompt, and of the response if the sample says how long that is.
-    """
-    least, most, build = draft
-    room = length - (build(least).max_new_tokens or 0)
-
-    def fits(dropped: int) -> bool:
-        return count_tokens(build(most - dropped).prompt) <= room
-
-    dropped = bisect_left(range(most - least), x=True, key=fits)
-    drawn = build(most - dropped)
-    tokens = count_tokens(drawn.prompt)
-    limit = tokens + length - room
-    if tokens > room:
-        raise TextError(f"length is {length}, expected at least {limit} for {drawn.task}")
-    if not dropped:
-        raise TextError(
-            f"length is {length}, expected at most {limit}: Python's documentation has no more"
-        )
-    return replace(drawn, tokens=tokens)
+#: The most words or lines of filler, and what builds the sample with so many, without its tokens.
+Draft = tuple[int, Callable[[int], Sample]]
 
 
 def sample(
@@ -178,7 +145,21 @@ def sample(
             raise TextError(problem)
     at = None if task in DEPTHLESS else 0.5 if depth is None else depth
     rng = random.Random(f"{seed} {task} {length} {at} {index}")
-    return fitted(_MAKERS[task](rng, length, at), length, count_tokens)
+    most, build = _MAKERS[task](rng, length, at)
+
+    def fits(dropped: int) -> bool:
+        return count_tokens(build(most - dropped).prompt) <= length
+
+    dropped = bisect_left(range(most), x=True, key=fits)
+    drawn = build(most - dropped)
+    tokens = count_tokens(drawn.prompt)
+    if tokens > length or not dropped:
+        limit = "least" if tokens > length else "most"
+        raise TextError(
+            f"length is {length}, expected at {limit} {tokens}, with {most - dropped} words of "
+            "Python's documentation"
+        )
+    return replace(drawn, tokens=tokens)
 
 
 def _code(rng: random.Random) -> str:
@@ -202,7 +183,7 @@ def _fact(thing: str, code: object) -> str:
 def _hidden(rng: random.Random, needles: Sequence[tuple[float, str]], drawn: Sample) -> Draft:
     """Return a sample whose context is prose with needles, each at its depth."""
     filler = draw(rng, drawn.length)  # more than enough: a word has at least one token
-    return 0, filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
+    return filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
 
 
 def _needle(rng: random.Random, length: int, depth: float) -> Draft:
@@ -239,7 +220,7 @@ def _fewshot(rng: random.Random, length: int, _depth: None) -> Draft:
     while len(lines) < length:
         lines += rng.sample(examples, len(examples))
     drawn = Sample("fewshot", length, 0, None, "", f"\n{word} ->", group)
-    return 0, len(lines), lambda n: replace(drawn, context="\n".join(lines[len(lines) - n :]))
+    return len(lines), lambda n: replace(drawn, context="\n".join(lines[len(lines) - n :]))
 
 
 def _chat(rng: random.Random, length: int, depth: float) -> Draft:
@@ -258,7 +239,7 @@ def _chat(rng: random.Random, length: int, depth: float) -> Draft:
         question = f"What is the secret code of the {thing}?"
         return Sample("chat", length, 0, depth, messages, question, code, (fact,))
 
-    return 0, filler.words, build
+    return filler.words, build
 
 
 def _text(rng: random.Random, length: int, _depth: None) -> Draft:
@@ -268,7 +249,7 @@ def _text(rng: random.Random, length: int, _depth: None) -> Draft:
         response = " " + " ".join(words[n : n + length // 4])
         return Sample("text", length, 0, None, " ".join(words[:n]), "", None, response=response)
 
-    return 0, len(words) - length // 4, build
+    return len(words) - length // 4, build
 
 
 _MAKERS: dict[str, Callable[[random.Random, int, Any], Draft]] = {

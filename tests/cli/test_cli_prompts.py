@@ -2,7 +2,6 @@
 
 import json
 
-from kvsim.recorder import read_prompts
 from kvsim.recorder.encoding import token_count
 from kvsim.recorder.loading import load_tokenizer
 from kvsim.text.tasks import DEPTHLESS, TASKS
@@ -44,25 +43,3 @@ def test_context_and_question(run, printed, bytes_tokenizer, tmp_path):
     assert chat["context"] == len(chat["messages"]) - 1
     low, high = sorted([needle["tokens"], chat["tokens"]])
     assert text.endswith(f"p.jsonl: 2 prompts, {low} to {high} tokens\n")
-
-
-def test_tasks_of_ruler(run, printed, bytes_tokenizer, tmp_path):
-    """Rows have the columns of kvpress's benchmarks, and are read as prompts with a context."""
-    out = tmp_path / "p.jsonl"
-    command = ["prompts", "--model", bytes_tokenizer, "--length", "4000", "--n", "3", "--out", out]
-
-    printed(*command, "--task", "ruler:vt,ruler:niah_multivalue,ruler:cwe")
-
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["task"] for row in rows] == ["vt", "niah_multivalue", "cwe"]
-    assert [len(prompt.answer) for prompt in read_prompts(out)] == [5, 4, 10]
-    assert {prompt.scorer for prompt in read_prompts(out)} == {"string_match_all"}
-    tokenizer = load_tokenizer(bytes_tokenizer)
-    for row in rows:
-        whole = f"{row['context']}{row['question']}\n{row['answer_prefix']}"
-        assert row["tokens"] == token_count(whole, tokenizer)
-        assert row["tokens"] + row["max_new_tokens"] <= 4000
-    status, _, err = run(*command[:-2], "--task", "ruler:vv")
-    assert status == 2
-    assert "--task is 'ruler:vv'" in err
-    assert "ruler:vt" in err

@@ -119,7 +119,7 @@ def test_rows_of_a_prompt_file(split):
         ({"depth": 1.5}, "depth is 1.5, expected a number from 0 to 1"),
         ({"depth": float("nan")}, "depth is nan, expected a number from 0 to 1"),
         ({"length": 20}, "length is 20, expected at least 128 tokens"),
-        ({"length": 10**6}, "length is 1000000, expected at most .* no more"),
+        ({"length": 10**6}, "length is 1000000, expected at most"),
     ],
 )
 def test_what_cannot_be_written_is_refused(wrong, message):

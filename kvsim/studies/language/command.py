@@ -14,18 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.shared import OptionError, Overwrite, path_option, several
-from kvsim.errors import suggest
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 from kvsim.studies.language.tasks import TASKS, TOKENS
-from kvsim.text.ruler import RULER
 from kvsim.text.tasks import DEPTHLESS
 from kvsim.text.tasks import TASKS as TEXT_TASKS
 from kvsim.tiny import MODELS
 from kvsim.tiny.vocabulary import DOMAINS
-
-#: RULER's tasks.
-_RULER = tuple(f"ruler:{task}" for task in RULER)
 
 if TYPE_CHECKING:
     from kvsim.studies.language.tasks import Sample
@@ -46,7 +41,7 @@ def prompts(
         several(
             "NAME[,...]",
             f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
-            f"text: {', '.join(TEXT_TASKS)}; RULER's: {', '.join(_RULER)}.",
+            f"text: {', '.join(TEXT_TASKS)}.",
         ),
     ] = None,
     level: Annotated[
@@ -69,7 +64,7 @@ def prompts(
         several(
             "N[,...]",
             "Real text: tokens of the encoded prompt, at most; a prompt is a few tokens "
-            "shorter; of RULER's tasks, those of prompt and response. [default: 512]",
+            "shorter. [default: 512]",
         ),
     ] = None,
     depth: Annotated[
@@ -141,18 +136,11 @@ def _on_text(
 ) -> list[TextSample]:
     from kvsim.recorder.encoding import token_count
     from kvsim.recorder.loading import load_tokenizer
-    from kvsim.text.ruler import ruler_sample
     from kvsim.text.tasks import sample
 
     sizes, places = _numbers("length", lengths, int), _numbers("depth", depths or ["0.5"], float)
-    chosen, known = tasks or TEXT_TASKS, (*TEXT_TASKS, *_RULER)
-    for task in chosen:
-        if task not in known:
-            raise OptionError(
-                f"--task is {task!r}{suggest(task, known)}; expected {', '.join(known)}"
-            )
-    depthless = {*DEPTHLESS, *_RULER}
-    if depths and depthless.issuperset(chosen):
+    chosen = tasks or TEXT_TASKS
+    if depths and {*DEPTHLESS}.issuperset(chosen):
         raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
     count = partial(token_count, tokenizer=load_tokenizer(model))
     turns = _turns(chosen, sizes, places)
@@ -160,14 +148,10 @@ def _on_text(
     samples = []
     for i in range(n):
         task, length, depth = turns[i % len(turns)]
-        at = None if task in depthless else depth
+        at = None if task in DEPTHLESS else depth
         index = drawn[task, length, at]
         drawn[task, length, at] += 1
-        if task in _RULER:
-            name = task.removeprefix("ruler:")
-            samples.append(ruler_sample(seed, index, count, task=name, length=length))
-        else:
-            samples.append(sample(seed, index, count, task=task, length=length, depth=at))
+        samples.append(sample(seed, index, count, task=task, length=length, depth=at))
     return samples
 
 
