@@ -307,16 +307,7 @@ def causal_attention(
 
     q [qhead, w, d], k, v [head, start + w, d] -> (out [qhead, w, d], lse [qhead, w]).
     """
-    heads = k.shape[0]
-    q, k, v = q.unflatten(0, (heads, -1)), k.unsqueeze(1), v.unsqueeze(1)
-    out, lse = recent_attention(q, k, v, formula, start)
-    return out.flatten(0, 1), lse.flatten(0, 1)
-
-
-def recent_attention(
-    q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
-) -> tuple[Tensor, Tensor]:
-    """Whole rows start, start + 1, ...: q [H, G, w, d], k, v [H, 1, start + w, d] -> (out, lse)."""
+    q, k, v = q.unflatten(0, (len(k), -1)), k.unsqueeze(1), v.unsqueeze(1)
     if formula.reach is not None and start + q.shape[2] > formula.reach:
         out, lse = _local(q, k, v, formula, start)
     else:
@@ -324,7 +315,9 @@ def recent_attention(
         if start:
             old = attend(q, k[:, :, :start], v[:, :, :start], formula)
             out, lse = merge(out, lse, *old)
-    return with_sinks(out, lse, formula.sink(q, len(k))) if formula.sinks else (out, lse)
+    if formula.sinks:
+        out, lse = with_sinks(out, lse, formula.sink(q, len(k)))
+    return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int) -> tuple[Tensor, Tensor]:

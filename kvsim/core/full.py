@@ -42,8 +42,7 @@ class FullAttention:
     ) -> None:
         self._source, self._formulas, self._dtype, self._cache = source, formulas, dtype, cache
         self._base = base
-        self._computed: tuple[Tensor, Tensor] | None = None
-        self._computed_layers: set[int] = set()
+        self._computed: dict[int, tuple[Tensor, Tensor]] = {}
         self._last: tuple[int, Tensor] | None = None
 
     def layers(self, layers: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -58,36 +57,27 @@ class FullAttention:
         if len(recorded) == 2:
             return recorded["attn_out"], recorded["lse"]
         with _COMPUTING if self._cache else nullcontext():
-            out, lse = self._compute(range(*layers.indices(len(self._formulas))))
-        out, lse = out[:, :, rows], lse[:, :, rows]
-        return recorded.get("attn_out", out), recorded.get("lse", lse)
+            computed = [self._compute(i) for i in range(*layers.indices(len(self._formulas)))]
+        out, lse = (
+            torch.stack(each) if len(each) > 1 else each[0][None]
+            for each in zip(*computed, strict=True)
+        )
+        return recorded.get("attn_out", out[:, :, rows]), recorded.get("lse", lse[:, :, rows])
 
-    def _compute(self, layers: range) -> tuple[Tensor, Tensor]:
-        stored = range(len(self._formulas)) if self._cache else layers
-        if self._computed is None or not self._cache:
-            shapes = self._source.shapes
-            shape = (len(stored), *shapes["q"][1:3], shapes["v"][3])
-            with torch.inference_mode(mode=False):  # for later calls, in any mode, to fill
-                out, lse = (torch.empty(x, dtype=self._dtype) for x in (shape, shape[:-1]))
-            if self._cache:
-                self._computed = out, lse
-        else:
-            out, lse = self._computed
-        for layer in layers:
-            if layer in self._computed_layers:
-                continue
-            q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
-            at = layer - stored.start
-            out[at], lse[at] = causal_attention(q, k, v, self._formulas[layer])
-            if not math.isfinite(float(lse[at].sum())):
-                raise TraceError(
-                    f"the logits of layer {layer} overflow {DTYPES[self._dtype]}, expected finite "
-                    "ones; check q, k and scale, or give float64"
-                )
-            if self._cache:
-                self._computed_layers.add(layer)
-        part = slice(layers.start - stored.start, layers.stop - stored.start)
-        return out[part], lse[part]
+    def _compute(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a layer."""
+        if layer in self._computed:
+            return self._computed[layer]
+        q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
+        out, lse = causal_attention(q, k, v, self._formulas[layer])
+        if not math.isfinite(float(lse.sum())):
+            raise TraceError(
+                f"the logits of layer {layer} overflow {DTYPES[self._dtype]}, expected finite "
+                "ones; check q, k and scale, or give float64"
+            )
+        if self._cache:
+            self._computed[layer] = out, lse
+        return out, lse
 
     def weights(self, layer: int, rows: Tensor, pos: Tensor) -> Tensor:
         """Exact attention [qhead, row, pos] of a layer's rows and positions, 0 where masked."""

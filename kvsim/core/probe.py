@@ -52,9 +52,8 @@ class Probe:
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Probe | None:
         """Return the probe of a trace; None without one, or where it is none."""
-        document = object_at(meta, KEY)
-        chunks: Any = document.get("chunks")
-        tokens: Any = document.get("tokens")
+        document: Any = object_at(meta, KEY)
+        chunks, tokens = document.get("chunks"), document.get("tokens")
         listed = isinstance(chunks, list | tuple) and _whole(tokens)
         if not listed or not all(_whole(chunk) and len(chunk) == 3 for chunk in chunks):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -32,8 +32,14 @@ _DOES: dict[str, Callable[[Policy], object]] = {
     "rounds entries": lambda policy: policy.rounds,
     "merges entries": lambda policy: policy.storage is not None and not policy.rounds,
     "reads the context again": lambda policy: policy.reads.context_again,
+    "reads output projections": lambda policy: "o_proj" in policy.reads.arrays,
+    "prunes channels by the last rows of the prompt": (
+        lambda policy: policy.storage is not None and policy.storage.reads.last
+    ),
+    "compares layers": lambda policy: policy.across_layers or policy.layer_budgets != Even(),
 }
-FUTURE, TRACE, QUERY_HEADS, SLOTS, DROPS, PART, ROUNDS, MERGES, REPEATS = _DOES
+FUTURE, TRACE, QUERY_HEADS, SLOTS, DROPS, PART, *_OTHERS = _DOES
+ROUNDS, MERGES, REPEATS, PROJECTS, PRUNES, COMPARES = _OTHERS
 
 
 def does(policy: Policy, *which: str) -> str:
@@ -150,47 +156,28 @@ class Setup:
     def _check_conflicts(self) -> None:
         """Raise PolicyError where a part of the policy has no rule for trace or schedule."""
         trace, policy, schedule = self.trace, self.policy, self.schedule
-        reads, storage = policy.reads, policy.storage
-        drops = policy.propagation is not None and "hands rows of the prompt from layer to layer"
-        of_whole_prompt = (
-            drops,
-            policy.sparse is not None and "reads a part of what is held",
-            reads.context_again and "scores by rows that repeat the whole context",
-            "o_proj" in reads.arrays
-            and trace.has("gate")
-            and "weighs values by the prompt's mean gate",
-            storage is not None
-            and storage.reads.last > 0
-            and "prunes channels by the last rows of the prompt",
-        )
-        changes = storage is not None and "changes keys and values apart"
-        by_layer = (
-            drops,
-            policy.per_query_head and "keeps a set for each query head",
-            policy.layer_budgets != Even() and "gives each layer a budget of its own",
-            policy.across_layers and "compares layers",
-        )
         at_once = replace(schedule, prefill_chunk=None)
         chunks = len(self.ends) > len(at_once.ends(trace.prompt_len, trace.header.context_len))
         context = schedule.compress.startswith(("context", "both"))
         question = context and (trace.header.context_len or 0) < trace.prompt_len
         shared = tuple(trace.owners) != tuple(range(trace.n_layers))
         other = " and ".join(sorted({*trace.header.other_layers.values()}))
-        conflicts = {
-            f"a prompt in chunks of {schedule.prefill_chunk} rows": (chunks, of_whole_prompt),
-            "a context before its question is known": (question, (drops,)),
-            "layers that read the entries of others": (shared, by_layer),
-            f"layers that pass a state from row to row ({other})": (other, (drops,)),
-            f"layers {[*trace.layer_ids]}, not all of a model": (not trace.header.whole, (drops,)),
-            f"layers that do not see the whole text ({windows(trace)})": (trace.windowed, (drops,)),
-            "latents, which are keys and values at once": (trace.header.latent, (changes,)),
+        # a gate weighs values by its mean over the prompt
+        whole_prompt = DROPS, PART, REPEATS, PRUNES, *([PROJECTS] if trace.has("gate") else [])
+        conflicts: dict[str, tuple[object, Sequence[str]]] = {
+            f"a prompt in chunks of {schedule.prefill_chunk} rows": (chunks, whole_prompt),
+            "a context before its question is known": (question, [DROPS]),
+            "layers that read the entries of others": (shared, [DROPS, QUERY_HEADS, COMPARES]),
+            f"layers that pass a state from row to row ({other})": (other, [DROPS]),
+            f"layers {[*trace.layer_ids]}, not all of a model": (not trace.header.whole, [DROPS]),
+            f"layers that do not see the whole text ({windows(trace)})": (trace.windowed, [DROPS]),
+            "latents, which are keys and values at once": (trace.header.latent, [ROUNDS, MERGES]),
         }
-        for facts, (there, parts) in conflicts.items():
-            for part in filter(None, parts if there else ()):
-                raise PolicyError(
-                    f"{policy.name}: {part}, and has no rule for {facts}; expected a policy that "
-                    "cuts each layer by itself, such as snapkv, or another trace or schedule"
-                )
+        for facts, (there, which) in conflicts.items():
+            if there:
+                advice = "expected a policy that cuts each layer by itself, such as snapkv"
+                advice = f"and has no rule for {facts}; {advice}, or another trace or schedule"
+                refuse(policy, *which, advice=advice)
 
     def remarks(self, descent: Descent | None) -> Iterator[str]:
         """Yield remarks for readers of a Record: on what stays, and on the trace."""

@@ -195,15 +195,14 @@ class TraceSource(Source):
 
 def windows(trace: Trace) -> str:
     """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
-    kinds: dict[str, dict[str, list[int]]] = {}
+    by_mask: dict[tuple[str, int | None], list[int]] = {}
     for layer in trace.windowed:
-        formula = trace.formulas[layer]
-        masks = (formula.reach or trace.n_pos) < trace.n_pos
-        by_size = kinds.setdefault(formula.local if masks else "heads of another size", {})
-        by_size.setdefault(f" ({formula.reach} tokens)" * masks, []).append(layer)
+        formula = trace.formulas[layer].within(trace.n_pos)
+        mask = (formula.local, formula.reach) if formula.reach else ("heads of another size", None)
+        by_mask.setdefault(mask, []).append(layer)
     return ", ".join(
-        f"{kind} in " + ", ".join(f"{numbered(layers)}{size}" for size, layers in by_size.items())
-        for kind, by_size in kinds.items()
+        f"{kind} in {numbered(layers)}" + (f" ({reach} tokens)" if reach else "")
+        for (kind, reach), layers in by_mask.items()
     )
 
 

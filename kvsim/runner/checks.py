@@ -30,17 +30,8 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
         refuse(policy, PART, ROUNDS, MERGES, advice=advice)
 
 
-def check_layers(policy: Policy, layers: Sequence[int], n_layers: int, *, states: bool) -> None:
-    """Raise PolicyError for a policy of the whole model, where some layers evict, or pass a state.
-
-    layers: those that evict. states: layers pass a state from row to row.
-    """
-    if states:
-        advice = (
-            "and layers of the model pass a state from row to row; take a policy that cuts each "
-            "layer by itself, such as snapkv"
-        )
-        refuse(policy, DROPS, advice=advice)
+def check_layers(policy: Policy, layers: Sequence[int], n_layers: int) -> None:
+    """Raise PolicyError for a policy of the whole model, where only some layers evict."""
     if tuple(layers) != tuple(range(n_layers)):
         advice = f"and layers {list(layers)} of {n_layers} evict; expected all: replay these alone"
         refuse(policy, SLOTS, DROPS, advice=advice)

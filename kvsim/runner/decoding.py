@@ -115,7 +115,7 @@ class Decoding:
         self._evicting: dict[int, LiveLayer] = {}
         self._descent: Descent | None = None
         self._single = not running.continues  # rows after the first go one by one
-        check_layers(policy, self.layers, self.sketch.n_layers, states=running.has_states)
+        check_layers(policy, self.layers, self.sketch.n_layers)
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.attention import Formula, attend
 from kvsim.errors import TraceError
 from kvsim.store.verification import verify
 from kvsim.testing import loops
@@ -69,19 +68,6 @@ def test_metrics_equal_a_naive_loop():
     assert mean("retained_mass") == pytest.approx(found.retained_mass[:, :, rows].mean(), rel=1e-6)
     of_layers = np.sqrt((moved**2).sum(-1).mean(-1))
     assert mean("layer_error") == pytest.approx(of_layers.mean(), rel=1e-6)
-
-
-def test_rows_that_see_nothing_have_an_output_of_the_size_of_values():
-    """No entries at all, and none that the mask shows."""
-    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 3)
-
-    none, _ = attend(q, k[:, :, :0], v[:, :, :0], Formula(1.0))
-    hidden, lse = attend(q, k, v, Formula(1.0), mask=torch.zeros(1, 1, 3, 5, dtype=torch.bool))
-
-    assert none.shape == hidden.shape == (1, 2, 3, 3)
-    assert not none.any()
-    assert not hidden.any()
-    assert lse.isneginf().all()
 
 
 @pytest.mark.parametrize("size", [SIZE, 8])

@@ -93,7 +93,9 @@ def test_refusals_name_the_windows_and_a_way_out():
     narrow = Formula(0.3, window=20)
     with pytest.raises(PolicyError) as across:
         kvsim.replay(make((WINDOW, narrow, WINDOW, PLAIN)), kvsim.policy("asl", window=8), 40)
-    assert "a sliding window in layers 0, 2 (50 tokens), layer 1 (20 tokens)" in str(across.value)
+    assert "in layers 0, 2 (50 tokens), a sliding window in layer 1 (20 tokens)" in str(
+        across.value
+    )
 
 
 def test_a_remark_on_traces_is_made_once_for_all_policies():

@@ -23,7 +23,6 @@ from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, event_rows, pr
 from kvsim.analysis.axes import record_head, record_layer
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
-from kvsim.schema import NEVER
 
 AMS, PROXY = "ams", "proxy_run"
 
@@ -170,9 +169,7 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
     """Return the events at which a head was cut into segments of attention mass, ascending.
 
     record: of `ams`, replayed with `internals=True`. layer: index in the trace. head: KV head.
-    Raises PolicyError where the record has no masses of the layer, because it is not of `ams`,
-    because `replay` was not asked for internals, or because no event acted there, and for a layer
-    or a head that is not there.
+    Raises PolicyError for a record without masses there, and a layer or head that is not there.
     """
     head = record_head(record, head)
     gone = record.evicted_at[record_layer(record, layer), head]
@@ -194,16 +191,9 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
         by_entry |= {"pos": pos, "kept": gone[pos] > plans.row, "segment": segment}
         suffix = float(plans.notes["suffix_mass"][place])
         events.append(Segmented(row=plans.row, quota=quota, suffix=suffix, **by_entry))
-    if events:
-        return events
-    why = "the record has no decisions; replay it with internals=True"
-    if record.internals:
-        why = "it does not cut by attention mass; expected ams, alone or around another policy"
-    if (gone == NEVER).all():
-        why = (
-            f"nothing is evicted there at budget {record.budget}; give a smaller budget, or an "
-            "interval that fits the trace"
+    if not events:
+        raise PolicyError(
+            f"the record of {record.policy} has no segments of layer {layer}, head {head}; "
+            "expected `ams`, replayed with internals=True at a budget that evicts there"
         )
-    raise PolicyError(
-        f"the record of {record.policy} has no segments of layer {layer}, head {head}: {why}"
-    )
+    return events

@@ -106,5 +106,5 @@ def test_a_record_without_segments_is_refused():
         layers=(0, 1),
         layer_ids=(0, 1),
     )
-    with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
+    with pytest.raises(PolicyError, match="record of tova has no segments"):
         segmented(bare, 0, 0)
