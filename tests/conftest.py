@@ -284,20 +284,3 @@ def no_layout():
     with pytest.MonkeyPatch.context() as patch:
         leave_out_layouts(patch.setattr)
         yield
-
-
-@pytest.fixture
-def small_demo(monkeypatch, tmp_path_factory):
-    """Make demos of this process small: short texts and no figures."""
-    from kvsim.store.writer import save_trace
-    from kvsim.studies.language import demo
-    from kvsim.studies.language.tasks import prompts
-    from traces import random_trace
-
-    few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
-    monkeypatch.setattr("kvsim.studies.language.tasks.prompts", lambda *_, **__: few)
-    monkeypatch.setattr(demo, "_draw", lambda *_: None)
-    path = tmp_path_factory.mktemp("real") / "sample-smollm2.zarr"
-    more = {"layer_ids": (7, 17, 28), "meta": {"spans": {"needle": [[5, 9]]}}}
-    real = save_trace(random_trace(layers=3, group=1, n=140, prompt_len=80, **more), path)
-    monkeypatch.setattr(demo, "sample_trace", lambda _: real)

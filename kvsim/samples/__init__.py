@@ -7,7 +7,7 @@ from pathlib import Path
 from kvsim.errors import TraceNotFoundError, local_path, suggest
 from kvsim.schema import is_url
 
-__all__ = ["SAMPLES", "locate", "sample_judged", "sample_trace"]
+__all__ = ["SAMPLES", "locate", "sample_trace"]
 
 #: The names that commands take, and the model that each was recorded from.
 SAMPLES = {"sample": "tiny", "sample-smollm2": "smollm2"}
@@ -50,8 +50,3 @@ def locate(path: str | Path) -> Path | str:
     path = local_path(path, TraceNotFoundError)
     shipped = str(path) in SAMPLES and not path.exists()
     return sample_trace(SAMPLES[str(path)]) if shipped else path
-
-
-def sample_judged() -> Path:
-    """Path of a Table of the sample text, judged by SmolLM2 whole (docs/smollm2_sample.py)."""
-    return Path(__file__).with_name("judged.parquet")

@@ -1,8 +1,6 @@
 """`kvsim demo`."""
 
 import io
-import json
-import shutil
 from contextlib import chdir, redirect_stderr, redirect_stdout
 
 import pytest
@@ -14,43 +12,21 @@ from kvsim.store.records import read_records
 from kvsim.studies.language import demo as demo_module
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory, no_layout):
-    """A folder with a demo, and what that printed."""
-    folder = tmp_path_factory.mktemp("demo")
-    out, err = io.StringIO(), io.StringIO()
+def test_the_demo_shows_its_commands_and_their_results(tmp_path, no_layout):
+    """A table of all policies for both models, figures and runs; a second demo replaces it."""
+    folder, out, err = tmp_path / "results" / "demo", io.StringIO(), io.StringIO()
+    folder.mkdir(parents=True)
+    (folder / "demo.json").write_text("{}")  # of version 0.1.0
+
     streams = redirect_stdout(out), redirect_stderr(err)
-    with chdir(folder), streams[0], streams[1], pytest.raises(SystemExit) as end:
+    with chdir(tmp_path), streams[0], streams[1], pytest.raises(SystemExit) as end:
         main(["demo", "--out", "results/demo"])
+
     assert (end.value.code, err.getvalue()) == (0, "")
-    return folder / "results" / "demo", out.getvalue()
-
-
-def test_demo_answers_the_question(demo):
-    """The demo prints one table of all policies at both budgets, and how to read it."""
-    folder, out = demo
-    lines = out.splitlines()
-
-    real = lines[next(i for i, line in enumerate(lines) if line.startswith("Now a real model")) :]
-    assert "layers 7, 17, 28 of SmolLM2-135M-Instruct" in real[0]
-    for name in demo_module.POLICIES:
-        rows = [line for line in real if line.split()[:1] == [name]]
-        assert len(rows) == (1 if name == "full" else 2)
-    assert "of the sentence with the code (the needle) rows see at most" in out
-    document = json.loads((folder / "demo.json").read_text())
-    recall = {(c["policy"], c["budget"]): c["needle_recall"] for c in document["smollm2"]["cells"]}
-    assert recall["full", 64] == 1
-    assert recall["streaming_llm", 64] == 0
-    assert "needle_recall" not in document["cells"][0]
-    assert "is right." in lines[0]
-    for each in (document, document["smollm2"]):
-        (best,) = each["verdict"][0]["first"]
-        assert f"Budget 64: {best} has the lowest mean response_kl, " in out
-    assert any(line.startswith("Fidelity of the values: ") for line in lines)
-    assert [line for line in lines if line.startswith("Budget ")] == [
-        line for each in (document, document["smollm2"]) for line in each["verdict_text"][:2]
-    ]
-    assert {p.name for p in folder.iterdir()} == demo_module._FILES
+    for name in ("full", "streaming_llm", "h2o", "tova", "snapkv", "random"):
+        rows = [line for line in out.getvalue().splitlines() if line.split()[:1] == [name]]
+        assert len(rows) == (2 if name == "full" else 4)
+    assert {path.name for path in folder.iterdir()} == demo_module._FILES
     assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
     for prefix in ("", "smollm2-"):
         for figure in ("retention.png", "budgets.png"):
@@ -59,14 +35,13 @@ def test_demo_answers_the_question(demo):
 
 
 @pytest.mark.parametrize("kind", ["file", "more"])
-def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind):
-    """A folder without the demo's mark, or with anything besides, is left alone."""
+def test_demo_refuses_what_it_did_not_make(run, tmp_path, kind):
+    """A file, or a folder with anything besides a demo, is left alone."""
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("mine")
     else:
         out.mkdir()
-        (out / "demo.json").write_text("{}")
         (out / "notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
 
@@ -77,18 +52,12 @@ def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path, monkeypatch):
-    """Ctrl-C in a second demo: status 130, and the folder of the first is unchanged."""
-    out = tmp_path / "demo"
-    shutil.copytree(demo[0], out)
+def test_a_command_that_fails_ends_the_demo(run, tmp_path, monkeypatch):
+    """Its status is that of the demo, and no later command runs."""
+    monkeypatch.setattr(demo_module, "COMMANDS", {"info none": "", "prompts --out p.jsonl": ""})
 
-    def stop(*_):
-        raise KeyboardInterrupt
+    status, _, err = run("demo", "--out", tmp_path / "demo")
 
-    monkeypatch.setattr(demo_module, "_draw", stop)
-    status, _, err = run("demo", "--out", out)
-
-    assert status == 130
-    assert one_line(err) == f"interrupted, {out} is unchanged"
-    assert {p.name for p in out.iterdir()} == demo_module._FILES
-    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
+    assert status == 2
+    assert "none" in err
+    assert not [*(tmp_path / "demo").iterdir()]
