@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from kvsim.errors import BudgetError
-from kvsim.testing.loops import Event
+from kvsim.testing.loops.event import Scored, Sets
+from reference.event import Event
 
 #: (margin, size) of a decision: the difference between what was taken last and what was left first,
 #: relative to the larger of the two, and that larger one. Margin 0 is a tie that a rule decides.
@@ -120,20 +121,13 @@ def _check(protected: Sequence[set[int]], budget: int) -> None:
         raise BudgetError(f"{most} protected entries, budget is {budget}; give at least {most}")
 
 
-def adakv(
-    event: Event,
-    scores: list[dict[int, float]],
-    protected: list[set[int]],
-    *,
-    budget: int,
-    floor: float,
-    inside: bool,
-) -> Allocated:
+def adakv(event: Event, scored: Scored, protected: Sets, *, inside: bool = False) -> Allocated:
     """Each head's safe entries first; then the heads of the layer compete for what is left.
 
     Safe: the protected and int(floor * budget) others, a budget at most; `inside`: the protected
     are part of max(1, int(floor * budget)).
     """
+    budget, floor, scores = event.budgets[0], float(event.params["floor"]), scored.values
     _check(protected, budget)
     kept: list[set[int]] = []
     rest: list[tuple[float, int, int]] = []
@@ -157,21 +151,14 @@ def adakv(
     return kept, decisions
 
 
-def chunkkv(
-    event: Event,
-    scores: list[dict[int, float]],
-    protected: list[set[int]],
-    *,
-    budget: int,
-    chunk: int,
-    exact: bool,
-) -> Allocated:
+def chunkkv(event: Event, scored: Scored, protected: Sets, *, exact: bool = True) -> Allocated:
     """Chunks of `chunk` slots by their mean score summed over heads; all heads keep the same slots.
 
     exact: protected slots first, then chunks until the budget is full, of the last one its best
     slots. Else whole chunks, the share budget / slots of them, protected entries scored one
     above the largest score of the layer; with less than one chunk, each head its own best.
     """
+    budget, chunk, scores = event.budgets[0], int(event.params["chunk"]), scored.values
     n = len(event.live[0])
     if any(len(live) != n for live in event.live):
         raise ValueError("heads hold different numbers of entries")
@@ -234,21 +221,13 @@ def _fill_chunks(
     return kept, decisions
 
 
-def ams(
-    event: Event,
-    scores: list[dict[int, float]],
-    protected: list[set[int]],
-    *,
-    budget: int,
-    params: Mapping[str, Any],
-    credit: list[dict[int, float]],
-    unscored: list[set[int]] | None = None,
-) -> Allocated:
+def ams(event: Event, scored: Scored, protected: Sets) -> Allocated:
     """Segments of about equal attention mass, a quota each, the best of each by score.
 
-    credit: per head {position: credit}, of this event's survivors afterwards. unscored: per head
-    the positions that the scorer itself protects.
+    Of each head it remembers {position: credit} of the survivors.
     """
+    budget, params, credit = event.budgets[0], event.params, event.memory
+    scores, unscored = scored.values, scored.protected
     _check(protected, budget)
     strict = params["mode"] == "strict"
     used = []

@@ -9,10 +9,10 @@ from kvsim.errors import BudgetError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Floats, Numbers, Scored, Sets, first, last, union
 from kvsim.testing.strategies import Case
-from reference import allocation, layouts, repeated
+from reference import allocation, repeated
 from reference.event import Event
 from reference.propagation import Propagated, propagate
-from reference.rules import OUTER, Chain, own_protection, parse
+from reference.rules import OUTER, Chain, known, own_protection, parse
 from reference.windows import cake, cake_preference
 
 
@@ -91,8 +91,7 @@ class _Pieces:
         signed = chain.signed
         for i in range(len(chain.wrappers), 0, -1):
             name = chain.wrappers[i - 1]
-            wrap = OUTER[name][0]
-            assert wrap is not None
+            wrap = known(OUTER, name)[0]
             if name == "union":
                 scored = wrap(chain.params[i], scored)
                 signed = signed and chain.params[i]["reduction"] != "rank"
@@ -131,42 +130,11 @@ class _Pieces:
         """What the allocator keeps."""
         if self.chain.pooled:
             return self.sets[event.layer]
-        params, budget, scores = self.chain.params[0], event.budgets[0], scored.values
-        if self.chain.allocator == "dms":
-            admitted = _memory(event, 0)
-            return layouts.dms(event, scored, protected, float(params["threshold"]), admitted)
-        if self.chain.allocator in ("paged", "paged@release"):
-            cells = _memory(event, 0)
-            return layouts.paged(
-                event, scored, protected, budget=budget, params=params, cells=cells
-            )
-        if self.is_ams:
-            return allocation.ams(
-                event,
-                scores,
-                protected,
-                budget=budget,
-                params=params,
-                credit=_memory(event, 0),
-                unscored=scored.protected,
-            )
-        if self.chain.allocator in ("adakv", "adakv@kvpress"):
-            return allocation.adakv(
-                event,
-                scores,
-                protected,
-                budget=budget,
-                floor=float(params["floor"]),
-                inside=self.chain.allocator == "adakv@kvpress",
-            )
-        return allocation.chunkkv(
-            event,
-            scores,
-            protected,
-            budget=budget,
-            chunk=int(params["chunk"]),
-            exact=self.chain.allocator == "chunkkv",
+        at = Event.of(event, params=self.chain.params[0], memory=_memory(event, 0))
+        kept: tuple[Sets, list[Decision]] = known(OUTER, self.chain.allocator)[0](
+            at, scored, protected
         )
+        return kept
 
     def propagate(
         self, q: Floats, k: Floats, prompt_len: int, budget: int, scale: float

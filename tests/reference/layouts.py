@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing import loops
-from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, unprotected
+from kvsim.testing.loops.event import Decision, Scored, Sets, first, unprotected
 from reference.allocation import gap
 from reference.event import Event
 
@@ -149,19 +149,12 @@ def _shared(layers: list[Scored], reduction: str) -> list[Scored]:
     ]
 
 
-def paged(
-    event: loops.Event,
-    scored: Scored,
-    protected: Sets,
-    *,
-    budget: int,
-    params: Mapping[str, Any],
-    cells: Numbers,
-) -> tuple[Sets, list[Decision]]:
+def paged(event: Event, scored: Scored, protected: Sets) -> tuple[Sets, list[Decision]]:
     """Whole pages; after the prompt single entries, which are then written into pages.
 
-    cells: per head {position: place in pages}, of all entries that were live at an event before.
+    Of each head it remembers {position: place in pages} of what was live at an event before.
     """
+    budget, params, cells = event.budgets[0], event.params, event.memory
     heads = list(range(len(event.live)))
     kept: Sets = [set() for _ in heads]
     decisions: list[Decision] = []
@@ -298,10 +291,9 @@ def _best(
     return set(order[:count]), cut
 
 
-def dms(
-    event: Event, scored: Scored, protected: Sets, threshold: float, admitted: Numbers
-) -> tuple[Sets, list[Decision]]:
+def dms(event: Event, scored: Scored, protected: Sets) -> tuple[Sets, list[Decision]]:
     """What is protected, what was admitted, and what scores at least the threshold."""
+    threshold, admitted = float(event.params["threshold"]), event.memory
     kept: Sets = []
     decisions: list[Decision] = []
     for h, live in enumerate(event.live):

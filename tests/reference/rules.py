@@ -6,6 +6,8 @@ a rule does with them is written from the papers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import kvsim
@@ -13,12 +15,9 @@ from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.loops import Scored
-from reference import classic, expected, layouts, leverage, repeated, windows
+from reference import allocation, classic, expected, layouts, leverage, repeated, windows
 from reference.event import Event
 from reference.propagation import PROPAGATIONS
-
-#: From an event, what a wrapped scorer gave and whether it is signed, to other scores.
-Wrap = Callable[..., Scored]
 
 _POOLED = "window pool pool_kernel"
 _RKV = f"{_POOLED} mix_lambda threshold slot_order"
@@ -31,7 +30,8 @@ _AMS = (
 _EXPECTED = "n_future sink epsilon covariance value_norm query_buffer rope origin log"
 
 #: The score of an event under each name, and the parameters that it knows; a preset has those of
-#: its policy unless it is named. None never evicts.
+#: its policy unless it is named. None never evicts. Of a name that is not here, or not in `OUTER`,
+#: both are `RULE` of the test beside it, tests/policies/test_NAME.py.
 RULES: dict[str, tuple[Callable[[Event], Scored] | None, str]] = {
     "full": (None, ""),
     "random": (classic.random, "seed"),
@@ -75,13 +75,16 @@ RULES: dict[str, tuple[Callable[[Event], Scored] | None, str]] = {
     "rpc@ams": (windows.rpc_ams, "window pool_kernel sink"),
 }
 
-#: Every allocator and wrapper, to be put before a policy: a wrapper's rule, and its parameters.
-OUTER: dict[str, tuple[Wrap | None, str]] = {
-    "ams": (None, _AMS),
-    "adakv": (None, "floor"),
-    "chunkkv": (None, "chunk"),
-    "dms": (None, "threshold window"),
-    "paged": (None, "page heads reduction prompt ends"),
+#: Allocators and wrappers likewise: of an allocator what stays of scores and protected entries, of
+#: a wrapper other scores, from those of the scorer inside and whether they are signed.
+OUTER: dict[str, tuple[Callable[..., Any], str]] = {
+    "ams": (allocation.ams, _AMS),
+    "adakv": (allocation.adakv, "floor"),
+    "adakv@kvpress": (partial(allocation.adakv, inside=True), "floor"),
+    "chunkkv": (allocation.chunkkv, "chunk"),
+    "chunkkv@kvpress": (partial(allocation.chunkkv, exact=False), "chunk"),
+    "dms": (layouts.dms, "threshold window"),
+    "paged": (layouts.paged, "page heads reduction prompt ends"),
     "global": (windows.global_score, "fusion decay"),
     "criticalkv": (expected.critical, "epsilon first_stage"),
     "union": (layouts.union, "across reduction"),
@@ -91,7 +94,8 @@ OUTER: dict[str, tuple[Wrap | None, str]] = {
 NAMES: tuple[str, ...] = tuple(
     name
     for name in names()
-    if (base := name.partition("@")[0]) in RULES or (base in OUTER and CATALOGUE[base].default)
+    if (entry := CATALOGUE[name.partition("@")[0]]).kind == "scorer"
+    or (entry.kind != "propagation" and entry.default)
 )
 
 
@@ -114,7 +118,7 @@ class Chain:
     @property
     def score(self) -> Callable[[Event], Scored] | None:
         """The scorer's rule."""
-        return _known(RULES, self.scorer)[0]
+        return known(RULES, self.scorer)[0]
 
     @property
     def layers(self) -> str:
@@ -149,12 +153,16 @@ class Chain:
         return bool(chain_of(self.built.scorer)[-1].scale != "positive")
 
 
-def _known(table: Mapping[str, Any], name: str) -> Any:
-    """The row of a name, of a preset without one that of its policy."""
+def known(table: Mapping[str, Any], name: str) -> Any:
+    """The row of a name, of a preset without one that of its policy; else that of its test."""
     base = name.partition("@")[0]
-    if base not in table:
-        raise PolicyError(f"the reference knows no {name!r}")
-    return table.get(name, table[base])
+    if base in table:
+        return table.get(name, table[base])
+    try:
+        return import_module(f"tests.policies.test_{base}").RULE
+    except (ImportError, AttributeError) as error:
+        beside = f"tests/policies/test_{base}.py"
+        raise PolicyError(f"the reference knows no {name!r}; expected RULE in {beside}") from error
 
 
 def _values(known: str, *pieces: Any) -> dict[str, Any]:
@@ -173,14 +181,15 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     scorer = names.pop() if names else "full"
     if scorer.partition("@")[0] in ("qfilter", "triattention"):
         given.setdefault("calibration", "oracle")
-    known = _known(RULES, scorer)[1]
+    takes = known(RULES, scorer)[1]
     built = kvsim.policy(policy, **given)
     *wrapping, innermost = chain_of(built.scorer)
-    own = [_values(known, innermost, built.layer_budgets)]
-    allocator = names.pop(0) if names and _known(OUTER, names[0])[0] is None else None
-    wrappers = [_values(_known(OUTER, x)[1], y) for x, y in zip(names, wrapping, strict=True)]
-    outer = {} if allocator is None else _values(_known(OUTER, allocator)[1], built.allocator)
-    across = _values(_known(PROPAGATIONS, propagation) if propagation else "", built.propagation)
+    own = [_values(takes, innermost, built.layer_budgets)]
+    kinds = [CATALOGUE[x.partition("@")[0]].kind for x in names]
+    allocator = names.pop(0) if kinds[:1] == ["allocator"] else None
+    wrappers = [_values(known(OUTER, x)[1], y) for x, y in zip(names, wrapping, strict=True)]
+    outer = {} if allocator is None else _values(known(OUTER, allocator)[1], built.allocator)
+    across = _values(known(PROPAGATIONS, propagation) if propagation else "", built.propagation)
     pieces = (outer, *wrappers, *own)
     return Chain(built, allocator, tuple(names), scorer, pieces, propagation, across)
 

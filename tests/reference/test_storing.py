@@ -19,6 +19,7 @@ from kvsim.core.merging import Merger
 from kvsim.engine.checks import Setup
 from kvsim.engine.replay import run
 from kvsim.errors import PolicyError
+from kvsim.policies import ACCESS
 from kvsim.policies.d2o import D2O
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
@@ -29,6 +30,7 @@ from kvsim.policies.turboquant import TurboQuant, codebook
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import merging, storing
+from reference.rules import known
 from reference.strategies import examples, naive, seeded, setups
 from traces import changed
 
@@ -107,6 +109,7 @@ def _d2o(data):
 
 
 VLLM = {"hadamard": True, "unit": True, "uniform": True}
+#: Of each a piece and its naive store, drawn; of other names `RULE` of the test beside them.
 QUANTIZERS = {
     "kivi": _kivi(2),
     "kivi4": _kivi(4),
@@ -124,7 +127,8 @@ QUANTIZERS = {
     "d2o": _d2o,
 }
 MERGERS = ("lookm", "d2o")
-NAMES = [name for name in QUANTIZERS if name != "int2"]  # it is as int4
+STORED = [name for name, entry in ACCESS.items() if entry.kind != "sparse attention"]
+NAMES = [name for name in dict.fromkeys([*QUANTIZERS, *STORED]) if name != "int2"]  # as int4
 COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod", "think")
 
 
@@ -186,7 +190,7 @@ def test_storing_equals_the_naive_one(name):
         case = data.draw(
             strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2), **kinds)
         )
-        quantizer, store = QUANTIZERS[name](data)
+        quantizer, store = known(QUANTIZERS, name)(data)
         context = data.draw(st.none() | st.integers(1, case.prompt_len))
         compress = data.draw(st.sampled_from(("context", "both"))) if context else "prompt"
         rng = np.random.default_rng(case.seed)
@@ -250,7 +254,7 @@ def test_storing_under_a_softcap_and_sinks(name):
         def draw(self, strategy):
             return strategy.elements[-2] if hasattr(strategy, "elements") else 2
 
-    quantizer, store = QUANTIZERS[name](Fixed())
+    quantizer, store = known(QUANTIZERS, name)(Fixed())
     record = kvsim.replay(trace, "full", case.n)
     for share in (0.4, 0.0):
         evicted_at = _evicted(case, np.random.default_rng(1), share)

@@ -78,30 +78,40 @@ def test_policy_satisfies_every_invariant(name):
     reference.check(name, small(name), max_examples=examples(3), max_n=16)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("quest", {"page": 3, "dense_layers": 1, "share": 0.5}),
-        ("topk", {"heads": "kv", "share": 0.5}),
-        ("skip_softmax", {"page": 3, "threshold": 0.5, "heads": "kv"}),
-        ("magicpig", {"bits": 2, "tables": 6, "sink": 1, "local": 2, "dense_layers": 0}),
-        ("topp", {"heads": "layer"}),
-        ("pqcache", {"bits": 2, "sink": 1, "local": 1}),
-        ("kivi", {"group": 2, "window": 4}),
-        ("int8", {}),
-        ("h2o+lookm", {}),
-        more("adakv+snapkv+d2o", {"window": 4}),
-        ("fp8", {"format": "e5m2", "window": 2}),
-        more("tova+int4", {}),
-        ("tova+kvquant", {"group": 1, "outliers": 0.25}),
-        ("nvfp4", {"window": 2}),
-        ("turboquant@prod", {}),
-        ("adakv+snapkv+think", {"pruned": 0.5, "window": 3, "recent": 1}),
-        more("think@kvpress", {"window": 3}),
-        more("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
-        more("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
-    ],
-)
+#: Pieces behind evictions, alone and combined; others of the catalogue have `SMALL` parameters.
+BEHIND = [
+    ("quest", {"page": 3, "dense_layers": 1, "share": 0.5}),
+    ("topk", {"heads": "kv", "share": 0.5}),
+    ("skip_softmax", {"page": 3, "threshold": 0.5, "heads": "kv"}),
+    ("magicpig", {"bits": 2, "tables": 6, "sink": 1, "local": 2, "dense_layers": 0}),
+    ("topp", {"heads": "layer"}),
+    ("pqcache", {"bits": 2, "sink": 1, "local": 1}),
+    ("double_sparsity", {"calibration": "prefix:1", "dense_layers": 0, "share": 0.5}),
+    ("kivi", {"group": 2, "window": 4}),
+    ("int8", {}),
+    ("h2o+lookm", {}),
+    ("fp8", {"format": "e5m2", "window": 2}),
+    ("tova+kvquant", {"group": 1, "outliers": 0.25}),
+    ("nvfp4", {"window": 2}),
+    ("turboquant@prod", {}),
+    ("adakv+snapkv+think", {"pruned": 0.5, "window": 3, "recent": 1}),
+]
+NAMED = {part.partition("@")[0] for name, _ in BEHIND for part in name.split("+")}
+BEHIND += [
+    (name, {key: SMALL[key] for key in SMALL.keys() & {*parameters(name)}})
+    for name in ACCESS
+    if name not in NAMED
+]
+BEHIND += [
+    more("adakv+snapkv+d2o", {"window": 4}),
+    more("tova+int4", {}),
+    more("think@kvpress", {"window": 3}),
+    more("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
+    more("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), BEHIND)
 def test_sparse_attention_and_quantizers_satisfy_every_invariant(name, params):
     """Alone and behind evictions, of one set for each head and of ragged ones."""
     check_policy(name, **params, max_examples=examples(4), max_n=14)

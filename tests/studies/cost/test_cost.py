@@ -41,7 +41,11 @@ def seen(record, row):
     return ((pos <= row) & (record.evicted_at >= row)).sum(-1)
 
 
-NOT_EXACT = {"pyramidkv@kvpress", "pyramidkv@reference", "chunkkv@kvpress", "dms"}
+NOT_EXACT = {
+    name
+    for name in names()
+    if {"near", "rule"} & {(of := made(name)).allocator.effect, of.layer_budgets.effect}
+}
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n not in NOT_EXACT])
