@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self, cast
+from typing import ClassVar, cast
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
@@ -32,64 +32,34 @@ _WAYS = (
 )
 
 
-class Calibration(str):
+class Calibration(str):  # noqa: SLOT000  has more than its text
     """A source of calibration queries; its text is what is shown, compared and recorded.
 
-    rows: of a prefix, None otherwise. trace: another trace, None otherwise.
+    rows: of a prefix, None otherwise. trace: another trace, None otherwise; learned: from it.
     """
 
-    __slots__ = ("_learned", "rows", "trace")
+    rows: int | None = None
+    trace: Trace | None = None
+    learned: dict[Calibrated, tuple[Tensor, ...]]
 
-    rows: int | None
-    trace: Trace | None
-    _learned: dict[Calibrated, tuple[Tensor, ...]]
 
-    def __new__(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Self:
-        """A source that `text` stands for."""
-        self = super().__new__(cls, text)
-        self.rows, self.trace, self._learned = rows, trace, {}
-        return self
-
-    @classmethod
-    def parse(cls, policy: str, given: str | Path | Trace | None) -> Calibration:
-        """Return the calibration that a user gave. Raises PolicyError naming the policy."""
-        if isinstance(given, Calibration):
-            return given
-        if given == "oracle":
-            return cls("oracle")
-        if isinstance(given, str) and re.fullmatch(r"prefix:0*[1-9]\d*", given, re.ASCII):
-            rows = int(given.removeprefix("prefix:"))
-            return cls(f"prefix:{rows}", rows=rows)
-        try:
-            trace = given if isinstance(given, Trace) else open_trace(given or "")
-        except TraceError as error:
-            found = f"{str(given)!r} ({error})" if given else "missing"
-            raise PolicyError(f"{policy}: calibration is {found}; {_WAYS}") from error
-        return cls(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}", trace=trace)
-
-    def learned(self, scorer: Calibrated, view: View) -> tuple[Tensor, ...]:
-        """Statistics that a scorer learns from the queries of the view's layers, [L, H, G, ...].
-
-        From another trace they are taken once.
-        """
-        learn, rotated, heads = scorer.learn, scorer.rotated, view.pos.shape[1]
-        if self.trace is None:
-            stop = view.source.n_rows if self.rows is None else self.rows
-
-            def read(first: int, last: int) -> Tensor:
-                return view.queries(range(first, last), rotated=rotated)
-
-            return view.memo((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
-        if scorer not in self._learned:
-            layers = (
-                learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])
-                for layer in range(self.trace.n_layers)
-            )
-            self._learned[scorer] = tuple(map(torch.cat, zip(*layers, strict=True)))
-        of_view = (x[view.layers.to(x.device)] for x in self._learned[scorer])
-        return tuple(
-            x.flatten(1, 2).unflatten(1, (heads, -1)).to(view.keys.device) for x in of_view
-        )
+def _source(policy: str, given: str | Path | Trace | None) -> Calibration:
+    """The calibration that a user gave. Raises PolicyError naming the policy."""
+    if isinstance(given, Calibration):
+        return given
+    prefix = re.fullmatch(r"prefix:0*([1-9]\d*)", str(given), re.ASCII)
+    if given == "oracle" or prefix:
+        source = Calibration(f"prefix:{prefix[1]}" if prefix else given)
+        source.rows = int(prefix[1]) if prefix else None
+        return source
+    try:
+        trace = given if isinstance(given, Trace) else open_trace(given or "")
+    except TraceError as error:
+        found = f"{str(given)!r} ({error})" if given else "missing"
+        raise PolicyError(f"{policy}: calibration is {found}; {_WAYS}") from error
+    source = Calibration(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}")
+    source.trace, source.learned = trace, {}
+    return source
 
 
 @dataclass(frozen=True)
@@ -100,7 +70,7 @@ class Sourced(Piece):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "calibration", Calibration.parse(self.label, self.calibration))
+        object.__setattr__(self, "calibration", _source(self.label, self.calibration))
 
     @property
     def source(self) -> Calibration:
@@ -140,8 +110,30 @@ class Calibrated(Sourced, Scorer):
         """Statistics of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
-        """Statistics of the calibration queries, for the view's layers and heads."""
-        return self.source.learned(self, view)
+        """Statistics of the calibration queries, for the view's layers and heads, [L, H, G, ...].
+
+        From another trace they are taken once.
+        """
+        trace = self.source.trace
+        if trace is None:
+            stop = self.source.rows or view.source.n_rows
+
+            def read(first: int, last: int) -> Tensor:
+                return view.queries(range(first, last), rotated=self.rotated)
+
+            key = self.learn, stop
+            return view.memo(key, lambda: self.learn(row_blocks(read, 0, stop), view.rope))
+        if self not in self.source.learned:
+            layers = (
+                self.learn(_of_layer(trace, layer, self.rotated), trace.ropes[layer])
+                for layer in range(trace.n_layers)
+            )
+            self.source.learned[self] = tuple(map(torch.cat, zip(*layers, strict=True)))
+        of_view = (x[view.layers.to(x.device)] for x in self.source.learned[self])
+        heads = view.pos.shape[1]
+        return tuple(
+            x.flatten(1, 2).unflatten(1, (heads, -1)).to(view.keys.device) for x in of_view
+        )
 
 
 def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:
