@@ -12,12 +12,11 @@ it is first read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from kvsim.errors import KvsimError, PackageError, error_line
+from kvsim.errors import PackageError, error_line
 
 T = TypeVar("T")
 
@@ -92,20 +91,6 @@ class Registry(Mapping[str, T]):
             ) from cause
         kept: T = loaded
         return kept
-
-    @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """Raise PackageError, which names it, where the object of a package raises."""
-        try:
-            yield
-        except Exception as error:
-            points = self._points.get(name, [])
-            if isinstance(error, KvsimError) or not points or _project(points[0]) == "kvsim":
-                raise
-            raise PackageError(
-                f"the {self.kind} {name!r} of {_owner(points[0])} raised {type(error).__name__}: "
-                f"{error_line(error)}; mend the package, or uninstall {_project(points[0])}"
-            ) from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._own or name in self._points

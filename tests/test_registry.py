@@ -156,17 +156,6 @@ def test_a_function_that_declares_no_figure_is_refused(declared, tmp_path, text,
         _ = type(FIGURES)("figure", "kvsim.figures", (Figure,), {})["bars"]
 
 
-def test_code_of_a_package_that_raises_is_named(declared):
-    """Kvsim's own code keeps its errors."""
-    declared("metrics", "gain", "rival:gain")
-
-    message = r"metric 'gain' of rival 2\.0 raised KeyError: 'no'"
-    with pytest.raises(kvsim.KvsimError, match=message), metrics().running("gain"):
-        raise KeyError("no")
-    with pytest.raises(KeyError), metrics().running("wipeout"):
-        raise KeyError("no")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -11,7 +11,6 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.header import printable
 from kvsim.core.record import Record, record_document
@@ -105,9 +104,7 @@ def blocks_of(
     if record is not None:
         shared |= columns_of(record)
     blocks: list[RowArrays] = []
-    with METRICS.running(name):
-        every = [*entry.cells(subject)]
-    for cells in every:
+    for cells in entry.cells(subject):
         shared["unit"] = cells.unit or entry.unit
         labels = trace.header.labels if cells.turn is None else trace.header.labels_of(cells.turn)
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}

@@ -128,8 +128,7 @@ def plot(
     inputs = [data[key] for key in figure.inputs]
     if figure.prepare:
         inputs = [getattr(import_module(figure.module), figure.prepare)(traces)]
-    with FIGURES.running(name):
-        written = plots.save(getattr(plots, name)(*inputs, **chosen), out)
+    written = plots.save(getattr(plots, name)(*inputs, **chosen), out)
     typer.echo(f"Written to {written}.")
     for remark in merged(remarks):
         echo_error(f"Note: {remark}.")

@@ -164,6 +164,12 @@ class Protection:
 _NOTHING = Protection()
 
 
+def _at_the_ends(piece: Piece) -> Protection:
+    """The entries that parameters `sink` and `recent` name."""
+    ends = {name: getattr(piece, name) for name in ("sink", "recent") if hasattr(piece, name)}
+    return Protection(**ends) if ends else _NOTHING
+
+
 def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     """Mask of the entries that are protected at this event, bool [L, H, n].
 
@@ -265,8 +271,8 @@ class Scorer(Piece, ABC):
         """Scores of the view's entries, [L, H, n]."""
 
     def protection(self, budget: int) -> Protection:
-        """Entries that the scorer cannot score and therefore protects: its window, its sinks."""
-        return _NOTHING
+        """Entries that the scorer cannot score; by default those of `sink` and `recent`."""
+        return _at_the_ends(self)
 
 
 @dataclass(frozen=True)
@@ -340,8 +346,8 @@ class Allocator(Sizing, ABC):
         return True
 
     def protection(self, budget: int) -> Protection:
-        """Protection of the allocator itself."""
-        return _NOTHING
+        """Protection of the allocator itself, as a scorer's."""
+        return _at_the_ends(self)
 
     @abstractmethod
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:

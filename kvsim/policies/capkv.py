@@ -27,7 +27,6 @@ from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.view import View
 from kvsim.policies.expected_attention import quadratic
-from kvsim.policies.window import protect_sinks
 
 #: Most recent rows whose queries an event in decoding reads.
 BUFFER = 256
@@ -42,8 +41,6 @@ class CapKV(Scorer):
     tau: Annotated[float, AtLeast(0), Finite()] = 5.0
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4
-
-    protection = protect_sinks
 
     @property
     def reads(self) -> Inputs:

@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.pieces import Protection, Scorer, Scores
+from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.core.weights import by_heads
 from kvsim.policies.window import smooth
@@ -82,10 +82,6 @@ class Compactor(Scorer):
             factor = self.blending if self.parts == "both" else 1.0
             both.append(factor * standardised(leverage(plain)))
         return torch.stack(both).sum(0)
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the first and the last entries."""
-        return Protection(sink=self.sink, recent=self.recent)
 
 
 def leverage(keys: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 from kvsim.policies.chunkkv import sums
-from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class CurDKV(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
     segment: Annotated[int, AtLeast(1)] | None = 16
     leverage: Literal["product", "mean", "key", "value"] = "product"
-
-    protection = protect_sinks
 
     def score(self, view: View) -> Tensor:
         """l_k(j) l_v(j) / sum over the head; [L, H, n]."""

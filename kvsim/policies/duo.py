@@ -36,7 +36,7 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, integer, is_finite
-from kvsim.core.pieces import Allocator, Effect, Plan, Protection, Run, Shared
+from kvsim.core.pieces import Allocator, Effect, Plan, Run, Shared
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
@@ -145,10 +145,6 @@ class Duo(Planned):
     def effect(self) -> Effect:
         """Exact where streaming heads have a size of their own; else retrieval heads grow."""
         return "some" if self.stream is None else "exact"
-
-    def protection(self, budget: int) -> Protection:
-        """The sinks, of every head."""
-        return Protection(sink=self.sink)
 
     @cached_property
     def retrieval(self) -> Tensor:

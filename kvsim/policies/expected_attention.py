@@ -42,7 +42,6 @@ from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.pieces import Inputs, Run, Scorer
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
-from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ class ExpectedAttention(Scorer):
     rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
     log: bool = False
-
-    protection = protect_sinks
 
     @property
     def reads(self) -> Inputs:

@@ -41,7 +41,6 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Allocator, Inputs, Plan, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.policies.window import protect_sinks
 
 #: Tokens of a chunk, where costs have to guess.
 CHUNK = 2048
@@ -58,8 +57,6 @@ class KVzip(Scorer):
 
     sink: first entries, which stay and join the softmax of later chunks.
     """
-
-    protection = protect_sinks
 
     sink: Annotated[int, AtLeast(0)] = 0
 

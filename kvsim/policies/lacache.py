@@ -35,7 +35,6 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import View
-from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class LaCache(Scorer):
 
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
-    protection = protect_sinks
 
     def ladder(self, n_layers: int) -> tuple[int, int, int]:
         """B, A and the layers from one step to the next."""

@@ -23,7 +23,6 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
-from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class LagKV(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
     lag: Annotated[int, AtLeast(1)] = 128
     cross_scoring: bool = False
-
-    protection = protect_sinks
 
     def score(self, view: View) -> Tensor:
         """Rank / lag of (softmax std k' + softmax std v') / 2 in its partition; [L, H, n].

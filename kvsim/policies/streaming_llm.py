@@ -19,7 +19,6 @@ from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
-from kvsim.policies.window import protect_sinks
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class StreamingLLM(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
 
     per_row: ClassVar[bool] = True
-    protection = protect_sinks
 
     def score(self, view: View) -> Tensor:
         """The position: the more recent, the higher; exact in float64. [L, H, n]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
@@ -36,11 +36,6 @@ class Windowed(Scorer):
 def first_of(view: View, window: int) -> int:
     """The first of the `window` most recent rows, 0 at the earliest."""
     return max(0, view.row + 1 - window)
-
-
-def protect_sinks(scorer: Any, budget: int) -> Protection:  # noqa: ARG001  a method of scorers
-    """`protection` of a scorer with a parameter `sink`."""
-    return Protection(sink=scorer.sink)
 
 
 def before_window(view: View, window: int) -> Tensor:
