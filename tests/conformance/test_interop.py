@@ -1,4 +1,4 @@
-"""Policies of kvsim as presses of kvpress, and scores of presses as scorers of kvsim."""
+"""Policies of kvsim as presses of kvpress, and the score of a press in kvsim."""
 
 import sys
 
@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache
 
 import kvsim
-from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.core.pieces import Scorer
+from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
 from traces import changed
@@ -30,19 +31,7 @@ POLICIES = (
     "full",
     "tova+quest",
 )
-SCORERS = {
-    "KnormPress": ("knorm", {}, {}),
-    "KeyDiffPress": ("keydiff", {}, {}),
-    "StreamingLLMPress": ("streaming_llm", {}, {}),
-    "TOVAPress": ("tova@kvpress", {}, {}),
-    "SnapKVPress": (
-        "snapkv@kvpress",
-        {"window_size": 8, "kernel_size": 5},
-        {"window": 8, "pool_kernel": 5},
-    ),
-    "LagKVPress": ("lagkv", {"lag_size": 16}, {"lag": 16}),
-    "ObservedAttentionPress": ("observed_attention", {}, {}),
-}
+SCORERS = {"KnormPress": ("knorm", {}), "KeyDiffPress": ("keydiff", {})}
 
 
 @pytest.fixture
@@ -81,12 +70,6 @@ def pressed(model, press, tokens, cache=None):
             rows.append(model(torch.tensor([piece]), **options).logits[0, -1])
             start += len(piece)
     return torch.stack(rows)
-
-
-def decoding_trace(recorded):
-    """A trace of 100 tokens of a prompt and 50 after it."""
-    whole = recorded("llama", 150)[2]
-    return changed(whole, prompt_len=100)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -176,70 +159,30 @@ def test_the_press_refuses_what_it_cannot_follow(interop, model, prompt):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_the_score_of_a_press_is_a_scorer(kvpress, interop, recorded, name):
+def test_the_score_of_a_press_is_a_scorer(kvpress, recorded, name):
     """At the prompt's end and in decoding the sets are those of kvsim's policy of that name."""
-    preset, arguments, params = SCORERS[name]
-    trace = decoding_trace(recorded)
+    preset, arguments = SCORERS[name]
     press = getattr(kvpress, name)(**arguments)
-    policy = kvsim.Policy(name, interop.scorer(press))
+
+    class Pressed(Scorer):
+        """The scorer of docs/kvpress.md."""
+
+        scale = "signed"
+
+        def score(self, view):
+            """The press's score of each layer."""
+            layers = zip(view.keys, view.values, strict=True)
+            scores = [press.score(None, None, k[None], v[None], None, {}) for k, v in layers]
+            return torch.cat(scores)
+
+    trace = changed(recorded("llama", 150)[2], prompt_len=100)
     schedule = {"interval": 10, "prefill": True}
 
-    record = kvsim.replay(trace, policy, 60, **schedule)
+    record = kvsim.replay(trace, kvsim.Policy(name, Pressed()), 60, **schedule)
 
-    expected = kvsim.replay(trace, kvsim.policy(preset, **params), 60, **schedule)
+    expected = kvsim.replay(trace, kvsim.policy(preset), 60, **schedule)
     assert len(record.events) == 6
     assert np.array_equal(record.evicted_at, expected.evicted_at)
-    assert press.compression_ratio == 0.0
-    assert record.params["press"] == repr(press)
-
-
-def test_a_press_that_reads_more_than_a_trace_holds_is_refused(kvpress, interop, recorded):
-    """Hidden states and the attention module are in no trace; one line says so."""
-
-    class Reading(kvpress.ScorerPress):
-        """A press of a user's own."""
-
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            """Read what no trace holds."""
-            return module.q_proj
-
-    for press in (kvpress.ExpectedAttentionPress(), Reading()):
-        with pytest.raises(NeedsError, match="no trace holds hidden states"):
-            kvsim.replay(decoding_trace(recorded), kvsim.Policy("p", interop.scorer(press)), 60)
-
-
-def test_a_press_of_more_than_a_score_is_refused(kvpress, interop, recorded):
-    """Budgets of layers, shared budgets, and heads that hold different numbers of entries."""
-    for press in (kvpress.PyramidKVPress(), kvpress.AdaKVPress(kvpress.KnormPress())):
-        with pytest.raises(PolicyError, match="does not compress by its score alone"):
-            interop.scorer(press)
-    allocator = kvsim.policy("adakv+knorm").allocator
-    ragged = kvsim.Policy("p", interop.scorer(kvpress.KnormPress()), allocator)
-    with pytest.raises(PolicyError, match="heads hold different numbers"):
-        kvsim.replay(decoding_trace(recorded), ragged, 60, interval=10, prefill=True)
-    wide = kvsim.Policy("p", interop.scorer(kvpress.SnapKVPress(window_size=128)))
-    with pytest.raises(PolicyError, match=r"SnapKVPress.*should be greater than the window"):
-        kvsim.replay(decoding_trace(recorded), wide, 60, prefill=True)
-
-
-def test_sinks_that_kvpress_loses_stay_with_the_same_score(kvpress, interop, model, prompt):
-    """The slots of kvpress's decoding are in the order of top-k, those of kvsim in the text's."""
-    tokens, score = prompt(LENGTH, 1), kvpress.StreamingLLMPress()
-    theirs = kvpress.DecodingPress(score, compression_interval=INTERVAL, target_size=BUDGET)
-    ours = interop.PolicyPress(kvsim.Policy("p", interop.scorer(score)), BUDGET, interval=INTERVAL)
-    policy = interop.PolicyPress(kvsim.policy("streaming_llm"), BUDGET, interval=INTERVAL)
-    cache, full = DynamicCache(), DynamicCache()
-    pressed(model, theirs, tokens, cache)
-    pressed(model, ours, tokens)
-    pressed(model, policy, tokens)
-    with torch.no_grad():
-        model(torch.tensor([tokens]), past_key_values=full)
-
-    sinks = full.layers[0].keys[0, :, :4]  # of the first layer, which depends on no eviction
-    gone = torch.cdist(sinks, cache.layers[0].keys[0]).amin(-1) > 1e-4
-    assert gone.any()
-    assert ours.record().retained(LENGTH - 1)[..., :4].all()
-    assert np.array_equal(ours.record().evicted_at, policy.record().evicted_at)
 
 
 def test_without_kvpress_one_line_says_how_to_install_it(kvpress, monkeypatch):

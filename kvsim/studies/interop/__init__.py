@@ -1,6 +1,6 @@
-"""Policies, scores and kept sets exchanged with other libraries.
+"""Policies and kept sets exchanged with other libraries.
 
-kvpress  policies of kvsim as presses, scores of presses as scorers of kvsim
+kvpress  policies of kvsim as presses
 harness  a policy behind the model interface of lm-evaluation-harness
 masks    a Record as the attention mask of training under eviction
 """

@@ -1,4 +1,4 @@
-"""kvpress: a policy of kvsim as a press, and the score of a press as a scorer of kvsim.
+"""kvpress: a policy of kvsim as a press.
 
     from kvsim.studies.interop.kvpress import PolicyPress
 
@@ -10,50 +10,35 @@ Written for kvpress 0.5.5 (https://github.com/NVIDIA/kvpress); `pip install 'kvs
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, replace
-from types import SimpleNamespace
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.arguments import in_entries
-from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Run
-from kvsim.core.policy import Inputs, Policy, Scorer
+from kvsim.core.policy import Policy
 from kvsim.core.record import Record
-from kvsim.core.view import View
 from kvsim.engine.checks import DROPS, MERGES, REPEATS, ROUNDS, SLOTS, refuse
-from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
+from kvsim.errors import CaptureError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.sketches import sketch
-from kvsim.schema import NEVER
 
 try:
-    from kvpress import (
-        ObservedAttentionPress,
-        PrefillDecodingPress,
-        ScorerPress,
-        SnapKVPress,
-        TOVAPress,
-    )
+    from kvpress import PrefillDecodingPress
 except ModuleNotFoundError as error:
     raise missing_extra(error) or error from error
 
-__all__ = ["PolicyPress", "PressScorer", "scorer"]
-
-
-# ------------------------------------------------------------------------------- policy as a press
+__all__ = ["PolicyPress"]
 
 
 class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no types
@@ -175,103 +160,3 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
 def _refuse(problem: object, text: str) -> None:
     if problem:
         raise CaptureError(text)
-
-
-# -------------------------------------------------------------------------------- press as a scorer
-
-
-def scorer(press: ScorerPress, *, rows: int | None = None) -> PressScorer:
-    """Return the score of a press in the form of a scorer, for a `kvsim.Policy`.
-
-    rows: most recent rows of which the press gets the attention over the live entries. By default
-    one for TOVAPress, the window for SnapKVPress, for ObservedAttentionPress all rows of the prompt
-    and one in decoding, as kvpress gives it, and none for a press of your own. Entries are in
-    position order, and a score may read nothing else but keys, values and the layer's number.
-
-    Raises PolicyError for a press that compresses by more than its score. The first event raises
-    NeedsError for one that reads hidden states or the attention module, which no trace holds.
-    """
-    if not isinstance(press, ScorerPress) or type(press).compress is not ScorerPress.compress:
-        raise PolicyError(
-            f"{type(press).__name__} does not compress by its score alone; expected a ScorerPress "
-            "with the compress of that class; compose the rest from kvsim's allocators"
-        )
-    return PressScorer(repr(press), _rows(press) if rows is None else rows, press)
-
-
-def _rows(press: ScorerPress) -> int | None:
-    if isinstance(press, SnapKVPress):
-        return int(press.window_size)
-    if isinstance(press, ObservedAttentionPress):
-        return None
-    return int(isinstance(press, TOVAPress))
-
-
-@dataclass(frozen=True)
-class PressScorer(Scorer):
-    """The score of a press; `press` is its text, `last` the rows of attention that it gets.
-
-    None for those of one forward: all rows at the end of the prompt, one in decoding.
-    """
-
-    press: str
-    last: Annotated[int, AtLeast(0)] | None
-    instance: InitVar[ScorerPress]
-
-    def __post_init__(self, instance: ScorerPress) -> None:
-        """Keep a press of one's own: each event sets its ratio."""
-        super().__post_init__()
-        object.__setattr__(self, "_press", copy.copy(instance))
-
-    @property
-    def reads(self) -> Inputs:
-        """Rows of attention that the press gets."""
-        return Inputs(rows=NEVER if self.last is None else max(1, self.last))
-
-    scale = "signed"  # a press does not say
-
-    def check(self, run: Run) -> None:
-        """Raise PolicyError for some layers of a model: a press may tell layers by their number."""
-        trace = run.trace
-        if not trace.header.whole or trace.header.other_layers:
-            raise PolicyError(
-                f"{self.press}: {trace.name} has layers {list(trace.layer_ids)} alone; expected "
-                "all of the model, because a press may tell layers by their number"
-            )
-
-    def score(self, view: View) -> Tensor:
-        """The press's score of each layer; [L, H, n]."""
-        if not bool(view.live.all()):
-            raise PolicyError(
-                f"{self.press}: heads hold different numbers of entries at row {view.row}; "
-                "expected as many in all, which a press takes for granted"
-            )
-        last = self.last
-        if last is None:
-            last = view.row + 1 if view.is_prompt else 1
-        attention = view.attn(last).flatten(1, 2) if last else None  # [L, qhead, w, n]
-        budgets = view.budget.expand(len(view.layers), 1).flatten().tolist()
-        press: Any = self._press  # type: ignore[attr-defined]
-        heads, n, dim = view.keys.shape[1:]
-        sizes = {"num_attention_heads": heads * view.queries(1).shape[2]}
-        config = SimpleNamespace(num_key_value_heads=heads, **sizes)
-        scores = []
-        for at, layer in enumerate(view.layers.tolist()):
-            # half an entry more: a ratio in floating point would round to one entry fewer
-            press.compression_ratio = max(0.0, 1 - (budgets[at] + 0.5) / n)
-            # of the attention module and the hidden states the sizes are known
-            module = SimpleNamespace(layer_idx=layer, head_dim=dim, config=config)
-            hidden = SimpleNamespace(shape=(1, view.row + 1))
-            weights = None if attention is None else attention[at : at + 1]
-            arrays = view.keys[at : at + 1], view.values[at : at + 1], weights
-            try:
-                scores.append(press.score(module, hidden, *arrays, {}))
-            except AssertionError as error:
-                raise PolicyError(f"{self.press}: at row {view.row}: {error}") from error
-            except (AttributeError, KeyError, TypeError) as error:
-                raise NeedsError(
-                    f"{self.press}: at row {view.row}: {error}; expected a press of keys, values "
-                    "and attention alone: no trace holds hidden states or the attention module; "
-                    "take kvsim's policy of that name"
-                ) from error
-        return torch.cat(scores)
