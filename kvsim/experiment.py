@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvsim.core.options import Help
 from kvsim.core.parameters import AtLeast, Between, Finite
@@ -182,14 +182,6 @@ class LiveOptions(Common, total=False):
             "Hold the cache in blocks of N entries, as serving engines do, and attend through "
             "block tables; what an event leaves is compacted, and blocks are freed.",
             "N",
-        ),
-    ]
-    block_tables: Annotated[
-        Literal["layer", "head"],
-        Help(
-            "Of a cache in blocks: one block table for all heads of a layer, where heads with "
-            "fewer entries are padded; or one for each head.",
-            default="layer",
         ),
     ]
 

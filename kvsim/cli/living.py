@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @takes(
     *("policies", "budgets", "interval", "compress", "max_new_tokens", "temperature", "seed"),
-    *("top_k", "top_p", "batch", "metrics", "paged", "block_tables", "out", "overwrite"),
+    *("top_k", "top_p", "batch", "metrics", "paged", "out", "overwrite"),
     metrics="everything of a running model",
 )
 def live(

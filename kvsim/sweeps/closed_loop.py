@@ -130,8 +130,8 @@ def plan_live(
     }
     paging = None
     if given["paged"] is not None:
-        paging = Paging(given["paged"], given["block_tables"])
-        parameters |= {name: given[name] for name in ("paged", "block_tables")}
+        paging = Paging(given["paged"])
+        parameters["paged"] = given["paged"]
     joined, alone = _batched(running, cells, given)
     loops = Loops(running, tokenizer, cells, names, given, joined, stop, choice, paging)
     plan = Plan(

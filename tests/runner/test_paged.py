@@ -208,18 +208,15 @@ def written(policy, paging=None, *, shared=False, run=None):
 
 @pytest.mark.deep
 def test_all_policies_write_the_text_of_the_ordinary_cache():
-    """Token for token in blocks of 1, 8 and 16: ragged heads, both tables, shared prefixes."""
+    """Token for token in blocks of 1, 8 and 16: ragged heads, shared prefixes."""
     policies, ragged = live_policies(), set()
     assert len(policies) > 40
     assert {"ams", "adakv+snapkv", "streaming_llm@original", "fastkv", "cake"} <= policies.keys()
-    pools = {
-        (size, tables): Paging(size, tables) for size in (1, 8, 16) for tables in ("layer", "head")
-    }
+    pools = {size: Paging(size) for size in (1, 8, 16)}
     for i, (name, policy) in enumerate(policies.items()):
         text, logits, plain = written(policy)
         for j, size in enumerate((1, 8, 16)):
-            paging = pools[size, ("layer", "head")[(i + j) % 2]]
-            more, rows, decoding = written(policy, paging, shared=bool((i // 2 + j) % 4))
+            more, rows, decoding = written(policy, pools[size], shared=bool((i // 2 + j) % 4))
             assert more == text, (name, size)
             torch.testing.assert_close(rows, logits, rtol=0, atol=1e-5, msg=name)
             assert (decoding.record().evicted_at == plain.record().evicted_at).all(), (name, size)
@@ -242,10 +239,10 @@ def test_a_softcap_and_sinks_are_applied_in_blocks(family):
     """Models with either write the text of the ordinary cache."""
     model = RunningModel(FAMILIES[family].build())
     run = model, prefill(model, [i * 7 % 63 for i in range(PROMPT)])
-    for name, tables in {"adakv+snapkv": "layer", "tova": "head"}.items():
+    for name in ("adakv+snapkv", "tova"):
         policy = live_policies()[name]
         text, logits, _ = written(policy, shared=True, run=run)
-        more, rows, decoding = written(policy, Paging(8, tables), shared=True, run=run)
+        more, rows, decoding = written(policy, Paging(8), shared=True, run=run)
         assert all(x.formula.softcap or x.formula.sinks for _, x in decoding._blocks)
         assert more == text, name
         torch.testing.assert_close(rows, logits, rtol=0, atol=1e-5)
@@ -271,14 +268,11 @@ def test_a_shared_prefix_is_stored_once():
     assert written(none, paging, shared=True)[0] == text
 
 
-def test_ragged_heads_are_padded_in_a_common_table_alone():
-    """A table for each head holds what the heads do, up to whole blocks; a common one pads."""
-    policy = live_policies()["adakv+snapkv"]
-    sizes = {}
-    for tables in ("layer", "head"):
-        paging = Paging(1, tables)
-        *_, decoding = written(policy, paging)
-        held = [source._sequences for _, source in decoding._blocks]
-        sizes[tables] = sum(len(x) * each.pool.block_bytes for each in held for x in each.tables)
-        assert (paging.padded_bytes > 0) is (tables == "layer")
-    assert sizes["head"] == decoding.cache_bytes < sizes["layer"]
+def test_ragged_heads_are_padded():
+    """The table of a layer holds more than its heads do, as long as the longest of them."""
+    paging = Paging(1)
+    *_, decoding = written(live_policies()["adakv+snapkv"], paging)
+    held = [source._sequences for _, source in decoding._blocks]
+    size = sum(len(x) * each.pool.block_bytes for each in held for x in each.tables)
+    assert size > decoding.cache_bytes
+    assert paging.padded_bytes > 0
