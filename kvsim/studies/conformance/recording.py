@@ -25,20 +25,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import Formula
 from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.recorder.modules import attention_modules
+from kvsim.runner.model import RunningModel
+from kvsim.runner.sketches import captured
 from kvsim.studies.conformance.dump import Dump
-
-#: Tokens of the capture that shows how the model rotates keys.
-_SKETCHED = 32
 
 
 class Tape:
@@ -52,7 +49,6 @@ class Tape:
         self._slots: list[list[list[int]]] = []
         self._kept: dict[int, dict[int, list[list[int]]]] = {}  # by row and layer
         self._rows = 0
-        self._formulas: dict[int, Formula] = {}
         # those of an earlier press stay on the modules
         self._masks = {
             layer: getattr(module, "masked_key_indices", None)
@@ -65,7 +61,6 @@ class Tape:
         if layer == len(self._slots):
             self._slots.append([[] for _ in call.k])
             self._positions.append([{} for _ in call.k])
-        self._formulas[layer] = call.formula
         earlier = call.k[:, : call.start]
         self._notice(layer, earlier, self._rows - 1)
         new = {"q": call.q, "k": call.k[:, call.start :], "v": call.v[:, call.start :]}
@@ -144,12 +139,12 @@ class Tape:
         arrays = (
             torch.stack([torch.cat(part[x], 1) for x in layers]) for part in self._parts.values()
         )
-        sketch = capture(self._model, None, list(range(1, _SKETCHED + 1)), max_new_tokens=0)
+        sketch = captured(RunningModel(self._model))
         trace = Trace.from_arrays(
             *arrays,
             prompt_len=self._parts["q"][0][0].shape[1],
             rope=sketch.ropes,
-            formulas=[self._formulas[layer] for layer in layers],
+            formulas=sketch.formulas,
             name=model_name(self._model),
         )
         if record is not None:
