@@ -190,8 +190,7 @@ class Decoding:
 
         keys, values: as in Prefix. queries: by the number of each layer that evicts, [qhead, n, d].
         """
-        self._check(len(tokens), forwards=False)
-        with self._adding(tokens):
+        with self.receiving(tokens, forwards=False):
             for part, of_keys, of_values in zip(self._parts, keys, values, strict=True):
                 if of_keys is None or of_values is None:
                     continue
@@ -222,7 +221,7 @@ class Decoding:
                 room = min(room, max(1, self._stores + 1 - start))
             piece, rest = rest[:room], rest[room:]
             wanted = min(len(piece), max(0, logits - len(rest)))
-            with self._adding(piece):
+            with self.receiving(piece):
                 if descends:
                     parts.append(self._descend(piece)[:wanted])
                 else:
@@ -236,17 +235,6 @@ class Decoding:
         self._asked += 1
         rows = self.setup.schedule.rows(*self.sketch.extent[:3], self._questions)
         self._events = deque(row for row in rows if row >= len(self.tokens))
-
-    @contextmanager
-    def receiving(self, ids: Sequence[int]) -> Iterator[None]:
-        """Take over the rows that a forward of the caller adds to `cache` in the block.
-
-        All of `ids` go through the model at once: events that fall within them fire after the last,
-        as one. Not for a policy that rotates or rounds keys, or drops rows of the prompt.
-        """
-        self._check(len(ids))
-        with self._adding(ids):
-            yield
 
     def _descend(self, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
@@ -262,13 +250,11 @@ class Decoding:
                 part.source.note_queries(part.index, call.q)
         return logits
 
-    def _check(self, n: int, *, forwards: bool = True) -> None:
-        """Raise ValueError unless n rows can be added; forwards: by the model, in its block."""
+    def _check(self, n: int) -> None:
+        """Raise ValueError unless n rows can be added."""
         start, least, most = len(self.tokens), 1, self.sketch.n_pos
         if self._decoder is not None and not start:  # which drops rows of the prompt
             least = self.sketch.prompt_len
-        usable = (self._open or not forwards) and not self._busy
-        self._require(usable, "outside the `with` block, or after an error; expected a new one")
         expected = f"expected at least {least}, and at most {most} (n_pos) together"
         fits = least <= n <= most - start
         self._require(fits, f"{n} tokens are given after {start}; {expected}")
@@ -278,8 +264,16 @@ class Decoding:
             raise ValueError(f"{self.policy.name}: {problem}")
 
     @contextmanager
-    def _adding(self, ids: Sequence[int]) -> Iterator[None]:
-        """Add rows, and fire the event behind them; an error leaves caches that are of no use."""
+    def receiving(self, ids: Sequence[int], *, forwards: bool = True) -> Iterator[None]:
+        """Take over the rows that a forward of the caller adds to `cache` in the block.
+
+        All of `ids` go through the model at once: events that fall within them fire after the last,
+        as one. Not for a policy that rotates or rounds keys, or drops rows of the prompt. An error
+        leaves caches that are of no use. forwards: by the model, in the `with` block.
+        """
+        usable = (self._open or not forwards) and not self._busy
+        self._require(usable, "outside the `with` block, or after an error; expected a new one")
+        self._check(len(ids))
         self._busy = True
         self._make_room()
         yield

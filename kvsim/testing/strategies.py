@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Any, TypeVar
@@ -60,7 +60,7 @@ class Case:
     q: npt.NDArray[np.floating] = field(repr=False)
     k: npt.NDArray[np.floating] = field(repr=False)
     v: npt.NDArray[np.floating] = field(repr=False)
-    o_proj: npt.NDArray[np.floating] | None = field(repr=False)
+    o_proj: npt.NDArray[np.floating] = field(repr=False)
     probe_q: npt.NDArray[np.floating] = field(repr=False)
     probe_k: npt.NDArray[np.floating] = field(repr=False)
 
@@ -79,6 +79,18 @@ class Case:
     def rope(self) -> Rope:
         """The rotary embedding of base 10,000."""
         return _rope(self.shape[-1])
+
+    @property
+    def repeated(self) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
+        """Queries and keys of rows that repeat the context."""
+        return self.probe_q, self.probe_k
+
+    def permuted(self, order: npt.NDArray[np.intp], queries: npt.NDArray[np.intp]) -> Case:
+        """The case with its KV heads in an order, and its query heads in theirs."""
+        names = {"k": order, "v": order, "probe_k": order}
+        names |= dict.fromkeys(("q", "o_proj", "probe_q"), queries)
+        arrays: Any = {name: getattr(self, name)[:, heads] for name, heads in names.items()}
+        return replace(self, **arrays)
 
     def chunks(self, end: int) -> tuple[Chunk, ...]:
         """Chunks of a context of `end` tokens: two, if there are as many."""

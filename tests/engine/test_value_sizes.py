@@ -37,15 +37,7 @@ def test_replays_equal_a_naive_loop(name):
 
     record = kvsim.replay(case.trace(), policy, 10, interval=4)
 
-    naive = loops.replay(
-        *(case.q, case.k, case.v, rule),
-        prompt_len=case.prompt_len,
-        budget=10,
-        interval=4,
-        scale=case.scale,
-        rope=(case.rope.inv_freq, 1.0),
-        o_proj=case.o_proj,
-    )
+    naive = loops.replay(case, rule, budget=10, interval=4)
     np.testing.assert_array_equal(record.evicted_at, naive.evicted_at)
     assert record.events
 

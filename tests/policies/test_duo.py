@@ -115,13 +115,8 @@ def test_a_plan_keeps_what_loops_keep(folder, stream):
         path = plan_of(folder, scores)
         policy = kvsim.policy(f"duo:{path}", share=share, stream=stream, sink=sink)
         record = kvsim.replay(case.trace(), policy, budget, interval=interval)
-        outcome = replay(
-            *(case.q, case.k, case.v, rule_of(scores, share, stream, sink)),
-            prompt_len=case.prompt_len,
-            budget=budget,
-            interval=interval,
-            scale=case.scale,
-        )
+        rule = rule_of(scores, share, stream, sink)
+        outcome = replay(case, rule, budget=budget, interval=interval)
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
         ran.append(bool(record.events))
 

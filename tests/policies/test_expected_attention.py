@@ -1,6 +1,7 @@
 """Rotary embeddings of every layout before the reference, and moments in blocks of rows."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import kvsim
 import reference
 from kvsim.core.moments import moments
 from kvsim.policies.expected_attention import expected_logits, mixture_logits, quadratic
+from kvsim.testing import loops
+from kvsim.testing.strategies import make_case
 from traces import random_trace
 
 DIM, SCALE = 8, 0.4
@@ -58,16 +61,12 @@ def test_every_rotary_layout_equals_the_naive_replay(name, params, rope):
     trace = random_trace(n=60, group=3, seed=1, dtype=torch.float64, rope=used, scale=SCALE)
     setting = {"interval": 6, "prefill": True}
     record = kvsim.replay(trace, kvsim.policy(name, **params), 24, **setting)
-    outcome = reference.replay(
-        *(trace.read("q")[..., order], trace.read("k")[..., order], trace.read("v")),
-        prompt_len=trace.prompt_len,
-        policy=name,
-        params=params,
-        budget=24,
-        scale=SCALE,
-        rope=(used.inv_freq, used.attention_scaling),
-        **setting,
-    )
+    q, k, v = trace.read("q")[..., order], trace.read("k")[..., order], trace.read("v")
+    sizes = {"n": 60, "dim": DIM, "prompt_len": trace.prompt_len}
+    case = make_case("normal", layers=len(k), heads=k.shape[1], group=3, **sizes)
+    case = replace(case, q=q, k=k, v=v, scale=SCALE)
+    vars(case)["rope"] = used
+    outcome = loops.replay(case, reference.rule(name, params), budget=24, **setting)
 
     assert (record.evicted_at < 60).any()
     assert outcome.agrees(record.evicted_at, 1e-9)

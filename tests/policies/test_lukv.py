@@ -78,13 +78,7 @@ def test_a_plan_keeps_what_loops_keep(folder, scorer, exact):
             ],
             across_layers=True,
         )
-        outcome = replay(
-            *(case.q, case.k, case.v, naive),
-            prompt_len=n,
-            budget=budget,
-            scale=case.scale,
-            rope=(case.rope.inv_freq, case.rope.attention_scaling),
-        )
+        outcome = replay(case, naive, budget=budget)
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
         ran.append(bool(record.events))
 

@@ -1,14 +1,12 @@
 """The rules of kvsim's own policies as plain loops in float64, to compare the policies with.
 
 Written from the papers and the released code, and not from the policies: nothing is shared with
-them. `replay` takes any policy by name: `NAMES` lists what stands alone, and `defaults` gives the
+them. `rule` takes any policy by name: `NAMES` lists what stands alone, and `defaults` gives the
 parameters of each. The replay that they run in is `kvsim.testing.loops`.
 """
 
 from collections.abc import Mapping
 from typing import Any
-
-import numpy.typing as npt
 
 from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError
@@ -18,41 +16,26 @@ from kvsim.testing.loops import NEVER, Cut, Outcome, Scored
 from reference.classic import hash_score, splitmix64
 from reference.composition import rule, ties_are_exact
 from reference.event import Event
-from reference.propagation import Propagated
+from reference.propagation import Descended
 from reference.rules import NAMES, defaults, smallest_budget
 
 __all__ = [
     "NAMES",
     "NEVER",
     "Cut",
+    "Descended",
     "Event",
     "Outcome",
-    "Propagated",
     "Scored",
     "check",
     "defaults",
     "hash_score",
-    "replay",
     "rule",
     "rule_of",
     "smallest_budget",
     "splitmix64",
     "ties_are_exact",
 ]
-
-
-def replay(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
-    *,
-    policy: str,
-    params: Mapping[str, Any] | None = None,
-    budget: int,
-    **settings: Any,
-) -> Outcome:
-    """The naive replay of a policy by name; `settings` are those of `loops.replay`."""
-    return loops.replay(q, k, v, rule(policy, params), budget=budget, **settings)
 
 
 def rule_of(policy: Policy) -> loops.Rule | None:

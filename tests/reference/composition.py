@@ -11,7 +11,7 @@ from kvsim.testing.loops.event import Decision, Floats, Numbers, Scored, Sets, f
 from kvsim.testing.strategies import Case
 from reference import allocation, repeated
 from reference.event import Event
-from reference.propagation import Propagated, propagate
+from reference.propagation import Descended, propagate
 from reference.rules import OUTER, Chain, known, own_protection, parse
 from reference.windows import cake, cake_preference
 
@@ -31,7 +31,7 @@ def rule(policy: str, params: Mapping[str, Any] | None = None) -> loops.Rule:
         if chain.across_layers or chain.pooled
         else _LAYERS.get(kind, lambda _: None)(pieces),
         across_layers=chain.layers == "CakeBudgets" or chain.across_layers or chain.pooled,
-        propagate=None if chain.propagation is None else pieces.propagate,
+        descend=None if chain.propagation is None else pieces.propagate,
         per_query_head=chain.built.per_query_head,
         accumulates=chain.scorer == "h2o",
         ties=lambda case: ties_are_exact(policy, case),
@@ -138,7 +138,7 @@ class _Pieces:
 
     def propagate(
         self, q: Floats, k: Floats, prompt_len: int, budget: int, scale: float
-    ) -> Propagated:
+    ) -> Descended:
         """The rows of the prompt that each layer works on."""
         name, params = self.chain.propagation or "", self.chain.across
         return propagate(name, params, q, k, prompt_len=prompt_len, budget=budget, scale=scale)

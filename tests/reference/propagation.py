@@ -38,7 +38,7 @@ PROPAGATIONS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Propagated(loops_event.Propagated):
+class Descended(loops_event.Descended):
     """The rows of the prompt that each layer works on, and how they were chosen.
 
     dropped: the layers after which rows were dropped. variance, rho: ASL's, of every layer from the
@@ -62,7 +62,7 @@ def propagate(
     prompt_len: int,
     budget: int,
     scale: float,
-) -> Propagated:
+) -> Descended:
     """What a propagation by name does with a prompt; params are complete."""
     rule = _RULES[name.partition("@")[0]]
     return rule(params, q, k, prompt_len, budget, scale)
@@ -70,7 +70,7 @@ def propagate(
 
 def asl(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
-) -> Propagated:
+) -> Descended:
     """The first layer at which the ranks of the best have stopped to vary, and its best rows."""
     selected, chosen, found = _adaptive(params, q, k, n, budget, scale)
     full = params["kv_before"] == "full"
@@ -81,7 +81,7 @@ def asl(
 
 def asl_2pass(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
-) -> Propagated:
+) -> Descended:
     """The same rows, or the best of the last layer, and all layers anew on them."""
     selected, chosen, found = _adaptive(params, q, k, n, budget, scale)
     if n <= budget:
@@ -170,7 +170,7 @@ def curve(
 
 def fastkv(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
-) -> Propagated:
+) -> Descended:
     """After a fixed layer its best rows and the window, unless the prompt is short."""
     layer, window = fixed(params["layer"], len(q), {32: 15, 28: 14}, 0.5), int(params["window"])
     rows = params["rows"]
@@ -195,7 +195,7 @@ def fastkv(
 
 def gemfilter(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
-) -> Propagated:
+) -> Descended:
     """The rows whose keys the last query has the largest products with, and all layers anew."""
     del scale  # raw products
     layer = fixed(params["layer"], len(q), {32: 13, 28: 14}, 14 / 32)
@@ -224,7 +224,7 @@ def fixed(given: int | None, n_layers: int, known: Mapping[int, int], share: flo
 
 def pyramidinfer(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
-) -> Propagated:
+) -> Descended:
     """After every layer some of the context: all that is alive before the last 1 + R rows."""
     del budget  # it does not bind
     recent = int(float(params["recent"]) * n)
@@ -248,7 +248,7 @@ def pyramidinfer(
         doubts.append(Doubt(deeper, *_gap(scores[forced:], ranking, many - forced)))
         if deeper:
             dropped.append(layer)
-    return Propagated(tuple(alive), dropped=tuple(dropped), doubts=tuple(doubts))
+    return Descended(tuple(alive), dropped=tuple(dropped), doubts=tuple(doubts))
 
 
 def remaining(layer: int, n_layers: int, ratio: float) -> float:
@@ -322,23 +322,23 @@ def first_without(selected: int) -> int:
     return selected + 1
 
 
-def _through(n_layers: int, n: int, **found: Any) -> Propagated:
+def _through(n_layers: int, n: int, **found: Any) -> Descended:
     """Every row goes through every layer."""
-    return Propagated((tuple(range(n)),) * n_layers, **found)
+    return Descended((tuple(range(n)),) * n_layers, **found)
 
 
-def _after(layer: int, chosen: list[int], n_layers: int, n: int, **found: Any) -> Propagated:
+def _after(layer: int, chosen: list[int], n_layers: int, n: int, **found: Any) -> Descended:
     """All rows up to a layer, the chosen ones behind it."""
     start = min(first_without(layer), n_layers)
     alive = (tuple(range(n)),) * start + (tuple(chosen),) * (n_layers - start)
     dropped = (layer,) if start < n_layers and len(chosen) < n else ()
-    return Propagated(alive, dropped=dropped, selected=layer, **found)
+    return Descended(alive, dropped=dropped, selected=layer, **found)
 
 
-def _anew(layer: int, chosen: list[int], n_layers: int, **found: Any) -> Propagated:
+def _anew(layer: int, chosen: list[int], n_layers: int, **found: Any) -> Descended:
     """The chosen rows in every layer."""
     found = {"selected": layer, **found}
-    return Propagated((tuple(chosen),) * n_layers, dropped=(layer,), restarted=True, **found)
+    return Descended((tuple(chosen),) * n_layers, dropped=(layer,), restarted=True, **found)
 
 
 def _gap(
@@ -380,7 +380,7 @@ def _stability(
     return tied
 
 
-_RULES: dict[str, Callable[..., Propagated]] = {
+_RULES: dict[str, Callable[..., Descended]] = {
     "asl": asl,
     "asl_2pass": asl_2pass,
     "fastkv": fastkv,

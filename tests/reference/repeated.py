@@ -26,8 +26,8 @@ def _once(
 ) -> Scored:
     """What a group's query heads give once while nothing left; entries behind the context first."""
     sink = int(event.params["sink"])
-    assert event.probe is not None
-    end = event.probe[2][-1][1]
+    assert event.repeated is not None
+    end = event.repeated[2][-1][1]
     if any(p < end and p not in event.memory[h] for h, live in enumerate(event.live) for p in live):
         found = []
         for h in range(len(event.live)):
@@ -45,8 +45,8 @@ def _once(
 
 def _largest(event: Event, head: int, qhead: int, sink: int) -> dict[int, float]:
     """The largest weight that one query head gives each entry of the context."""
-    assert event.probe is not None
-    queries, keys, chunks = event.probe
+    assert event.repeated is not None
+    queries, keys, chunks = event.repeated
     out: dict[int, float] = {}
     row = 0
     for start, stop, rows in chunks:

@@ -16,6 +16,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.errors import PolicyError
 from kvsim.policies import policy as named
 from kvsim.schema import NEVER
+from kvsim.testing import loops
 from kvsim.testing.loops import Outcome, event_rows
 from kvsim.testing.strategies import Case, draw_budget, draw_schedule
 from reference.rules import RULES, defaults, parse, smallest_budget
@@ -57,20 +58,12 @@ def seeded(name: str, check: Callable[[], None]) -> Callable[[], None]:
 
 def naive(case: Case, setup: Setup, policy: str = "", **options: Any) -> Outcome:
     """The naive replay of a policy on a generated case; policy: another one with its settings."""
-    return reference.replay(
-        case.q,
-        case.k,
-        case.v,
-        prompt_len=case.prompt_len,
-        policy=policy or setup.policy,
-        params=setup.params,
+    return loops.replay(
+        case,
+        reference.rule(policy or setup.policy, setup.params),
         budget=setup.budget,
         interval=setup.interval,
         prefill=setup.prefill,
-        scale=case.scale,
-        rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
-        o_proj=case.o_proj,
-        probe=(case.probe_q, case.probe_k, case.chunks(case.prompt_len)),
         **options,
     )
 

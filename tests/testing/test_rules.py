@@ -166,7 +166,7 @@ CASE = strategies.make_case("normal", layers=2, heads=2, n=12, prompt_len=6)
 
 def kept_at_the_end(rule, budget=4, **settings):
     """Positions that head 0 of each layer holds after the last row."""
-    out = loops.replay(CASE.q, CASE.k, CASE.v, rule, prompt_len=6, budget=budget, **settings)
+    out = loops.replay(CASE, rule, budget=budget, **settings)
     return [np.flatnonzero(layer[0] == loops.NEVER).tolist() for layer in out.evicted_at]
 
 

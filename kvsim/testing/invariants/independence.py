@@ -7,7 +7,7 @@ order of the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -272,11 +272,7 @@ def head_permutation(trial: Trial) -> None:
     _, heads, group, _, _ = trial.case.shape
     order = np.random.default_rng(trial.salt).permutation(heads)
     qorder = (order[:, None] * group + np.arange(group)).ravel()
-    names = {"k": order, "v": order, "probe_k": order} | dict.fromkeys(
-        ("q", "o_proj", "probe_q"), qorder
-    )
-    arrays: Any = {name: getattr(trial.case, name)[:, x] for name, x in names.items()}
-    permuted = replace(trial, case=replace(trial.case, **arrays)).replay().evicted_at
+    permuted = replace(trial, case=trial.case.permuted(order, qorder)).replay().evicted_at
     back = np.empty_like(permuted)
     back[:, qorder if trial.policy.per_query_head else order] = permuted
     trial.same(back, f"heads in the order {order.tolist()}")

@@ -178,21 +178,15 @@ class Trial:
             return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None
-        case, protect = self.case, self.policy.protect
+        protect = self.policy.protect
         return loops.replay(
-            case.q,
-            case.k,
-            case.v,
+            self.case,
             self.rule,
-            prompt_len=case.prompt_len,
             budget=self.budget,
             interval=self.interval,
             prefill=self.prefill,
-            scale=case.scale,
-            rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
-            o_proj=case.o_proj,
-            probe=(case.probe_q, case.probe_k, case.chunks(self.context_len or case.prompt_len)),
             protect=(protect.sink, protect.recent, protect.prompt),
+            context=self.context_len,
             chunk=self.chunk,
             asked=[stop - 1 for _, stop in self.questions],
         )

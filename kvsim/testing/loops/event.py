@@ -79,9 +79,9 @@ class Event:
     keys: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim], after RoPE
     values: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim]
     o_proj: Floats | None = None  # [qhead, dim, hidden]
-    #: queries [qhead, probe, dim] and keys [head, probe, dim] of rows that repeat the context, and
+    #: queries [qhead, row, dim] and keys [head, row, dim] of rows that repeat the context, and
     #: (start, stop, rows) of its chunks
-    probe: tuple[Floats, Floats, Sequence[tuple[int, int, int]]] | None = None
+    repeated: tuple[Floats, Floats, Sequence[tuple[int, int, int]]] | None = None
     rope: Rotary | None = None
     #: the positions that RoPE rotated the rows to, where they are not 0, 1, 2 ...
     places: list[int] | None = None
@@ -198,7 +198,7 @@ class Doubt:
 
 
 @dataclass(frozen=True)
-class Propagated:
+class Descended:
     """Rows of the prompt of each layer, ascending; uncut: layers whose cache is never cut."""
 
     alive: tuple[tuple[int, ...], ...]
@@ -230,7 +230,7 @@ class Rule:
     keep, and the decisions that led to it. By default every layer has the budget. across_layers:
     the layers share one budget, so that all act as soon as they hold more than that together.
 
-    propagate: which rows of the prompt each layer works on, from `q, k, prompt_len, budget, scale`
+    descend: which rows of the prompt each layer works on, from `q, k, prompt_len, budget, scale`
     by position. By default every layer works on all of them.
 
     per_query_head: each query head keeps a set of its own. accumulates: scores need
@@ -247,7 +247,7 @@ class Rule:
     allocate: Callable[[Event, Scored, Sets], tuple[Sets, list[Decision]]] | None = None
     layer_budgets: Callable[[list[Event], int], tuple[list[int], list[Decision]]] | None = None
     across_layers: bool = False
-    propagate: Callable[[Floats, Floats, int, int, float], Propagated] | None = None
+    descend: Callable[[Floats, Floats, int, int, float], Descended] | None = None
     per_query_head: bool = False
     accumulates: bool = False
     ties: Callable[[Any], bool] = lambda _: False

@@ -5,8 +5,8 @@ the event if one is due:
 
     row r sees p  iff  p <= r <= evicted_at[p]
 
-It is meant for traces of a few dozen tokens. Shapes: q [layer, qhead, pos, dim], k and v
-[layer, head, pos, dim]; query head i belongs to KV head i // G, with G query heads to a KV head.
+It is meant for traces of a few dozen tokens (`kvsim.testing.strategies.Case`). Query head i belongs
+to KV head i // G, with G query heads to a KV head.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvsim.errors import BudgetError
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import (
     Decision,
+    Descended,
     Event,
     Ints,
-    Propagated,
     Rule,
     Scored,
     Sets,
@@ -61,13 +61,13 @@ class Cut(NamedTuple):
 class Outcome:
     """Result of the naive replay: `evicted_at` int32 [layer, head, pos], and each cut.
 
-    selection: which rows each layer worked on, where the rule propagates. That choice is a cut
+    selection: which rows each layer worked on, where the rule drops rows. That choice is a cut
     after row -1 in every layer that depends on it.
     """
 
     evicted_at: Ints
     cuts: tuple[Cut, ...]
-    selection: Propagated | None = None
+    selection: Descended | None = None
 
     def sure_until(self, tolerance: float, *, ties: bool = True, faint: float = 0.0) -> Ints:
         """int32 [layer, head]: the row of the first cut that rounding could reverse, else NEVER.
@@ -276,46 +276,36 @@ def _coarser(scored: Scored, margin: float, size: float) -> Decision:
 
 
 def replay(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    case: Any,
     rule: Rule,
     *,
-    prompt_len: int,
     budget: int,
     interval: int | None = None,
     prefill: bool | None = None,
-    scale: float | None = None,
-    rope: tuple[Sequence[float], float] | None = None,
-    o_proj: npt.ArrayLike | None = None,
-    probe: tuple[npt.ArrayLike, npt.ArrayLike, Sequence[tuple[int, int, int]]] | None = None,
     protect: tuple[int, int, bool] = (0, 0, False),
-    store: Callable[[Event], None] | None = None,
+    context: int | None = None,
     chunk: int | None = None,
     asked: Sequence[int] = (),
+    store: Callable[[Event], None] | None = None,
 ) -> Outcome:
-    """Replay a rule on one trace and return when each entry leaves.
+    """Replay a rule on one `Case`, whose values may have any size; when each entry leaves.
 
-    q [layer, qhead, pos, dim], k [layer, head, pos, dim], v like k of any dim. budget: entries kept
-    per KV head. interval, prefill: replace the rule's own schedule. rope: (inv_freq,
-    attention_scaling), dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe:
-    queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the
-    context, and (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in
-    addition to what the rule protects. store: called after each row, and the event after it, for
-    each layer; it may change the event's keys, values and logits, as rounding does. chunk: rows of
-    the prompt between events. asked: the last rows of later questions, after which events fire.
+    budget: entries kept per KV head. interval, prefill: replace the rule's own schedule. protect:
+    (sink, recent, prompt), protected in addition to what the rule protects. context: tokens that
+    rows repeat, by default those of the prompt. chunk: rows of the prompt between events. asked:
+    the last rows of later questions, after which events fire. store: called after each row, and the
+    event after it, for each layer; it may change the event's keys, values and logits, as rounding
+    does.
     """
-    queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    n_layers, heads, n, dim = keys.shape
-    if rule.per_query_head:
+    arrays = case.q, case.k, case.v, case.o_proj, *case.repeated
+    queries, keys, values, projection, *repeated = (np.asarray(x, dtype=np.float64) for x in arrays)
+    prompt_len, scale = case.prompt_len, case.scale
+    n_layers, heads, n, _ = keys.shape
+    if rule.per_query_head:  # keys and values as the rule's sets need them
         heads = queries.shape[1]
-    scale = dim**-0.5 if scale is None else scale
-    repeated = heads // keys.shape[1]  # keys and values as the rule's sets need them
-    own_keys, own_values = (np.repeat(x, repeated, axis=1) for x in (keys, values))
-    projection = None if o_proj is None else np.asarray(o_proj, dtype=np.float64)
-    if probe is not None:
-        probe_q, probe_k = (np.asarray(x, dtype=np.float64) for x in probe[:2])
-        probe = probe_q, np.repeat(probe_k, repeated, axis=1), probe[2]
+    own_keys, own_values, repeated[1] = (
+        np.repeat(x, heads // x.shape[1], axis=1) for x in (keys, values, repeated[1])
+    )
     events = [
         Event(
             layer=layer,
@@ -331,9 +321,9 @@ def replay(
             queries=queries[layer],
             keys=own_keys[layer],
             values=own_values[layer],
-            o_proj=None if projection is None else projection[layer],
-            probe=None if probe is None else (probe[0][layer], probe[1][layer], probe[2]),
-            rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
+            o_proj=projection[layer],
+            repeated=(*(x[layer] for x in repeated), case.chunks(context or prompt_len)),
+            rope=(tuple(map(float, case.rope.inv_freq)), float(case.rope.attention_scaling)),
             n_layers=n_layers,
             whole_prompt=prompt_len,
             chunk=chunk,
@@ -343,10 +333,10 @@ def replay(
     ]
     evicted_at = np.full((n_layers, heads, n), NEVER, dtype=np.int32)
     run = _Run(rule, budget, protect, evicted_at, store, asked)
-    if rule.propagate is None:
+    if rule.descend is None:
         run.through(events)
         return Outcome(run.evicted_at, tuple(run.cuts))
-    selection = rule.propagate(queries, keys, prompt_len, budget, scale)
+    selection = rule.descend(queries, keys, prompt_len, budget, scale)
     run.cuts += [
         Cut(layer, h, -1, doubt.margin, doubt.size)
         for doubt in selection.doubts
