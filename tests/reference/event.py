@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.testing import loops
-from kvsim.testing.loops.event import Floats, Numbers
+from kvsim.testing.loops.event import Floats, Numbers, Rotary
 
 
 @dataclass
@@ -44,11 +44,38 @@ class Event(loops.Event):
             queries = self.queries[:, :rows]
         return queries, self.place(range(queries.shape[1]))
 
+    def unrotated(self, rows: Iterable[int]) -> Floats:
+        """Queries of these rows before RoPE; [qhead, row, dim]."""
+        chosen = list(rows)
+        return unrotate(self.queries[:, chosen], self.place(chosen), self.rope)
+
     def projected(self, qhead: int, pos: int) -> Floats:
         """[hidden]: the value at `pos` through the output projection of one query head."""
         if self.o_proj is None:
             raise NeedsError("this policy needs the output projection; give o_proj=")
         return np.asarray(self.values[qhead // self.group, pos] @ self.o_proj[qhead])
+
+
+def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
+    """x [..., dim] rotated forward by `by` [...] positions, each pair at its own frequency.
+
+    Dimension i is paired with i + half, half the number of frequencies; dimensions from 2 half on
+    are not rotated.
+    """
+    half = len(inv_freq)
+    angle = np.multiply.outer(by, np.asarray(inv_freq, dtype=np.float64))
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
+
+
+def unrotate(queries: Floats, pos: Iterable[int], rope: Rotary) -> Floats:
+    """[..., row, dim] before RoPE, of queries after it at positions `pos`."""
+    inv_freq, scaling = rope
+    rotated = 2 * len(inv_freq)
+    scaled = queries.copy()
+    scaled[..., :rotated] /= scaling
+    return rotate(scaled, -np.asarray(list(pos)), inv_freq)
 
 
 def pool(values: Sequence[float], kind: str | None, kernel: int) -> list[float]:

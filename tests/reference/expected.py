@@ -6,17 +6,8 @@ from functools import lru_cache
 import numpy as np
 
 from kvsim.errors import PolicyError
-from kvsim.testing.loops.event import (
-    Floats,
-    Rotary,
-    Scored,
-    first,
-    rotate,
-    softmax,
-    unprotected,
-    unrotate,
-)
-from reference.event import Event
+from kvsim.testing.loops.event import Floats, Rotary, Scored, first, softmax, unprotected
+from reference.event import Event, rotate, unrotate
 
 
 @lru_cache(maxsize=8192)
@@ -100,7 +91,7 @@ def _expected(
     event: Event, mean: Floats, spread: Floats, key: Floats, start: int
 ) -> tuple[float, float]:
     """The log of the expected score of one key, and the size of its terms."""
-    rope, s, count = event.rotary(), event.scale, int(event.params["n_future"])
+    rope, s, count = event.rope, event.scale, int(event.params["n_future"])
     if event.params["rope"] == "mean":
         mean_matrix = mean_rotation(rope, len(key), start, count)
         line = s * float(key @ mean_matrix @ mean)
@@ -196,7 +187,7 @@ def _pairs(x: Floats, count: int) -> Floats:
 
 def triattention(event: Event) -> Scored:
     """Trigonometric series of the mean query at geometric distances, plus what phases lose."""
-    rope = event.rotary()
+    rope = event.rope
     frequency, scaling = np.array(rope[0]), rope[1]
     drawn, positions = event.calibrated()
     query = _pairs(unrotate(drawn, positions, rope), len(frequency))  # [qhead, row, pair]

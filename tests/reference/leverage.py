@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsim.testing.loops.event import Floats, Scored, first, last, softmax, union, unrotate
-from reference.event import Event, pool
+from kvsim.testing.loops.event import Floats, Scored, first, last, softmax, union
+from reference.event import Event, pool, unrotate
 from reference.expected import mean_rotation
 from reference.windows import candidates
 
@@ -40,7 +40,7 @@ def capkv(event: Event) -> Scored:
     rows = range(event.prompt_len) if event.prefill else event.window(256)
     drawn = event.unrotated([row for row in rows if row >= sink])
     dim, size = drawn.shape[-1], event.values.shape[-1]
-    rotation = mean_rotation(event.rotary(), dim, start, int(event.params["n_future"]))
+    rotation = mean_rotation(event.rope, dim, start, int(event.params["n_future"]))
     values, noise = [], []
     for h, live in enumerate(event.live):
         open_to = [p for p in live if p >= sink]
@@ -77,7 +77,7 @@ def compactor(event: Event) -> Scored:
     rough = event.column("roughness of new entries")
     stands_out, received, size = [], [], []
     for h in heads:
-        keys = unrotate(event.keys[h][new], event.place(new), event.rotary())
+        keys = unrotate(event.keys[h][new], event.place(new), event.rope)
         x = keys - keys.mean(axis=0)
         gram = x.T @ x + 0.01 * np.eye(x.shape[1])
         stands_out.append([float(row @ np.linalg.solve(gram, row)) for row in x])

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsim.schema import NEVER
-from kvsim.testing.loops.event import Bools, Floats, logits_of, rotate, softmax
+from kvsim.testing.loops.event import Bools, Floats, logits_of, softmax
+from reference.event import rotate
 
 
 def attention(

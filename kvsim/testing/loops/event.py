@@ -43,19 +43,6 @@ def logits_of(q: Floats, k: Floats, scale: float) -> Floats:
     return np.stack([scale * (q[i] @ k[i // group].T) for i in range(len(q))])
 
 
-def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
-    """x [..., dim] rotated forward by `by` [...] positions, each pair at its own frequency.
-
-    Dimension i is paired with i + half, half the number of frequencies; dimensions from 2 half on
-    are not rotated.
-    """
-    half = len(inv_freq)
-    angle = np.multiply.outer(by, np.asarray(inv_freq, dtype=np.float64))
-    a, b = x[..., :half], x[..., half : 2 * half]
-    cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
-
-
 @dataclass
 class Event:
     """The state of a layer at an event, as a rule may read it."""
@@ -82,7 +69,7 @@ class Event:
     #: queries [qhead, row, dim] and keys [head, row, dim] of rows that repeat the context, and
     #: (start, stop, rows) of its chunks
     repeated: tuple[Floats, Floats, Sequence[tuple[int, int, int]]] | None = None
-    rope: Rotary | None = None
+    rope: Rotary = (), 1.0
     #: the positions that RoPE rotated the rows to, where they are not 0, 1, 2 ...
     places: list[int] | None = None
     #: layers of the trace
@@ -139,25 +126,6 @@ class Event:
     def attention_over(self, qhead: int, row: int, visible: list[int]) -> dict[int, float]:
         """Softmax of one query over these positions; empty where there are none."""
         return dict(zip(visible, softmax(self.logits[qhead, row, visible]).tolist(), strict=True))
-
-    def rotary(self) -> Rotary:
-        """The rotary embedding, which the trace has."""
-        assert self.rope is not None  # noqa: S101  of a rule that is a user's own
-        return self.rope
-
-    def unrotated(self, rows: Iterable[int]) -> Floats:
-        """Queries of these rows before RoPE; [qhead, row, dim]."""
-        chosen = list(rows)
-        return unrotate(self.queries[:, chosen], self.place(chosen), self.rotary())
-
-
-def unrotate(queries: Floats, pos: Iterable[int], rope: Rotary) -> Floats:
-    """[..., row, dim] before RoPE, of queries after it at positions `pos`."""
-    inv_freq, scaling = rope
-    rotated = 2 * len(inv_freq)
-    scaled = queries.copy()
-    scaled[..., :rotated] /= scaling
-    return rotate(scaled, -np.asarray(list(pos)), inv_freq)
 
 
 @dataclass
