@@ -7,9 +7,7 @@ copied before one of them writes to it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,28 +18,18 @@ from kvsim.core.attention import Formula, with_sinks
 _TILE = 512
 
 
-@dataclass
-class Use:
-    """Counts of the blocks of a pool."""
-
-    blocks: int = 0
-    peak_blocks: int = 0
-    freed_blocks: int = 0
-    shared_blocks: int = 0
-    copies_on_write: int = 0
-
-
 class Pool:
     """Blocks of `size` slots for keys and values of `heads` heads: [block, size, heads, dim].
 
-    It grows as needed.
+    It grows as needed. counts: how many sequences hold each block. held, peak: blocks in use, now
+    and at most; freed, shared, copied: how often blocks were.
     """
 
     def __init__(self, size: int, heads: int, like: Tensor, dim: int) -> None:
         self.size, self.heads = size, heads
         self.keys, self.values = (like.new_zeros(0, size, heads, dim) for _ in range(2))
         self.counts: list[int] = []
-        self.use = Use()
+        self.held = self.peak = self.freed = self.shared = self.copied = 0
         self._free: list[int] = []
 
     def allocate(self, n: int) -> list[int]:
@@ -56,36 +44,24 @@ class Pool:
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
             self.counts[block] = 1
-        self.use.blocks += n
-        self.use.peak_blocks = max(self.use.peak_blocks, self.use.blocks)
+        self.held += n
+        self.peak = max(self.peak, self.held)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Count blocks once more. Raises ValueError for a free one."""
-        self._check(dict.fromkeys(blocks, 1))
+        """Count blocks, which are in use, once more."""
         for block in blocks:
             self.counts[block] += 1
-        self.use.shared_blocks += len(blocks)
+        self.shared += len(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Count blocks once less; those at 0 can be allocated again.
-
-        Raises ValueError, and changes nothing, for a block that fewer hold than it is given.
-        """
-        times = Counter(blocks)
-        self._check(times)
-        for block, n in times.items():
-            self.counts[block] -= n
+        """Count blocks, which are in use, once less; those at 0 can be allocated again."""
+        for block in blocks:
+            self.counts[block] -= 1
             if not self.counts[block]:
                 self._free.append(block)
-                self.use.blocks -= 1
-                self.use.freed_blocks += 1
-
-    def _check(self, times: Mapping[int, int]) -> None:
-        for block, n in times.items():
-            count = self.counts[block] if 0 <= block < len(self.counts) else 0
-            if count < n:
-                raise ValueError(f"block {block} is held {count} times, expected at least {n}")
+                self.held -= 1
+                self.freed += 1
 
     @property
     def block_bytes(self) -> int:
@@ -124,7 +100,7 @@ class Sequences:
             pool.keys[new], pool.values[new] = pool.keys[block], pool.values[block]
             pool.free([block])
             self.tables[at][index] = new
-            pool.use.copies_on_write += 1
+            pool.copied += 1
 
     def _write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.pool.keys.flatten(0, 1)[slots] = keys

@@ -37,13 +37,12 @@ class Paging:
         """Counts of blocks as a sentence."""
         if self.pool is None:
             return []
-        use, mib = self.pool.use, 2**20
+        pool, mib = self.pool, 2**20
         text = (
-            f"cache in blocks of {self.size} entries: at most {use.peak_blocks:,} blocks "
-            f"({use.peak_blocks * self.pool.block_bytes / mib:.1f} MiB) at once, "
-            f"{use.freed_blocks:,} freed, {use.shared_blocks:,} shared, "
-            f"{use.copies_on_write:,} copied on write; at most {self.padded_bytes / mib:.2f} MiB "
-            "of a sequence without an entry after an event"
+            f"cache in blocks of {self.size} entries: at most {pool.peak:,} blocks "
+            f"({pool.peak * pool.block_bytes / mib:.1f} MiB) at once, {pool.freed:,} freed, "
+            f"{pool.shared:,} shared, {pool.copied:,} copied on write; at most "
+            f"{self.padded_bytes / mib:.2f} MiB of a sequence without an entry after an event"
         )
         return [text]
 

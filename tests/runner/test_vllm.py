@@ -44,7 +44,7 @@ def test_blocks_are_counted_as_by_the_block_manager_of_vllm(size):
     """As many blocks in use, and each sequence shares the same ones, counted as often."""
     for sequences, state in zip(replayed(size), recorded()[size]["states"], strict=True):
         pool = sequences.pool
-        assert pool.use.blocks == state["used"]
+        assert pool.held == state["used"]
         assert [[pool.counts[x] for x in table] for table in sequences.tables] == state["counts"]
         pairs = {
             pair
@@ -52,8 +52,8 @@ def test_blocks_are_counted_as_by_the_block_manager_of_vllm(size):
             for pair in zip(table, other, strict=True)
         }
         assert len(pairs) == len({mine for mine, _ in pairs}) == len({block for _, block in pairs})
-    assert pool.use.shared_blocks
-    assert pool.use.freed_blocks
+    assert pool.shared
+    assert pool.freed
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
