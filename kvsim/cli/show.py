@@ -238,10 +238,8 @@ def echo_forecast(
         fields["cells"] = f"{counts['cells']} on {plural(counts['traces'], 'trace')}"
         fields["tasks"] = f"{tasks}, {plural(counts['jobs'], 'job')}"
     if free is not None:
-        arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
-        most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
         files = f" in {facts['files']} files" * bool(facts["files"])
-        fields["disk"] = f"{size(facts['bytes'])}{files}{most}, {size(free)} free"
+        fields["disk"] = f"{size(facts['bytes'])}{files}, {size(free)} free"
     fields["memory"] = size(facts["memory"])
     if facts["device_memory"]:
         fields["memory"] += f" of the CPU, {size(facts['device_memory'])} of the GPU"

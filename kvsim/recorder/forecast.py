@@ -30,7 +30,7 @@ from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import layer_size
 from kvsim.recorder.steps import Projections, Stream
 from kvsim.schema import CHUNK
-from kvsim.store.forecast import PROCESS, Forecast, by_array, resident_bytes
+from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
 from kvsim.store.layout import StoredArray, cut_shape, stored_arrays
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
@@ -63,15 +63,12 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         stored += stored_arrays({"o_proj": shape}, source, each.options.store_dtype)
     # of a trace its metadata and `tokens`; of projections theirs
     chunks = sum(1 + array.nfiles for array in stored)
-    arrays = by_array(stored)
-    written = sum(usual for usual, _ in arrays.values()) + small
     resident, weights = resident_bytes() or PROCESS, 0 if on_device else size.weights
     return Forecast(
-        written=written,
+        written=sum(array.usual_bytes for array in stored) + small,
         files=chunks + 3 * len(sessions) + projected,
         memory=max(resident, PROCESS + weights) + (0 if on_device else peak),
         device_memory=size.weights + peak if on_device else 0,
-        arrays=arrays,
     )
 
 

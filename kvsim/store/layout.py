@@ -19,6 +19,11 @@ BITS = "uint16"
 #: An array of a trace that may have more chunks than this in all has one file per layer.
 MOST_FILES = 1000
 
+# Bits that a number takes on the disk, by its dtype in the model: its sign and fraction hardly
+# compress. Means of values vary less. Measured on tiny and SmolLM2.
+_USUAL = {"float32": 29.0, "float64": 58.0, "bfloat16": 13.0, "float16": 15.0}
+_LESS = {"v": 1.0, "attn_out": 4.0}
+
 
 @dataclass(frozen=True)
 class StoredArray:
@@ -55,9 +60,11 @@ class StoredArray:
         return self.shape[0] if self.sharded else self.nchunks
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the values, before they are compressed."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def usual_bytes(self) -> float:
+        """Bytes that the values usually take on the disk."""
+        size = 8 * self.dtype.itemsize
+        bits = min(_USUAL.get(self.source_dtype, size), size - 1) - _LESS.get(self.name, 0)
+        return math.prod(self.shape) * bits / 8
 
 
 def stored_arrays(

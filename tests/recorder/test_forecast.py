@@ -68,8 +68,8 @@ def test_a_plan_without_weights_is_that_of_the_loaded_model(tmp_path):
     capture_many("tiny", None, prompts, tmp_path, max_new_tokens=3, planned=loaded.append)
 
     (from_weights,) = loaded
-    assert from_outline.arrays == from_weights.arrays
     assert from_outline.files == from_weights.files
+    assert from_outline.written == pytest.approx(from_weights.written)
     assert from_outline.written == pytest.approx(took(tmp_path)[0], rel=0.3)
     assert from_outline.files == took(tmp_path)[1]
 
