@@ -189,6 +189,29 @@ def _open_url(url: str) -> Store:
         ) from error
 
 
+def open_group(
+    path: str | Path, mark: str, version: int | None = None
+) -> tuple[CheckedStore, dict[str, Any], dict[str, zarr.Array[Any]]]:
+    """Return the files, the document and the arrays of a group, once it has shown to be usable.
+
+    mark: the attribute that says what the group is, of this version if any. Raises
+    TraceNotFoundError where nothing has it, and TraceError for another version or damage.
+    """
+    store = open_store(path)
+    root = store.read_root()
+    attributes = object_at(root or {}, "attributes")
+    if root is None or mark not in attributes:
+        reason = f"{ROOT} is missing" if root is None else f"its {ROOT} has no {mark}"
+        raise TraceNotFoundError(f"{store.where} is not a kvsim trace: {reason}")
+    if version not in (None, attributes[mark]):
+        raise TraceError(
+            f"{store.where} has {mark} {short_repr(attributes[mark])}, expected {version}; kvsim "
+            "0.1.0 reads earlier ones, or record it again"
+        )
+    store.check_root(root)
+    return store, root, read_arrays(store, root)
+
+
 def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.Array[Any]]:
     """Return the arrays of a group by name, after checks of what they could make zarr allocate.
 

@@ -18,14 +18,7 @@ from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
-from kvsim.store.group import (
-    create_array,
-    create_group,
-    open_store,
-    read_arrays,
-    reading,
-    seal_group,
-)
+from kvsim.store.group import create_array, create_group, open_group, reading, seal_group
 
 ARRAY = "o_proj"
 
@@ -78,12 +71,8 @@ class StoredProjections:
 
     def __init__(self, facts: Facts, path: Path | str) -> None:
         self.facts, self.where = facts, str(path)
-        self.store = open_store(path)
-        root = self.store.read_root()
-        if root is None:
-            raise TraceNotFoundError(f"{path} holds no output projections")
-        self.store.check_root(root)
-        self.array = read_arrays(self.store, root)[ARRAY]
+        self.store, root, arrays = open_group(path, KEY)
+        self.array = arrays[ARRAY]
         found = root["attributes"].get(KEY), self.array.shape, self.array.dtype.name
         if found != (asdict(facts), tuple(facts.shape), facts.dtype):
             raise self._changed(f"they are {self.array.dtype} {self.array.shape}, or others")

@@ -17,10 +17,10 @@ from kvsim.core.header import OPTIONAL, Header, listed, printable
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import stored_part, whole_shapes
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceNotFoundError, error_line, suggest
+from kvsim.errors import TraceNotFoundError, error_line, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import AXES, FORMAT_VERSION, object_at
-from kvsim.store.group import CheckedStore, damaged, open_store, read_arrays, reading
+from kvsim.store.group import damaged, open_group, reading
 from kvsim.store.layout import BITS, FLOATS
 from kvsim.store.projections import StoredProjections, find_projections
 
@@ -56,11 +56,13 @@ class StoredTrace:
     def __init__(self, path: str | Path) -> None:
         self.path = _located(path)
         self.where = str(self.path)
-        self.store = open_store(self.path)
-        root = _root(self.store)
+        self.store, root, arrays = open_group(self.path, "kvsim_format", FORMAT_VERSION)
         self.attributes: dict[str, Any] = root["attributes"]
+        for key, kind in {"digest": str, "checksums": dict}.items():
+            if not isinstance(self.attributes.get(key), kind):
+                found = short_repr(self.attributes.get(key))
+                raise damaged(f"{self.where}: attribute {key} is {found}")
         self.digest = str(self.attributes["digest"])
-        arrays = read_arrays(self.store, root)
         self.arrays = {name: array for name, array in arrays.items() if name in AXES}
         #: dtype of the numbers of each array, bfloat16 where it is of their bits
         self.numbers = {name: self._number(name) for name in self.arrays}
@@ -193,26 +195,3 @@ def _located(path: str | Path) -> str | Path:
         f"{path} does not exist, expected a trace; record one with `kvsim capture`, or give "
         f"one that ships: {', '.join(SAMPLES)}{suggest(str(path), SAMPLES)}"
     )
-
-
-def _root(store: CheckedStore) -> dict[str, Any]:
-    """Return the document of a trace, once it has shown that the trace is usable."""
-    root = store.read_root()
-    attributes = object_at(root or {}, "attributes")
-    version = attributes.get("kvsim_format")
-    if root is None or version is None:
-        reason = "zarr.json is missing" if root is None else "its zarr.json has no kvsim_format"
-        raise TraceNotFoundError(
-            f"{store.where} is not a kvsim trace: {reason}; give the folder of a trace"
-        )
-    if version != FORMAT_VERSION:
-        old = ", which kvsim 0.1.0 reads" if version in (3, 4, 5) else ""
-        raise TraceError(
-            f"{store.where} has trace format {short_repr(version)}{old}, expected "
-            f"{FORMAT_VERSION}; record it again, or install another kvsim"
-        )
-    store.check_root(root)
-    for key, kind in {"digest": str, "checksums": dict}.items():
-        if not isinstance(attributes.get(key), kind):
-            raise damaged(f"{store.where}: attribute {key} is {short_repr(attributes.get(key))}")
-    return root

@@ -46,7 +46,7 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 
 def read_records(path: str | Path) -> list[Record]:
     """Return the records that `write_records` stored; OutputError without any, or damaged."""
-    from kvsim.store.group import open_store, read_arrays, reading  # noqa: PLC0415  as zarr
+    from kvsim.store.group import open_group, reading  # noqa: PLC0415  as zarr
 
     folder = local_path(path, OutputError)
     run = folder.parent / "run.json"
@@ -55,24 +55,12 @@ def read_records(path: str | Path) -> list[Record]:
             bound = object_at(read_document(run), "files")
             # an entry that is missing fits no file
             read_document(folder / "zarr.json", bound.get(f"{folder.name}/zarr.json") or {})
-        store = open_store(folder)
-        root = store.read_root()
-        if root is None:
-            raise OutputError(f"{path} holds no records: its zarr.json is missing")
-        attributes = object_at(root, "attributes")
-        version = attributes.get("kvsim_records")
-        if version != RECORD_VERSION:
-            raise OutputError(
-                f"{path} was written by another version of kvsim (records of version {version}, "
-                f"expected {RECORD_VERSION}); replay it again"
-            )
-        store.check_root(root)
-        arrays = read_arrays(store, root)
+        _, root, arrays = open_group(folder, "kvsim_records", RECORD_VERSION)
         documents = object_at(object_at(root, "consolidated_metadata"), "metadata")
         with reading(str(folder)):
             return [
                 _record(arrays, documents[str(i)]["attributes"], f"{i}/")
-                for i in range(attributes["records"])
+                for i in range(root["attributes"]["records"])
             ]
     except TraceNotFoundError as error:
         raise OutputError(f"{path} holds no records") from error

@@ -77,7 +77,6 @@ def test_a_folder_without_records_is_refused(tmp_path):
     """Neither a missing path nor another zarr group is taken for records."""
     zarr.open_group(tmp_path / "other.zarr", mode="w")
 
-    with pytest.raises(OutputError, match="holds no records"):
-        read_records(tmp_path / "nothing.zarr")
-    with pytest.raises(OutputError, match="version None, expected 4"):
-        read_records(tmp_path / "other.zarr")
+    for name in ("nothing.zarr", "other.zarr"):
+        with pytest.raises(OutputError, match="holds no records"):
+            read_records(tmp_path / name)
