@@ -183,16 +183,12 @@ class Header:
         fits = all(a < b for a, b in pairwise(ends))
         yield "questions", self.questions, fits, f"[start, stop] of each between {end} and {n_pos}"
         sums, left_out = [name for name in SUMS if name in shapes], self.left_out
-        if left_out is None:
-            yield "left_out", left_out, not sums, f"rows, because it has {sums}"
-        else:
-            start, stop = left_out
-            fits = start % CHUNK == stop % CHUNK == 0 and 0 < start < stop < context
-            yield "left_out", left_out, fits, f"whole blocks of {CHUNK} rows from {CHUNK} on"
-            fits = {"attn_out", "lse", "received"} <= {*shapes} and shapes["received"][2:] == (
-                stop,
-            )
-            yield "left_out", left_out, fits, "outputs, log-sum-exp, and attention received"
+        start, stop = left_out or (0, 0)
+        blocks = start % CHUNK == stop % CHUNK == 0 and 0 < start < stop < context
+        before = shapes["received"][2] if {"attn_out", "lse", "received"} <= {*shapes} else None
+        fits = not sums if left_out is None else blocks and before == stop
+        says = f"whole blocks of {CHUNK} rows, with outputs, log-sum-exp and {' and '.join(SUMS)}"
+        yield "left_out", left_out, fits, says
         probe, given = self.probe, meta.get(PROBE)
         fits = given is None or (probe is not None and probe.fits(context))
         yield "meta.probe", given, fits, f"chunks that repeat the {context} tokens of its context"
@@ -222,12 +218,8 @@ class Header:
         for rope, (formula, size) in zip(self.ropes, alike, strict=True):
             n_qheads, heads, dim, value_dim = size
             own = (latent, heads, value_dim) == (value_dim, 1, min(value_dim, dim))
-            yield (
-                "latent",
-                latent,
-                latent is None or own,
-                f"{value_dim}, of a single KV head with keys as long",
-            )
+            says = f"{value_dim}, of a single KV head with keys as long"
+            yield "latent", latent, latent is None or own, says
             n = rope.rotary_dim or 0
             yield "rotary_dim of rope", n, n <= dim, f"at most the {dim} of a head"
             n = len(formula.sinks)

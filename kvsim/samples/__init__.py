@@ -25,22 +25,17 @@ def sample_trace(model: str = "tiny") -> Path:
             SmolLM2-135M-Instruct, recorded on Python's documentation. No model is needed.
 
     Raises:
-        TraceNotFoundError: there is no sample of this model, or it is not installed.
+        TraceNotFoundError: there is no sample of this model.
     """
-    models = tuple(SAMPLES.values())
-    if model not in models:
+    names = {model: name for name, model in SAMPLES.items()}
+    if model not in names:
         raise TraceNotFoundError(
-            f"there is no sample trace of {model!r}{suggest(str(model), models)}; "
-            f"expected one of {', '.join(models)}"
+            f"there is no sample trace of {model!r}{suggest(str(model), names)}; "
+            f"expected one of {', '.join(names)}"
         )
-    name = f"{tuple(SAMPLES)[models.index(model)]}.zarr"
-    places = (_PACKAGE / f"_{name}", _PACKAGE.parent / "traces" / name)
-    for place in places:
-        if place.is_dir():
-            return place
-    raise TraceNotFoundError(
-        f"there is no sample trace, expected it at {places[0]} or {places[1]}; install kvsim again"
-    )
+    installed = _PACKAGE / f"_{names[model]}.zarr"
+    checkout = _PACKAGE.parent / "traces" / f"{names[model]}.zarr"
+    return installed if installed.is_dir() else checkout
 
 
 def locate(path: str | Path) -> Path | str:
