@@ -49,13 +49,11 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     """Raise TraceExistsError unless a trace may be written to `path`."""
     if not (path.exists() or path.is_symlink()):
         return
-    if not overwrite:
-        ways = "give another, or --overwrite; kvsim capture --resume keeps traces that are there"
-        raise TraceExistsError(f"{path} exists, expected a free path; {ways}")
-    if path.is_symlink() or not is_marked(path):
+    if not overwrite or path.is_symlink() or not is_marked(path):
+        kind = " and is not a kvsim trace" if overwrite else ""
         raise TraceExistsError(
-            f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
-            "overwrite; give another path, or move away what is there"
+            f"{path} exists{kind}, expected a free path; give another, or --overwrite a trace; "
+            "kvsim capture --resume keeps traces that are there"
         )
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from kvsim.core.left_out import LeftOut, stored_shape
 from kvsim.schema import AXES, BLOCKED, CHUNK, SUMS
 
-#: Dtypes of floating-point numbers; bfloat16 is stored as its bits, for which zarr has no name.
-FLOATS = ("float16", "float32", "float64", "bfloat16")
+#: The dtype of bfloat16 as it is stored, for which zarr has no name: its bits.
 BITS = "uint16"
 
 #: An array of a trace that may have more chunks than this in all has one file per layer.
@@ -46,8 +45,10 @@ class StoredArray:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Shape of a chunk."""
-        return chunk_shape(self.name, self.shape)
+        """A layer, all heads, 256 positions or probe rows; all, of an array without layers."""
+        axes = AXES[self.name]
+        size = {"layer": 1, **dict.fromkeys(BLOCKED, CHUNK)} if len(axes) > 1 else {}
+        return tuple(size.get(axis, max(1, n)) for axis, n in zip(axes, self.shape, strict=True))
 
     @property
     def nchunks(self) -> int:
@@ -90,15 +91,6 @@ def stored_arrays(
         sharded = shards and blocks and chunks > MOST_FILES
         arrays.append(StoredArray(name, part, narrow or source, source, sharded))
     return arrays
-
-
-def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Chunks: a layer, all heads, 256 positions or probe rows; all, of an array without layers."""
-    axes = AXES[name]
-    if len(axes) == 1:
-        return (max(1, shape[0]),)
-    size = {"layer": 1, **dict.fromkeys(BLOCKED, CHUNK)}
-    return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
 
 
 def pos_axis(name: str) -> int:

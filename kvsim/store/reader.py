@@ -21,7 +21,7 @@ from kvsim.errors import TraceNotFoundError, error_line, suggest
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import AXES, FORMAT_VERSION, object_at
 from kvsim.store.group import damaged, open_group, reading
-from kvsim.store.layout import BITS, FLOATS
+from kvsim.store.layout import BITS
 from kvsim.store.projections import StoredProjections, find_projections
 
 _ALL = slice(None)
@@ -144,7 +144,7 @@ class StoredTrace:
         number = array.dtype.name
         if number == BITS and source == "bfloat16":
             number = "bfloat16"
-        allowed = ("int32",) if name == "tokens" else FLOATS
+        allowed = ["int32"] if name == "tokens" else [*DTYPES.values()]
         if number not in allowed or source not in (None, *DTYPES.values()):
             raise damaged(f"{self.where}: {name} is {number}, expected {' or '.join(allowed)}")
         return number

@@ -26,7 +26,7 @@ from kvsim.files import drafted, put_in_place, sync_tree, unbroken, writing
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
 from kvsim.store.index import check_target
-from kvsim.store.layout import StoredArray, chunk_shape, cut_shape, pos_axis, stored_arrays
+from kvsim.store.layout import StoredArray, cut_shape, pos_axis, stored_arrays
 from kvsim.store.projections import Facts, move_projections, store_projections
 from kvsim.store.reader import StoredTrace, attributes_of
 
@@ -90,7 +90,7 @@ class TraceWriter:
 
     def _create(self, each: StoredArray, name: str, *, sharded: bool = False) -> zarr.Array[Any]:
         axes = axes_of(each.name, rows=self._left_out is not None)
-        source = {"source_dtype": each.source_dtype}
+        source = {"source_dtype": each.source_dtype} if each.source_dtype else {}
         facts = each.shape, each.dtype, each.chunks, axes, source
         return create_array(self._group, name, *facts, sharded=sharded)
 
@@ -181,9 +181,7 @@ class TraceWriter:
             shapes = {name: each.shape for name, (each, _) in self._arrays.items()}
             if tokens is not None:
                 ids = tokens.astype(np.int32)
-                chunks, axes = chunk_shape("tokens", ids.shape), AXES["tokens"]
-                array = create_array(self._group, "tokens", ids.shape, ids.dtype, chunks, axes)
-                array[:] = ids
+                self._create(StoredArray("tokens", ids.shape, "int32", ""), "tokens")[:] = ids
                 shapes["tokens"] = ids.shape
                 self._digest.update("tokens", 0, ids)
             checksums = self._digest.checksums()
