@@ -120,7 +120,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
         assert (one.selected(), one.relative[one.selected()]) in marks
     assert any(list(line.get_ydata()) == [0.3, 0.3] for line in axis.get_lines())
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        f"budget {one.requested}: selects after layer {one.selected()}" for one in found
+        f"deep, budget {one.requested}: selects after layer {one.selected()}" for one in found
     ]
     assert figure.get_suptitle() == (
         "deep: do ranks settle? circle: selection layer\n"

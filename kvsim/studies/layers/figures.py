@@ -19,8 +19,6 @@ from matplotlib.ticker import FuncFormatter
 
 from kvsim.plots.style import (
     CELLS,
-    COLOURS,
-    NEUTRAL,
     SELECTED,
     caption,
     colour_bar,
@@ -36,12 +34,9 @@ from kvsim.plots.style import (
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.layers.ranking import Curve, Ranking, window_attention
-from kvsim.studies.layers.ranking import rank_pattern as pooled_ranks
 
 LINE, NEVER = "#33608c", "#e4e1da"
 
-#: Traces whose lines have a colour and a name each; of more traces all lines look alike.
-_NAMED = len(COLOURS)
 #: The marker of a selection layer.
 _CIRCLE: Final[dict[str, Any]] = {"marker": "o", "ms": 9, "mfc": "none", "mew": 1.8, "ls": "none"}
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
@@ -58,25 +53,17 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
     shows how the layers would rank if no layer had selected.
     """
-    named = len(curves) <= _NAMED
-    figure, axis = single_panel(7.2, 3.7 + (0.17 * len(curves) if named else 0))
-    traces, sizes = {x.trace for x in curves}, {x.requested for x in curves}
+    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(curves))
     styles = series(map(str, range(len(curves)))).values()
     for curve, style in zip(curves, styles, strict=True):
         selected = curve.selected()
         layers = np.arange(curve.first_layer, curve.n_layers)
-        name = f"budget {curve.requested}" if len(sizes) > 1 or len(traces) == 1 else ""
-        if len(traces) > 1:
-            name = f"{curve.trace}, {name}" if name else curve.trace
         end = f"selects after layer {selected}" if selected is not None else "never selects"
-        look: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
-        if named:
-            look = {**style, "lw": 1.4, "ms": 3}
-            look["label"] = f"{name}: {'fits the budget' if curve.fits else end}"
-        axis.plot(layers, curve.relative[layers], **look)
+        end = "fits the budget" if curve.fits else end
+        label = f"{curve.trace}, budget {curve.requested}: {end}"
+        axis.plot(layers, curve.relative[layers], **style, lw=1.4, ms=3, label=label)
         if selected is not None:
-            ring = look["color"] if named else SELECTED
-            axis.plot(selected, curve.relative[selected], mec=ring, **_CIRCLE)
+            axis.plot(selected, curve.relative[selected], mec=style["color"], **_CIRCLE)
     right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
     right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
     for tau in sorted({curve.rule.tau for curve in curves}):
@@ -85,21 +72,12 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     axis.set_ylim(bottom=0)
     name_axes(axis, y="rank variance / that of the first tested layer")
     plain(axis, "layer")
-    axis.set_xlim(-0.5, max((curve.n_layers for curve in curves), default=1) - 0.5)
+    axis.set_xlim(-0.5, max(curve.n_layers for curve in curves) - 0.5)
     whole_ticks(axis.xaxis)
-    terms: dict[str, set[Any]] = {
-        "budget": sizes,
-        "window": {curve.rule.window for curve in curves},
-        "first tested layer": {curve.first_layer for curve in curves},
-        "look-back": {curve.look_back for curve in curves},
-    }
-    shared = ", ".join(f"{name} {each.pop()}" for name, each in terms.items() if len(each) == 1)
-    label = trace_label(each.trace for each in curves)
-    text = f"{label}: do ranks settle? circle: selection layer\n{shared}"
-    if named:
-        finish(figure, axis, text, ["exact"], columns=1)
-    else:
-        caption(figure, text, ["exact"])
+    terms = {(x.rule.window, x.first_layer, x.look_back) for x in curves}
+    shared = "\nwindow {}, first tested layer {}, look-back {}".format(*terms.pop())
+    text = f"{trace_label(x.trace for x in curves)}: do ranks settle? circle: selection layer"
+    finish(figure, axis, text + ("" if terms else shared), ["exact"], columns=1)
     return figure
 
 
@@ -189,29 +167,26 @@ def rank_pattern(curve: Curve) -> Figure:
     ASL (arXiv 2601.07667), Fig. 4. The tokens are those that are among the first k in one of the
     last look-back layers.
     """
-    ranking, selected = curve.ranking, curve.selected()
-    back, n_layers = curve.look_back, curve.n_layers
-    count, ranks = pooled_ranks(ranking, back, curve.k, columns=_PIXELS)
-    pooling = max(1, -(-count // _PIXELS))
-    ranks = ranks if count else np.full((n_layers, 1), np.nan)
-    figure, axis = single_panel(8, max(2.6, 0.14 * n_layers + 1.9))
-    scale = LogNorm(1, max(2, ranking.ranked))
-    extent = 0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5
-    image = axis.imshow(ranks, cmap="viridis_r", norm=scale, extent=extent, **CELLS)
-    axis.set_xlim(0.5, max(1, count) + 0.5)
+    ranks, selected, back = curve.ranking.ranks.numpy(), curve.selected(), curve.look_back
+    tokens = np.flatnonzero((ranks[-back:] <= curve.k).any(0))
+    tokens = tokens[np.argsort(ranks[-1, tokens], kind="stable")]
+    count, total = len(tokens), curve.n_layers
+    figure, axis = single_panel(8, max(2.6, 0.14 * total + 1.9))
+    shown = ranks[:, tokens] if count else np.full((total, 1), np.nan)
+    extent = 0.5, max(1, count) + 0.5, total - 0.5, -0.5
+    scale = LogNorm(1, max(2, curve.ranking.ranked))
+    image = axis.imshow(shown, cmap="viridis_r", norm=scale, extent=extent, **CELLS)
     if selected is not None:
         axis.axhline(selected + 0.5, color=SELECTED, lw=1.2)
-    if curve.k < ranking.ranks.shape[1]:
+    if curve.k < count:
         axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
     whole_ticks(axis.yaxis)
     name_axes(axis, f"{count} tokens, by rank in the last layer (dotted: k)", "layer")
-    bar = colour_bar(figure, image, axis, f"rank, of {ranking.ranked}", pad=0.015)
+    bar = colour_bar(figure, image, axis, f"rank, of {curve.ranking.ranked}", pad=0.015)
     bar.yaxis.set_major_formatter(_PLAIN)
     bar.invert_yaxis()
-    tail = f"; each column is the geometric mean of {pooling}" if pooling > 1 else ""
     line = "" if selected is None else "; red: selected after"
-    last = "the last layer" if back == 1 else f"the last {back} layers"
-    subject = f"{curve.trace}: ranks of what is among the first k in {last}{tail}"
+    subject = f"{curve.trace}: ranks of what is among the first k in one of the last {back} layers"
     caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
     return figure
 

@@ -24,7 +24,6 @@ from kvsim.engine.depth import Look, recorded
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance
 from kvsim.policies.asl import ranks as ranks_of
-from kvsim.schema import numbered
 
 #: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
 SHARES = ("10%", "25%", "50%")
@@ -113,21 +112,15 @@ class Curve:
 
     def verdict(self) -> str:
         """The outcome in words."""
-        tau, layer, tested = self.rule.tau, self.selected(), self.tested
+        tau, layer = self.rule.tau, self.selected()
         if self.fits:
             return (
                 f"nothing to select: the prompt of {self.ranking.prompt_len} tokens fits the budget"
             )
-        if not tested:
-            return f"never selects: layer {self.first_layer}, the first that is tested, is the last"
         if layer is None:
-            return (
-                f"never selects: the relative variance of {numbered(tested)} is "
-                f"{self.relative[tested].min():.3g} at the least, and tau is {tau:g}"
-            )
-        if not self.relative[layer] < tau:
-            return f"no layer is below tau = {tau:g}; the last layer selects, {layer}"
-        variance = f"relative variance {self.relative[layer]:.2f} < {tau:g}"
+            least = min(self.relative[self.tested].tolist(), default=np.nan)
+            return f"never selects: relative variance {least:.3g} at the least, and tau is {tau:g}"
+        variance = f"relative variance {self.relative[layer]:.2f}, tau {tau:g}"
         return f"selects after layer {layer} of {self.n_layers}: {variance}"
 
 
@@ -241,24 +234,6 @@ def window_attention(
             padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % factor))
             windows.append(padded.unflatten(-1, (-1, factor)).amax(-1).numpy())
     return np.stack(windows)
-
-
-def rank_pattern(
-    ranking: Ranking, look_back: int, k: int, *, columns: int = 1024
-) -> tuple[int, Floats]:
-    """Return how many tokens are among the first k in one of the last layers, and their ranks.
-
-    After ASL (arXiv 2601.07667), Fig. 4. [L, column], by rank in the last layer, 1 the best; of
-    more tokens than `columns`, neighbours share a column, with the geometric mean of their ranks.
-    """
-    ranks = ranking.ranks.numpy()
-    tokens = np.flatnonzero((ranks[-look_back:] <= k).any(0))
-    if not (count := len(tokens)):
-        return 0, np.zeros((len(ranks), 0))
-    tokens = tokens[np.argsort(ranks[-1, tokens], kind="stable")]
-    starts = np.arange(0, count, -(-count // columns))
-    sums = np.add.reduceat(np.log(ranks[:, tokens].astype(np.float64)), starts, axis=1)
-    return count, np.exp(sums / np.diff(starts, append=count))
 
 
 def _look(trace: Trace, device: str) -> Look:
