@@ -238,7 +238,9 @@ class Schedule:
             sizes += [min(first, budget + first - max(ends, default=0)), min(last, budget + step)]
         return max(sizes, default=min(n, prompt_len if self.prefill else first))
 
-    def override(self, interval: int | None, prefill: bool | None, *more: Any) -> Schedule:
+    def override(
+        self, interval: int | None = None, prefill: bool | None = None, *more: Any
+    ) -> Schedule:
         """Return this schedule with the values, in the order of its fields, that are not None."""
         given = zip(fields(self), (interval, prefill, *more), strict=False)
         return replace(self, **{x.name: value for x, value in given if value is not None})

@@ -6,18 +6,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from typing import Any
 
 from kvsim.core.arguments import share_of
 from kvsim.core.budgets import budget_at, budgeted, sharing
 from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import BOUNDED, Run
-from kvsim.core.policy import Even, Policy, Schedule
+from kvsim.core.policy import Even, Policy, PolicyLike, Schedule
 from kvsim.core.setting import Setting
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block
 from kvsim.engine.source import ended, windows
 from kvsim.errors import BudgetError, NeedsError, PolicyError
+from kvsim.policies import as_policy
 from kvsim.policies.fit import remark_of
 from kvsim.schema import NEVER
 
@@ -58,16 +60,23 @@ class Setup:
 
     trace: with the layers of one size. policy: with its scaled lengths at the budget. budget: in
     entries per head; share: as requested (`kvsim.core.budgets`), if not in entries. schedule: the
-    policy's own by default. ends: tokens before each prefill event, ascending. events: the rows
-    after which events fire.
+    policy's own by default; terms replace what they are of it (`Schedule.override`). ends: tokens
+    before each prefill event, ascending. events: the rows after which events fire.
     """
 
     def __init__(
-        self, trace: Trace, policy: Policy, budget: int | str, schedule: Schedule | None = None
+        self,
+        trace: Trace,
+        policy: PolicyLike,
+        budget: int | str,
+        schedule: Schedule | None = None,
+        *terms: Any,
     ) -> None:
+        policy = as_policy(policy)
         policy, self.budget = budgeted(policy, trace, budget)
         self.trace, self.share = trace.part(), share_of(budget)
-        self.policy, self.schedule = policy.at(self.budget), schedule or policy.schedule
+        self.schedule = (schedule or policy.schedule).override(*terms)
+        self.policy = policy.at(self.budget)
         self.ends = self.schedule.ends(trace.prompt_len, trace.header.context_len)
         self.events = self.schedule.rows(*trace.extent)
 
@@ -215,7 +224,7 @@ class Setup:
             )
 
 
-def check_budget(
+def works(
     policy: Policy,
     budget: int,
     *,
@@ -224,37 +233,31 @@ def check_budget(
     n_layers: int = 1,
     schedule: Schedule | None = None,
     context_len: int | None = None,
-) -> None:
-    """Raise BudgetError where the policy has no rule for the budget.
+) -> bool:
+    """Whether the policy has a rule for the budget: each layer can hold what is protected.
 
     schedule: replaces the policy's own. The sizes are those of the trace.
     """
-    across = policy.at(budget).propagation
-    least = 1 if across is None else across.least_budget
-    if budget < least:
-        raise BudgetError(
-            f"{policy.name}: budget is {budget}; the smallest budget that works is {least}"
-        )
-    events = schedule or policy.schedule
+    fit, events = policy.at(budget), schedule or policy.schedule
+    if budget < (1 if fit.propagation is None else fit.propagation.least_budget):
+        return False
+    if policy.allocator.effect not in BOUNDED:
+        return True
     end = max(events.ends(prompt_len, context_len), default=0)  # at which most is protected
+    longest = events.longest(prompt_len, budget, n_pos, context_len)
+    of_layers = fit.layer_budgets.planned(budget, n_layers, longest)
+    return all(fit.protection(b).size(end) <= b for b in dict.fromkeys(of_layers))
 
-    def exceeded(total: int) -> tuple[int, int] | None:
-        """The first budget of a layer below the size of its protection, and that size."""
-        longest = events.longest(prompt_len, total, n_pos, context_len)
-        fit = policy.at(total)
-        planned = fit.layer_budgets.planned(total, n_layers, longest)
-        sizes = ((b, fit.protection(b).size(end)) for b in dict.fromkeys(planned))
-        return next(((b, size) for b, size in sizes if size > b), None)
 
-    first = exceeded(budget) if policy.allocator.effect in BOUNDED else None
-    if first is None:
-        return
-    totals = range(NEVER + 1)  # all above one that works do, too
-    smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
-    works = f"the smallest budget that works is {smallest}"
-    way_out = works if smallest in totals else "no budget works"
-    share, protected = first
-    where = f"budget {budget}" if share == budget else f"budget {share} of a layer"
-    raise BudgetError(
-        f"{policy.name}: {where} is below the {protected} entries that it protects; {way_out}"
-    )
+def least_budget(policy: Policy, start: int = 1, **sizes: Any) -> int:
+    """The first budget from `start` on that `works`, as do all above it; NEVER + 1 without one."""
+    key = partial(works, policy, **sizes)
+    return bisect_left(range(NEVER + 1), x=True, lo=max(0, start), key=key)
+
+
+def check_budget(policy: Policy, budget: int, **sizes: Any) -> None:
+    """Raise BudgetError for a budget that does not work; sizes as `works` has them."""
+    if not works(policy, budget, **sizes):
+        least = least_budget(policy, budget, **sizes)
+        way_out = f"the smallest budget that works is {least}" if least <= NEVER else "none works"
+        raise BudgetError(f"{policy.name}: budget is {budget}; {way_out}")

@@ -123,14 +123,14 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 class LayerRun(NamedTuple):
     """Layers that are replayed together.
 
-    trace: the rows that they compute. uncut: nothing is ever evicted. each: how many are held at
-    once.
+    trace: the rows that they compute. uncut: nothing is ever evicted. together: how many are held
+    at once.
     """
 
     layers: tuple[int, ...]
     trace: Trace
     uncut: bool
-    each: int
+    together: int
 
     def source(self, device: str, memory: int) -> TraceSource:
         """Return what a View reads from; of the memory, results for other replays get 1/16."""
@@ -138,7 +138,7 @@ class LayerRun(NamedTuple):
         if len(trace.header.readers(places[0])) > 1:
             trace, places = read_together(trace, places[0]), (0,)
         on = torch.device(device)
-        return TraceSource(trace, places, on, most=memory // 16, each=self.each)
+        return TraceSource(trace, places, on, memo_bytes=memory // 16, together=self.together)
 
 
 def runs(
@@ -157,16 +157,16 @@ def runs(
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
-    together = policy.across_layers and not apart(policy)
-    each = len(layers) if together else layers_per_block(trace, policy, memory)
-    most = len(layers) if policy.across_layers else each
+    at_once = policy.across_layers and not apart(policy)
+    together = len(layers) if at_once else layers_per_block(trace, policy, memory)
+    longest = len(layers) if policy.across_layers else together
 
     def breaks(before: int, layer: int, count: int) -> bool:
         """Whether a run of `count` layers ends before a layer."""
         follows = layer == before + 1 or policy.across_layers
         alone = trace.owners.count(before) > 1 or trace.owners.count(layer) > 1
         alike = rows[before] is rows[layer] and (before < uncut) == (layer < uncut)
-        if count == most or not follows or alone or not alike:
+        if count == longest or not follows or alone or not alike:
             return True
         return bool(_difference(trace, before, layer))
 
@@ -178,5 +178,5 @@ def runs(
         if following is None or breaks(layer, following, len(run)):
             of_run = rows[layer]
             part = trace if of_run is None else of_rows(trace, of_run)
-            yield LayerRun(tuple(run), part, layer < uncut, each)
+            yield LayerRun(tuple(run), part, layer < uncut, together)
             run = []

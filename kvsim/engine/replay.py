@@ -21,7 +21,6 @@ from kvsim.engine.layers import LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import goes_by_rows, replay_rows
 from kvsim.engine.source import TraceSource, ended
-from kvsim.policies import as_policy
 from kvsim.schema import NEVER, Compress
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -77,9 +76,8 @@ def replay(
         ScoreError: a score that is no number below infinity.
         MemoryLimitError: one layer does not fit into `memory`.
     """
-    trace, policy = as_trace(trace), as_policy(policy)
-    schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
-    setup = Setup(trace, policy, budget, schedule).checked(memory)
+    terms = interval, prefill, compress, prefill_chunk
+    setup = Setup(as_trace(trace), policy, budget, None, *terms).checked(memory)
     where: Any = {"layers": layers, "device": resolve_device(device), "memory": memory}
     return run(setup, internals=internals, progress=progress, **where)
 
@@ -105,12 +103,12 @@ def run(
         look = recorded(trace, setup.setting(), device)
         descent = descend(policy, trace.n_layers, trace.prompt_len, look)
         unique = [*dict.fromkeys(owners)]
-        for together in runs(setup.by_set, unique, policy, descent=descent, memory=memory):
+        for layer_run in runs(setup.by_set, unique, policy, descent=descent, memory=memory):
             of_block, decisions = _replayed(
-                setup, together, together.source(device, memory), internals, by_row=by_row
+                setup, layer_run, layer_run.source(device, memory), internals, by_row=by_row
             )
             plans += decisions
-            for layer, of_layer in zip(together.layers, of_block, strict=True):
+            for layer, of_layer in zip(layer_run.layers, of_block, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer
                 done += owners.count(layer)
             if progress is not None:
@@ -135,21 +133,21 @@ def run(
 
 def _replayed(
     setup: Setup,
-    together: LayerRun,
+    layer_run: LayerRun,
     source: TraceSource,
     internals: bool | frozenset[str],
     *,
     by_row: bool,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
     """When entries of layers leave that are replayed together, [L, H, T], and the decisions."""
-    setting = setup.setting(together.trace)
-    block = Block(source, setup.policy, setting, together.layers)
-    events, plans = () if together.uncut else setting.events, list[Plans]()
+    setting = setup.setting(layer_run.trace)
+    block = Block(source, setup.policy, setting, layer_run.layers)
+    events, plans = () if layer_run.uncut else setting.events, list[Plans]()
     if by_row and internals is not True and setting.interval == 1 and goes_by_rows(block):
         replay_rows(block, events)
     else:
         plans = block.fire(events, internals)
-    evicted_at, positions = block.evicted_at.cpu().numpy(), together.trace.positions.numpy()
+    evicted_at, positions = block.evicted_at.cpu().numpy(), layer_run.trace.positions.numpy()
     return placed(evicted_at, positions, setup.trace.n_pos), plans
 
 

@@ -55,8 +55,8 @@ class TraceSource(Source):
         trace: the trace.
         layers: their indices in it.
         device: where to compute.
-        most: bytes that the trace may keep for later replays.
-        each: how many layers are held at once, which `parts` has; all by default.
+        memo_bytes: what the trace may keep for later replays.
+        together: how many layers are held at once, which `parts` has; all by default.
 
     Raises:
         PolicyError: a layer with entries masked out by its window or chunks, for which a View has
@@ -69,8 +69,8 @@ class TraceSource(Source):
         layers: Sequence[int],
         device: torch.device,
         *,
-        most: int = MEMO_BYTES,
-        each: int | None = None,
+        memo_bytes: int = MEMO_BYTES,
+        together: int | None = None,
     ) -> None:
         for layer in layers:
             check_unwindowed(trace, layer)
@@ -85,8 +85,8 @@ class TraceSource(Source):
         self._full, self._full_start = [self._window, self._window], trace.n_pos
         self._memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
-        self._place, self._most = (tuple(layers), str(device)), most
-        self._each = each or len(layers)
+        self._place, self._memo_bytes = (tuple(layers), str(device)), memo_bytes
+        self._held_together = together or len(layers)
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device, to which it is moved as it is stored."""
@@ -103,19 +103,22 @@ class TraceSource(Source):
     ) -> T:
         """Return `compute()`, kept here or, unless keys and values were overwritten, shared."""
         if shared and self._exact_keys is None:
-            return self._trace.memo((*key, self._place), compute, self._most)
+            return self._trace.memo((*key, self._place), compute, self._memo_bytes)
         return super().memo(key, compute, shared=shared)
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, TraceSource]]] | None:
         """Yields places of layers that are held at once, and their source; None where all are."""
-        return self._parts if self._each < len(self._place[0]) else None
+        return self._parts if self._held_together < len(self._place[0]) else None
 
     def _parts(self) -> Iterator[tuple[slice, TraceSource]]:
         layers = self._place[0]
-        for first in range(0, len(layers), self._each):
-            part = slice(first, first + self._each)
-            yield part, TraceSource(self._trace, layers[part], self._device, most=self._most)
+        for first in range(0, len(layers), self._held_together):
+            part = slice(first, first + self._held_together)
+            yield (
+                part,
+                TraceSource(self._trace, layers[part], self._device, memo_bytes=self._memo_bytes),
+            )
 
     @cached_property
     def keys(self) -> Tensor:

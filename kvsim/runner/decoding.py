@@ -81,8 +81,7 @@ class Decoding:
         check_live(policy, paged=paging is not None)
         sizes: dict[str, Any] = {"context_len": context_len, "questions": questions, "name": name}
         sequence = sketch(running, policy, prompt_len, n_pos, **sizes)
-        schedule = policy.schedule.override(interval, prefill)
-        self.setup = Setup(sequence, policy, budget, schedule).checked()
+        self.setup = Setup(sequence, policy, budget, None, interval, prefill).checked()
         self.running, self.sketch = running, self.setup.trace
         self.policy = policy = self.setup.policy
         parts = [sequence.part([x]) for x in {*sequence.owners}]

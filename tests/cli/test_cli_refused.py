@@ -46,7 +46,7 @@ REFUSED = {
     f"{REPLAY} --out mine.py": "mine.py exists",
     f"{REPLAY} --polcy x": "see kvsim replay --help",
     f"{REPLAY} TRACE": "both called 'small'",
-    f"{REPLAY} --set protect.prompt=true": "budget 16 is below the",
+    f"{REPLAY} --set protect.prompt=true": "budget is 16; the smallest budget",
     "replay TRACE --policy mine:odd --set fails_at=16 --budget 16 --out x": (
         "error: odd: the trace has no gate; record it with --o-proj\n"
     ),

@@ -159,5 +159,5 @@ def test_policies_of_a_fixed_budget_refuse_one_that_grows():
             kvsim.replay(TRACE, policy, "50%so-far")
     with pytest.raises(BudgetError, match="replays and live runs alone"):
         resolve_budget("50%so-far", 10)
-    with pytest.raises(BudgetError, match="below the 32 entries that it protects"):
+    with pytest.raises(BudgetError, match="smallest budget that works is"):
         kvsim.replay(TRACE, "snapkv", "50%so-far")

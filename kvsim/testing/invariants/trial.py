@@ -6,7 +6,6 @@ rounding decides.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,9 +16,8 @@ import numpy.typing as npt
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
-from kvsim.engine.checks import Setup, check_budget
+from kvsim.engine.checks import Setup, least_budget
 from kvsim.engine.replay import run
-from kvsim.errors import BudgetError
 from kvsim.schema import NEVER, Compress
 from kvsim.testing import loops
 from kvsim.testing.strategies import Case
@@ -253,20 +251,5 @@ def require(condition: object, message: str) -> None:
 def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None) -> int:
     """The smallest budget that the policy has a rule for on this trace, its length at most."""
     layers, _, _, n, _ = case.shape
-
-    def works(budget: int) -> bool:
-        try:
-            check_budget(
-                policy,
-                budget,
-                prompt_len=case.prompt_len,
-                n_pos=n,
-                n_layers=layers,
-                schedule=schedule,
-            )
-        except BudgetError:
-            return False
-        return True
-
-    # all budgets above one that works do, too
-    return bisect_left(range(n), x=True, lo=1, key=works)
+    sizes: Any = {"prompt_len": case.prompt_len, "n_pos": n, "n_layers": layers}
+    return min(n, least_budget(policy, schedule=schedule, **sizes))
