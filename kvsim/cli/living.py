@@ -62,12 +62,12 @@ def live(
         return load_model(model, device=device, **given)
 
     given = shared.experiment(options, settings, [x for x in shared.KEYS if x != "memory"])
-    planned, loops = plan_live(load, traces=traces, **given)
+    planned = plan_live(load, traces=traces, **given)
     if plan:
         there = {**planned.parameters, "device": device}
         echo_plan(replace(planned, parameters=there), as_json=as_json)
         return
     with progress_bar("cells") as report:
-        run = loops.finish(planned, begun(planned), report)
+        run = planned.finish(begun(planned), progress=report)
     shown, out = planned.options["metrics"] or LIVE_SUMMARY, planned.options["out"]
     show_run(run, planned.traces, shown, out, as_json=as_json)

@@ -34,7 +34,6 @@ from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces
 from kvsim.sweeps.cells import Cell, Outcome, Progress, compute
 from kvsim.sweeps.driver import Plan, describe, refusals
-from kvsim.sweeps.folder import Parts
 from kvsim.sweeps.grid import grid_of
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.tasks import Task, tasks_of
@@ -83,14 +82,12 @@ def live(
     show: Any = progress or None
     named = isinstance(model, str | Path)
     load = (lambda _: load_model(model)) if named else (lambda _: (model, tokenizer))
-    plan, loops = plan_live(load, traces=traces, policies=policies, budgets=budgets, **options)
-    return loops.finish(plan, plan.begin(), show)
+    plan = plan_live(load, traces=traces, policies=policies, budgets=budgets, **options)
+    return plan.finish(plan.begin(), progress=show)
 
 
-def plan_live(
-    load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any
-) -> tuple[Plan, Loops]:
-    """Return the plan of `live`, and what computes it; raises as that does.
+def plan_live(load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any) -> Plan:
+    """Return the plan of `live`; raises as that does.
 
     load: returns the model of traces, which needs no weights to be planned, and its tokenizer; it
     is called once options and policies are checked.
@@ -134,7 +131,7 @@ def plan_live(
         parameters["paged"] = given["paged"]
     joined, alone = _batched(running, cells, given)
     loops = Loops(running, tokenizer, cells, names, given, joined, stop, choice, paging)
-    plan = Plan(
+    return Plan(
         traces=traces,
         cells=cells,
         tasks=tasks_of(
@@ -152,8 +149,8 @@ def plan_live(
         model_bytes=sum(each.nbytes for each in running.model.parameters()),
         compute=loops.compute,
         check=loops.check,
+        closing=lambda: () if paging is None else paging.notes,
     )
-    return plan, loops
 
 
 def _batched(
@@ -209,22 +206,16 @@ class Loops:
         writing = Writing(new_tokens, self.choice) if new_tokens else None
         return ClosedLoop(self.running, trace, self.tokenizer, writing, self.paging)
 
-    def check(self) -> None:
+    def check(self, tasks: Sequence[Task]) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
         traces = {cell.trace.name: cell.trace for cell in self.cells}
         for trace in reversed(traces.values()):
             self._loop = self._loop_of(trace)  # that of the first trace is used
             with threads_for(self._loop.running.model):
                 self._loop.check([cell.schedule for cell in self.cells])
-
-    def finish(self, plan: Plan, parts: Parts, progress: Progress | None) -> Run:
-        """Run what is not finished yet, `batch` responses at once."""
-        batch = self.options["batch"]
-        left = {cell.number for task in parts.left(plan.tasks) for cell in task.cells}
+        left, batch = {n for task in tasks for n in task.numbers}, self.options["batch"]
         rest = [cell for cell in self.joined if cell.number in left]
         self._batches = [rest[at : at + batch] for at in range(0, len(rest), batch)]
-        run = plan.finish(parts, progress=progress)
-        return replace(run, notes=(*run.notes, *(self.paging.notes if self.paging else ())))
 
     def compute(self, task: Task, report: Progress = lambda *_: None) -> Outcome:
         """Run the cell of a task."""

@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -75,7 +74,6 @@ def sweep(
     return plan.finish(plan.begin(), executor=executor, progress=show)
 
 
-@with_bar("cells")
 @takes_options(ReplayOptions)
 def replay_all(
     traces: Traces,
@@ -96,11 +94,8 @@ def replay_all(
         progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.ReplayOptions`.
     """
-    show: Any = progress or None
     given = dict[str, Any](options, traces=traces, policies=policies, budgets=budgets)
-    usual = {"records": True, "metrics": EVERYTHING}
-    plan = Plan.of(grid_of(defaults=usual, where="replay_all", **given))
-    return plan.finish(plan.begin(), progress=show)
+    return sweep({"records": True, "metrics": "all"}, progress=progress, **given)
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class Plan:
     ready for JSON. options: of the experiment; where to. notes: remarks on all results. refused:
     why cells cannot be computed, by number; they are in no task. model_bytes: weights of the model
     that runs. compute: of one task, in this process or another one. check: raises where no task can
-    be computed, before the first of them.
+    be computed, before the first of those that it is given. closing: remarks at the end.
     """
 
     traces: Sequence[Trace]
@@ -125,7 +120,8 @@ class Plan:
     notes: Sequence[str] = ()
     refused: Mapping[int, KvsimError] = field(default_factory=dict)
     model_bytes: int = 0
-    check: Callable[[], None] = lambda: None
+    check: Callable[[Sequence[Task]], None] = lambda _: None
+    closing: Callable[[], Sequence[str]] = tuple
 
     @staticmethod
     def of(grid: Grid) -> Plan:
@@ -157,7 +153,7 @@ class Plan:
             options=given,
             notes=[*filter(None, (remark for _, remark in schedules))],
             refused=refused,
-            check=partial(check_run, judge, traces, given["device"]),
+            check=lambda _: check_run(judge, traces, given["device"]),
         )
 
     @property
@@ -180,13 +176,13 @@ class Plan:
         if not self.tasks and self.refused:
             raise next(iter(self.refused.values()))
         out = self.options["out"]
-        if out is None or not self.options["overwrite"]:
-            parts = Parts(out, self.description)
-            self.check()
-            return parts
-        self.check()
-        shutil.rmtree(out, ignore_errors=True)
-        return Parts(out, self.description)
+        if out is not None and self.options["overwrite"]:
+            self.check(self.tasks)
+            shutil.rmtree(out, ignore_errors=True)
+            return Parts(out, self.description)
+        parts = Parts(out, self.description)
+        self.check(parts.left(self.tasks))
+        return parts
 
     def finish(
         self, parts: Parts, *, executor: Any = None, progress: Progress | None = None
@@ -250,7 +246,7 @@ class Plan:
         table = in_cell_order([part.table for part in outcomes], rows, self.metrics)
         counts = {"cells": len(self.cells), "done": len(done)}
         counts["missing"] = len({*range(len(self.cells))} & left - failed)
-        notes = (*self.notes, *(x for part in outcomes for x in part.remarks))
+        notes = (*self.notes, *(x for part in outcomes for x in part.remarks), *self.closing())
         return Run(
             tuple(_joined(records[cell.number]) for cell in done if self.options["records"]),
             by_model(table, models),

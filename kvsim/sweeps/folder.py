@@ -3,7 +3,7 @@
     grid.json              what is computed: policies, traces by digest, options, versions, code
     parts/N-SHA.parquet    rows of cells of task N; SHA is of the file's content
     parts/N-SHA.records    their records, where they are kept
-    run.json, results.parquet, records.zarr, failures.json     the whole, at the end
+    run.json, results.parquet, records.zarr     the whole, at the end
 
 Files appear by a rename, and one that is not as its name says is ignored and computed again.
 """
@@ -94,15 +94,9 @@ class Parts:
 
     def publish(self, run: Run) -> None:
         """Put the whole next to the parts."""
-
-        def write(draft: Path) -> None:
-            run.write(draft)
-            failures = [vars(each) for each in run.failures]
-            (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
-
         if self.folder is not None:
             with self._writing() as folder:
-                replace_run(folder, write)
+                replace_run(folder, run.write)
 
     def close(self) -> None:
         """Let other processes work in the folder."""
