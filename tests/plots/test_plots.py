@@ -112,7 +112,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
     (axis,) = figure.axes
     for one in found:
         assert one.selected() is not None
-        (line,) = (x for x in axis.get_lines() if f"budget {one.requested}" in str(x.get_label()))
+        (line,) = (x for x in axis.get_lines() if f"budget {one.budget}" in str(x.get_label()))
         first = one.first_layer
         np.testing.assert_array_equal(line.get_xdata(), range(first, 12))
         np.testing.assert_array_equal(line.get_ydata(), one.relative[first:])
@@ -120,7 +120,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
         assert (one.selected(), one.relative[one.selected()]) in marks
     assert any(list(line.get_ydata()) == [0.3, 0.3] for line in axis.get_lines())
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        f"deep, budget {one.requested}: selects after layer {one.selected()}" for one in found
+        f"deep, budget {one.budget}: selects after layer {one.selected()}" for one in found
     ]
     assert figure.get_suptitle() == (
         "deep: do ranks settle? circle: selection layer\n"

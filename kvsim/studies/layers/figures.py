@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -60,7 +59,7 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
         layers = np.arange(curve.first_layer, curve.n_layers)
         end = f"selects after layer {selected}" if selected is not None else "never selects"
         end = "fits the budget" if curve.fits else end
-        label = f"{curve.trace}, budget {curve.requested}: {end}"
+        label = f"{curve.trace}, budget {curve.budget}: {end}"
         axis.plot(layers, curve.relative[layers], **style, lw=1.4, ms=3, label=label)
         if selected is not None:
             axis.plot(selected, curve.relative[selected], mec=style["color"], **_CIRCLE)
@@ -126,7 +125,8 @@ def selection_histogram(curves: Sequence[Curve]) -> Figure:
 
     ASL (arXiv 2601.07667), Figs. 9 and 10.
     """
-    budgets = list(dict.fromkeys(curve.requested for curve in curves))
+    budgets = list(dict.fromkeys(curve.budget for curve in curves))
+    styles = series(map(str, budgets)).values()
     tasks = sorted({curve.ranking.task for curve in curves})
     n_layers = max(curve.n_layers for curve in curves)
     figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150, layout="constrained")
@@ -134,8 +134,8 @@ def selection_histogram(curves: Sequence[Curve]) -> Figure:
     width = 0.8 / len(budgets)
     for axis, task in zip(axes, tasks, strict=True):
         of_task = [curve for curve in curves if curve.ranking.task == task]
-        for place, (budget, style) in enumerate(series(budgets).items()):
-            selected = [each.selected() for each in of_task if each.requested == budget]
+        for place, (budget, style) in enumerate(zip(budgets, styles, strict=True)):
+            selected = [each.selected() for each in of_task if each.budget == budget]
             if not selected:
                 continue
             layers = [layer for layer in selected if layer is not None]
@@ -197,35 +197,25 @@ def layer_attention(
     """Mean attention of the prompt's last rows in every layer; ASL (arXiv 2601.07667), Fig. 3."""
     trace = as_trace(trace)
     maps = window_attention(trace, window, columns=_PIXELS, device=device)
-    layers = len(maps)
-    columns = min(4, -(-layers // 3))
-    rows = -(-layers // columns)
-    size = max(6.4, 3.0 * columns + 0.9), 0.95 * rows + 1.25
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    colours = mpl.colormaps["magma"].with_extremes(bad="white", under="black")
-    n, height = trace.prompt_len, maps.shape[1]
-    scale = LogNorm(_FAINT, 1)
+    (layers, height, columns), n = maps.shape, trace.prompt_len
     pooling = -(-n // _PIXELS)
-    future = np.arange(maps.shape[-1]) * pooling > np.arange(n - height, n)[:, None]
-    extent = -0.5, maps.shape[-1] * pooling - 0.5, n - 0.5, n - height - 0.5
-    for axis in axes.flat[layers:]:
-        axis.set_axis_off()
-    for layer, (axis, values) in enumerate(zip(axes.flat, maps, strict=False)):
-        shown = np.ma.array(np.maximum(values, _FAINT), mask=future)
-        axis.imshow(shown, cmap=colours, norm=scale, extent=extent, **CELLS)
-        axis.set_xlim(-0.5, n - 0.5)
-        mark, ink = (", selection layer", SELECTED) if layer == selected else ("", "black")
-        axis.set_title(f"layer {layer}{mark}", fontsize=7, pad=2, color=ink)
-        axis.tick_params(labelsize=6)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("row", fontsize=7)
-    for axis in axes.flat[:layers][-columns:]:  # the lowest of each column that shows something
-        axis.set_xlabel("position", fontsize=7)
-        axis.tick_params(labelbottom=True)
+    future = np.arange(columns) * pooling > np.arange(n - height, n)[:, None]
+    shown = np.ma.array(np.maximum(maps, _FAINT), mask=np.broadcast_to(future, maps.shape))
+    figure, axis = single_panel(8, max(2.6, 0.3 * layers + 1.6))
+    colours = mpl.colormaps["magma"].with_extremes(bad="white", under="black")
+    extent = -0.5, columns * pooling - 0.5, layers - 0.5, -0.5
+    stacked = shown.reshape(layers * height, columns)
+    image = axis.imshow(stacked, cmap=colours, norm=LogNorm(_FAINT, 1), extent=extent, **CELLS)
+    axis.set_xlim(-0.5, n - 0.5)
+    for layer in range(1, layers):
+        axis.axhline(layer - 0.5, color="white", lw=0.8)
+    if selected is not None:
+        axis.axhline(selected + 0.5, color=SELECTED, lw=1.6)
+    whole_ticks(axis.yaxis)
+    name_axes(axis, "position", f"layer, {height} rows each")
     pooled = f", maximum of {pooling} positions" if pooling > 1 else ""
+    line = "" if selected is None else "; red: selected after"
     subject = f"{trace.name}: attention of the prompt's last {height} rows"
-    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
-    label = "share of a row's attention (black: 1e-5 or less)"
-    colour_bar(figure, ScalarMappable(scale, colours), list(axes.flat), label, pad=0.01, aspect=40)
+    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}{line}", ["exact"])
+    colour_bar(figure, image, axis, "share of attention", pad=0.015)
     return figure

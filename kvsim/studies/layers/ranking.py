@@ -25,9 +25,6 @@ from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance
 from kvsim.policies.asl import ranks as ranks_of
 
-#: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
-SHARES = ("10%", "25%", "50%")
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -36,7 +33,6 @@ class Curve:
     k: tokens next to the window that would propagate. first_layer, look_back: the rule as it was
     applied. variance [L]: V, in squared ranks, NaN before layer look_back - 1. relative [L]: rho,
     NaN before first_layer. union [L]: tokens that V is a mean over, 0 where it is NaN.
-    share: the budget as a share of the trace, if it was requested so.
     """
 
     ranking: Ranking
@@ -48,17 +44,11 @@ class Curve:
     variance: Floats
     relative: Floats
     union: Ints
-    share: str | None = None
 
     @property
     def trace(self) -> str:
         """The trace's name."""
         return self.ranking.trace
-
-    @property
-    def requested(self) -> str:
-        """The budget as requested."""
-        return self.share or str(self.budget)
 
     @property
     def n_layers(self) -> int:
@@ -153,9 +143,7 @@ class Ranking:
         """m: tokens before the window."""
         return int(self.ranks.shape[1])
 
-    def curve(
-        self, budget: int, rule: Selecting | None = None, *, share: str | None = None
-    ) -> Curve:
+    def curve(self, budget: int, rule: Selecting | None = None) -> Curve:
         """The test in all layers, under another first layer, look-back or tau if `rule` is given.
 
         Raises BudgetError for a budget below the window, PolicyError for another window.
@@ -175,8 +163,7 @@ class Ranking:
         relative = np.full(self.n_layers, np.nan)
         base = variance[first_layer]
         relative[first_layer:] = variance[first_layer:] / base if base > 0 else 0.0
-        terms = budget, k, first_layer, back, variance, relative, union
-        return Curve(self, rule, *terms, share)
+        return Curve(self, rule, budget, k, first_layer, back, variance, relative, union)
 
     def _compared(self, look_back: int, k: int) -> tuple[Floats, Ints]:
         """V of the `look_back` layers up to each, NaN without so many, and tokens in it; [L]."""
@@ -258,7 +245,7 @@ class Ranks:
 
     trace: Trace
     device: str = "cpu"
-    ks: Sequence[int | str] = SHARES
+    ks: Sequence[int | str] = ("10%", "25%", "50%")
     rule: Selecting = field(default_factory=ASL)
 
     @cached_property
@@ -278,17 +265,10 @@ class Ranks:
         """ASL's test at each k, by k as it was given."""
         if (ranking := self.ranking) is None:
             return {}
-        budgets = {k: resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
-        return {
-            str(k): ranking.curve(budget, share=budget_label(k)) for k, budget in budgets.items()
-        }
+        budgets = {str(k): resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
+        return {k: ranking.curve(budget) for k, budget in budgets.items()}
 
 
 def ranks(analysis: Analysis) -> Ranks:
     """Return the ranks of an analysed trace, by ASL's defaults."""
     return Ranks(analysis.trace, analysis.device)
-
-
-def budget_label(k: int | str) -> str:
-    """The budget that leaves k tokens next to ASL's window, in words."""
-    return f"{k} + window"
