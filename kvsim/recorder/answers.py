@@ -6,44 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvsim.core.header import Header
+from kvsim.recorder.models import is_tiny
 from kvsim.recorder.prompts import Prompt, Turn
 from kvsim.recorder.tokenization import response_text
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
 
-def answer_check(
-    asked: Prompt | Turn,
-    response: str,
-    opened: str,
-    longest: int | None,
-    text: str | None = None,
-    *,
-    tiny: bool = False,
+def _check(
+    asked: Prompt | Turn, response: str, text: str | None, *, tiny: bool
 ) -> dict[str, Any] | None:
-    """Return what a trace says of a response, ready for JSON; None without anything to compare.
+    """Compare a response with what is asked for; None without anything to compare.
 
     A scorer of another kind than free text decides where the prompt names one; for tiny the right
-    response follows from the text of the prompt. opened: the mark of reasoning in which the
-    response begins. longest: tokens of the longest response, if the prompt states it.
+    response follows from the text of the prompt.
     """
-    answer, scorer, response = asked.answer, asked.scorer, opened + response
+    answer, scorer = asked.answer, asked.scorer
     if scorer is not None and scorer not in SCORERS:
         known = {"scorer": scorer, "expected": answer, "metadata": getattr(asked, "metadata", None)}
-        check = language_of(scorer)(text or "", response, known)
-    elif tiny and text is not None:
-        check = LANGUAGES["ledger"](text, response, {})
-    elif answer is None:
-        return None
-    else:
-        check = text_check(response, answer, scorer)
-    check |= {"opened": opened} if opened else {}
-    return check | ({"max_new_tokens": longest} if longest else {})
-
-
-def reasoning_notes(response: str) -> list[str]:
-    """Return a note on a response, with what its prompt begins, that does not end its reasoning."""
-    mark = open_reasoning(response)
-    return [f"the response does not leave its reasoning ({mark}): it has no answer"] if mark else []
+        return language_of(scorer)(text or "", response, known)
+    if tiny and text is not None:
+        return LANGUAGES["ledger"](text, response, {})
+    return None if answer is None else text_check(response, answer, scorer)
 
 
 def describe_turns(
@@ -57,15 +40,21 @@ def describe_turns(
     asked = [prompt, *prompt.turns]
     begun = [encoded.opened, *(each.opened for each in encoded.turns)]
     spans, written = header.answers(len(tokens)), prompt.response is None or prompt.writer
+    whole = None if prompt.turns else encoded.text
     out = []
     for turn, span, end, opened in zip(asked, spans, ended, begun, strict=True):
         text, check, question = None, None, getattr(turn, "question", prompt.content)
         if tokenizer is not None:
             text = response_text(tokens[slice(*span)], tokenizer)
-            own = turn.max_new_tokens or prompt.max_new_tokens
-            longest = own if session.longest is None else None
-            check = answer_check(turn, text, opened, longest) if written else None
-            session.notes += reasoning_notes(opened + text) if check else []
+        if text is not None and written:
+            check = _check(turn, opened + text, whole, tiny=is_tiny(session.model))
+        if text is not None and check is not None:
+            check |= {"opened": opened} if opened else {}
+            longest = turn.max_new_tokens or prompt.max_new_tokens
+            check |= {"max_new_tokens": longest} if longest and session.longest is None else {}
+            if mark := open_reasoning(opened + text):
+                note = f"the response does not leave its reasoning ({mark}): it has no answer"
+                session.notes.append(note)
         out.append(
             {
                 "question": question if isinstance(question, str) else None,

@@ -24,7 +24,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import answer_check, describe_turns, reasoning_notes
+from kvsim.recorder.answers import describe_turns
 from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.cache import full_cache
@@ -34,7 +34,7 @@ from kvsim.recorder.encoding import encode
 from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, run_chunks
 from kvsim.recorder.generation import generate, score, stop_search
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import is_tiny, model_name, model_notes
+from kvsim.recorder.models import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import fitting_tokens, indexer_notes, read_ropes
@@ -87,9 +87,8 @@ class Session:
     ) -> None:
         self.encoded = encoded = encode(prompt, model, tokenizer, options)
         self.longest = options.max_new_tokens
-        self.own_length = prompt.max_new_tokens if self.longest is None else None
-        if self.own_length is not None:
-            options = replace(options, max_new_tokens=self.own_length)
+        if self.longest is None and prompt.max_new_tokens is not None:
+            options = replace(options, max_new_tokens=prompt.max_new_tokens)
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
         self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
         self.completed = stop_search(options.stops, tokenizer)
@@ -141,19 +140,6 @@ class Session:
                 "smaller --max-new-tokens, or fewer turns"
             )
         return count, notes
-
-    def answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response whose writer is known with the right one, ready for JSON."""
-        if response is None or (self.response and self.prompt.writer is None):
-            return None
-        opened, text, tiny = (
-            self.encoded.opened,
-            self.encoded.text,
-            is_tiny(self.model),
-        )
-        check = answer_check(self.prompt, response, opened, self.own_length, text, tiny=tiny)
-        self.notes += [] if check is None else reasoning_notes(opened + response)
-        return check
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -344,6 +330,7 @@ class Session:
         response = None
         if self.tokenizer is not None:
             response = response_text(tokens[prompt_len:], self.tokenizer)
+        turns = describe_turns(self, header, tokens, ended)
         cut = self.new_tokens < self.options.longest
         agreement = {}
         if self.likeliest and not self.turns:  # questions were not written by the model
@@ -364,8 +351,8 @@ class Session:
             "labels": dict(self.prompt.labels),
             **({"spans": {"needle": encoded.needle}} if encoded.needle else {}),
             "notes": self.notes,
-            "answer_check": None if self.turns else self.answer_check(response),
-            **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
+            "answer_check": None if self.turns else turns[0]["answer_check"],
+            **({"turns": turns} if self.turns else {}),
             **dict(zip(LOGPROBS, map(list, zip(*self.scores, strict=True)), strict=False)),
             **agreement,
         }

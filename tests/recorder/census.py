@@ -2,7 +2,7 @@
 
 python -m tests.recorder.census RESULTS            one child for each family; results are kept
 python -m tests.recorder.census RESULTS --only llama,mamba --redo
-python -m tests.recorder.census RESULTS --page docs/families-census.json
+python -m tests.recorder.census RESULTS --page docs/families-census.json    updates the page's
 
 Small random models in float32, of sizes in census.json, are recorded with 120 tokens of prompt and
 20 of response, verified deep, and compared with a forward without a cache. The result is
@@ -296,7 +296,8 @@ def main() -> None:
             }
             for name, each in found.items()
         }
-        page = {"transformers": transformers.__version__, "families": short}
+        last = json.loads(options.page.read_text(encoding="utf-8"))["families"]
+        page = {"transformers": transformers.__version__, "families": last | short}
         options.page.write_text(json.dumps(page, indent=0) + "\n", encoding="utf-8")
     sys.exit(1 if counts["foreign"] or counts["wrong"] else 0)
 

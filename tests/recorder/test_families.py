@@ -14,7 +14,7 @@ import families
 import kvsim
 from families import FAMILIES, NEW, PROMPT, Family, ids
 from kvsim.errors import CaptureError
-from kvsim.recorder.modules import attention_modules
+from kvsim.recorder.modules import attention_modules, decoder_layers
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.steps import PROJECTIONS
 from kvsim.store.verification import verify
@@ -387,12 +387,6 @@ def random_biases(model):
     return model
 
 
-def own_layers(model):
-    """The decoder layers, under the names that the families of the table have for them."""
-    base = model.base_model
-    return base.h if hasattr(base, "h") else base.layers
-
-
 def own_stream(model, tokens):
     """Layer inputs and outputs of projections in one forward, [layer, n, hidden] each."""
     inputs, outputs = [], []
@@ -400,7 +394,9 @@ def own_stream(model, tokens):
     def before(_, args, kwargs):
         inputs.append((args[0] if args else kwargs["hidden_states"])[0].clone())
 
-    handles = [one.register_forward_pre_hook(before, with_kwargs=True) for one in own_layers(model)]
+    handles = [
+        one.register_forward_pre_hook(before, with_kwargs=True) for one in decoder_layers(model)
+    ]
     handles += [
         one.register_forward_hook(lambda _, __, output: outputs.append(output[0].clone()))
         for one in projections(model)
