@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import NeedsError, TraceError
+from kvsim.errors import NeedsError
 from kvsim.schema import AXES, OF_VALUES
 
 _ALL = slice(None)
@@ -31,21 +31,15 @@ class ArraySource(Protocol):
 
 
 class InMemory:
-    """Arrays in memory, which `read` gives views of; TraceError for one that was written to."""
+    """Arrays in memory, which `read` gives views of."""
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         self.arrays = dict(arrays)
-        self._versions = {name: writes_to(array) for name, array in arrays.items()}
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
-        if writes_to(self.arrays[name]) != self._versions[name]:
-            raise TraceError(
-                f"{name} was changed in place after the trace was built, expected the arrays that "
-                "it was built from; build it again"
-            )
         return _part(name, self.arrays[name], layers, pos)
 
 
@@ -104,11 +98,6 @@ def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
         return array[layers]
     axis = AXES[name].index("pos")
     return array[(layers, *[_ALL] * (axis - 1), pos)]
-
-
-def writes_to(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  it has no other name
 
 
 class PerQueryHead:

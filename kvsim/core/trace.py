@@ -145,7 +145,7 @@ class Trace:
         """Build a trace of arrays in memory, each copied once at most.
 
         A tensor, or a numpy array that is not writable, stays where it is if it is in C order, in
-        the compute dtype and on the CPU. A tensor that is written to later is refused.
+        the compute dtype and on the CPU. Do not write to it later.
 
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].

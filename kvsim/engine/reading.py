@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, prod
-from shutil import disk_usage
-from tempfile import TemporaryFile, gettempdir
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import Pages, Reads, SparseAttention
 from kvsim.core.trace import Trace
-from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.schema import GUIDE
 
 #: Rows of a block.
@@ -35,17 +33,14 @@ def read(
     evicted_at: NDArray[np.int32],
     budget: int,
     layers: Sequence[int],
-    *,
     device: str,
-    memory: int,
 ) -> Reads:
     """Return which pages the rows after the prompt read.
 
-    evicted_at [layer, H, T]: what is resident. An account of more than `memory` bytes lies in a
-    temporary file; raises MemoryLimitError without room for it.
+    evicted_at [layer, H, T]: what is resident.
     """
     sparse, first = sparse.at(trace, budget), trace.prompt_len
-    bits = account(trace, sparse, layers, memory)
+    bits = account(trace, sparse, layers)
     for at, layer in enumerate(layers):
         if not reads_all(trace, sparse, layer):
             only, gone = slice(layer, layer + 1), torch.from_numpy(evicted_at[at]).to(device)
@@ -56,28 +51,14 @@ def read(
     return Reads.of(sparse, bits, first, trace.dim)
 
 
-def account(
-    trace: Trace, sparse: SparseAttention, layers: Sequence[int], memory: int
-) -> NDArray[np.uint8]:
+def account(trace: Trace, sparse: SparseAttention, layers: Sequence[int]) -> NDArray[np.uint8]:
     """The bits of an account in which nothing is read yet but in layers that read everything."""
     heads = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[sparse.heads]
     size = ceil(trace.n_pos / sparse.page) // 8 + 1  # one bit is never set where pages are chosen
     shape = len(layers), heads, trace.n_pos - trace.prompt_len, size
-    bits = np.zeros(shape, np.uint8) if prod(shape) <= memory else _in_file(shape, sparse.label)
+    bits = np.zeros(shape, np.uint8)
     bits[[at for at, layer in enumerate(layers) if reads_all(trace, sparse, layer)]] = 255
     return bits
-
-
-def _in_file(shape: tuple[int, ...], label: str) -> NDArray[np.uint8]:
-    """Return zeros in a temporary file, which is gone with the array."""
-    needed, folder = prod(shape), gettempdir()
-    if needed > (free := disk_usage(folder).free):
-        raise MemoryLimitError(
-            f"the account of what {label} reads takes {needed / 2**30:.1f} GiB, and {folder} has "
-            f"{free / 2**30:.1f} GiB free; set TMPDIR to a larger disk, or replay fewer layers"
-        )
-    with TemporaryFile() as file:
-        return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
 def reads_all(trace: Trace, sparse: SparseAttention, layer: int) -> bool:

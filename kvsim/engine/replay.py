@@ -115,8 +115,7 @@ def run(
                 progress(done, len(chosen))
         if policy.sparse is not None:
             behind = ended(trace, setup.ends[0])
-            how: Any = {"device": device, "memory": memory}
-            reads = read(behind, policy.sparse, evicted_at, setup.budget, chosen, **how)
+            reads = read(behind, policy.sparse, evicted_at, setup.budget, chosen, device)
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
     return record_of(

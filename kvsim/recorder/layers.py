@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.sources import writes_to
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, hidden_states
 from kvsim.recorder.modules import decoder_layers
@@ -75,9 +74,9 @@ class Residual:
         what = f"decoder layer {layer} ({type(module).__name__})"
         advice = ": one stream, which judged and live runs need; replay the trace instead"
         hidden = hidden_states(what, args, kwargs, advice)
-        last, returned, writes = self._returned or (-1, hidden, writes_to(hidden))
+        last, returned, writes = self._returned or (-1, hidden, _writes_to(hidden))
         self._returned = None
-        chained = last == layer - 1 and writes == writes_to(returned)
+        chained = last == layer - 1 and writes == _writes_to(returned)
         if returned is not hidden:
             alike = (returned.shape, returned.dtype) == (hidden.shape, hidden.dtype)
             chained &= alike and torch.equal(returned.to(hidden.device), hidden)
@@ -90,4 +89,9 @@ class Residual:
     def _leave(self, layer: int, _: nn.Module, __: object, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output
         ended = layer == len(self.layers) - 1 or not isinstance(output, Tensor)
-        self._running, self._returned = None, None if ended else (layer, output, writes_to(output))
+        self._running, self._returned = None, None if ended else (layer, output, _writes_to(output))
+
+
+def _writes_to(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  it has no other name

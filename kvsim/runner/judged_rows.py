@@ -17,7 +17,6 @@ from kvsim.analysis.output.changed import first_row, folds, log_weights, rounded
 from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
-from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import account, chosen_pages, note, reads_all
 from kvsim.engine.source import ended
@@ -210,7 +209,7 @@ class JudgedRows:
         """
         reads, trace = cast("Reads", record.reads), ended(self._trace, self._start)
         sparse = stored_piece(reads.sparse)
-        bits = account(trace, sparse, [layer], DEFAULT_MEMORY)
+        bits = account(trace, sparse, [layer])
         if not reads_all(trace, sparse, layer):
             for row, chosen in chosen_pages(trace, layer, sparse, gone, record.budget, qkv):
                 note(bits[0], chosen, row - self._start)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvsim.core.reading import Reads, SparseAttention
-from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, account, choose, note, reads_all
 
@@ -27,7 +26,7 @@ class LiveReads:
     ) -> None:
         self._sketch, self._budget, self._layers = sketch, budget, tuple(layers)
         self._sparse = sparse.at(sketch, budget)
-        self._bits = account(sketch, self._sparse, layers, DEFAULT_MEMORY)
+        self._bits = account(sketch, self._sparse, layers)
         #: values of each layer that are computed once
         self._of_layer = {layer: dict[Hashable, Any]() for layer in layers}
 

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ from kvsim.core.reading import Reads
 from kvsim.core.record import Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.engine import reading as engine
-from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.policies import policy, rocketkv
-from kvsim.policies.clairvoyant import TopK
 from kvsim.policies.naming import parameters
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
@@ -148,7 +146,7 @@ def generated(
             gone[:] = gone[:, :1]
         sparse = policy(name, **params).sparse
         assert sparse is not None
-        reads = engine.read(trace, sparse, gone, budget, (0,), device="cpu", memory=1 << 20)
+        reads = engine.read(trace, sparse, gone, budget, (0,), "cpu")
         record = replace(record, evicted_at=gone, reads=reads)
     layer = reading.Layer(
         *(case.q[0], case.k[0], case.v[0], record.evicted_at[0], case.scale, softcap, sinks, prompt)
@@ -275,24 +273,6 @@ def test_the_first_layers_are_those_of_the_model():
     ]
 
     assert dense == [[True, True], [False, False]]
-
-
-def test_an_account_beyond_the_memory_lies_in_a_file(monkeypatch):
-    """It is the same, bit for bit; without room for the file an error says how much it takes."""
-    trace = make_case("normal", n=40, prompt_len=20, layers=2, seed=3).trace()
-
-    kept = np.full((2, 1, 40), NEVER, np.int32)
-    found, expected = (
-        engine.read(trace, TopK(), kept, 4, [0, 1], device="cpu", memory=memory)
-        for memory in (9, 1 << 20)
-    )
-
-    assert isinstance(found.bits, np.memmap)
-    assert not isinstance(expected.bits, np.memmap)
-    assert np.array_equal(found.bits, expected.bits)
-    monkeypatch.setattr(engine, "disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(MemoryLimitError, match=r"the account of what topk reads takes .* TMPDIR"):
-        engine.read(trace, TopK(), kept, 4, [0, 1], device="cpu", memory=9)
 
 
 def test_pqcache_with_a_centroid_for_each_key_reads_the_largest_logits():

@@ -31,9 +31,7 @@ def _account(
     trace = replace(trial.case, **arrays).trace()
     layers = range(len(evicted_at))
     with torch.inference_mode():
-        return read(
-            trace, trial.policy.sparse, evicted_at, budget, layers, device="cpu", memory=1 << 30
-        )
+        return read(trace, trial.policy.sparse, evicted_at, budget, layers, "cpu")
 
 
 def reads_what_is_resident(trial: Trial) -> None:
