@@ -9,8 +9,7 @@ import kvsim
 from kvsim.core.sources import InMemory
 from kvsim.errors import PolicyError
 from kvsim.policies import names, parameters
-from kvsim.runner.checks import check_live
-from kvsim.runner.decoding import Decoding
+from kvsim.runner.decoding import Decoding, check_live
 
 COMPOSED = (
     "adakv+snapkv",

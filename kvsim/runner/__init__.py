@@ -2,7 +2,6 @@
 
 closed    a recorded prompt under a policy, teacher-forced and free
 decoding  a policy on a running model
-checks    the policies that a running model can follow
 recorded  whether a model is the one that a trace was recorded from, and how far states moved
 cache     the cache of that model, from which entries are gathered
 reading   which of the held entries new rows read

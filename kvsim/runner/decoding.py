@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
+from kvsim.engine import checks
 from kvsim.engine.block import Block
-from kvsim.engine.checks import DROPS, Setup, does
+from kvsim.engine.checks import DROPS, Setup, does, refuse
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, record_of
@@ -26,7 +27,6 @@ from kvsim.recorder.forward import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.repetition import repeat_context
 from kvsim.runner.cache import LiveLayer, LiveSource
-from kvsim.runner.checks import check_layers, check_live
 from kvsim.runner.descent import Decoder, prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
@@ -114,7 +114,7 @@ class Decoding:
         self._evicting: dict[int, LiveLayer] = {}
         self._descent: Descent | None = None
         self._single = not running.continues  # rows after the first go one by one
-        check_layers(policy, self.layers, self.sketch.n_layers)
+        _check_layers(policy, self.layers, self.sketch.n_layers)
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)
@@ -396,3 +396,22 @@ class Decoding:
         reads = None if self._reads is None else self._reads.record(n)
         how: dict[str, Any] = {"reads": reads, "positions": self._positions, "closed": True}
         return record_of(self.setup, evicted_at, self.layers, descent=self._descent, **how)
+
+
+def check_live(policy: Policy, *, paged: bool = False) -> None:
+    """Raise PolicyError for a policy that a running model cannot follow.
+
+    paged: with a cache in blocks (`kvsim.runner.paged`).
+    """
+    advice = "which a running model cannot follow; replay it, or take another"
+    refuse(policy, checks.FUTURE, checks.QUERY_HEADS, checks.TRACE, advice=advice)
+    if paged:
+        advice = "and block tables are read whole, as they are; run it without --paged"
+        refuse(policy, checks.PART, checks.ROUNDS, checks.MERGES, advice=advice)
+
+
+def _check_layers(policy: Policy, layers: Sequence[int], n_layers: int) -> None:
+    """Raise PolicyError for a policy of the whole model, where only some layers evict."""
+    if tuple(layers) != tuple(range(n_layers)):
+        advice = f"and layers {list(layers)} of {n_layers} evict; expected all: replay these alone"
+        refuse(policy, checks.SLOTS, DROPS, advice=advice)

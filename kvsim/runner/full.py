@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,34 +145,21 @@ def compared(
     runs: of consecutive rows; values are [R], or [B, R] of B runs together, of which rows before
     may be those of one.
     """
-    parts, at = list[dict[str, Any]](), 0
-    for run in runs:
-        rows = slice(at, at := at + len(run))
-        parts.append(_compared(run, full[rows], response[rows]))
-    last = parts[-1]
-    return {
-        name: np.concatenate(
-            [np.broadcast_to(x[name], (*each.shape[:-1], x[name].shape[-1])) for x in parts], -1
-        )
-        for name, each in last.items()
-    }
-
-
-def _compared(run: Predictions, full: Predictions, response: Sequence[int]) -> dict[str, Any]:
     tokens = torch.tensor(response, dtype=torch.long, device=full.outputs.device)[:, None]
-    shape = (*run.outputs.shape[:-2], len(tokens))
+    shape, at = (*runs[-1].outputs.shape[:-2], len(tokens)), 0
     # allocated first: small arrays between large ones would keep the memory of these
-    of_run = {
-        name: tokens.new_empty(shape, dtype=torch.float64) for name in ("nll", "kl", "agreement")
-    }
-    full_nll = tokens.new_empty(len(tokens), dtype=torch.float64)
-    for (rows, logits), (_, of_full) in zip(run.parts(), full.parts(run.row), strict=True):
-        live, expected = (x.double().log_softmax(-1) for x in (logits, of_full))
-        token = tokens[rows].expand(*live.shape[:-1], 1)
-        of_run["nll"][..., rows] = -live.gather(-1, token)[..., 0]
-        full_nll[rows] = -expected.gather(-1, tokens[rows])[:, 0]
-        of_run["agreement"][..., rows] = (live.argmax(-1) == expected.argmax(-1)).double()
-        kl = (expected - live).mul_(expected.exp()).sum(-1)
-        of_run["kl"][..., rows] = kl.clamp(min=0)
-    values = {**of_run, "full_nll": full_nll}
+    values = {x: tokens.new_empty(shape, dtype=torch.float64) for x in ("nll", "kl", "agreement")}
+    values["full_nll"] = tokens.new_empty(len(tokens), dtype=torch.float64)
+    for run in runs:
+        expected_parts = full[at : at + len(run)].parts(run.row)
+        for (rows, logits), (_, of_full) in zip(run.parts(), expected_parts, strict=True):
+            here = slice(at + rows.start, at + rows.stop)
+            live, expected = (x.double().log_softmax(-1) for x in (logits, of_full))
+            token = tokens[here].expand(*live.shape[:-1], 1)
+            values["nll"][..., here] = -live.gather(-1, token)[..., 0]
+            values["full_nll"][here] = -expected.gather(-1, tokens[here])[:, 0]
+            values["agreement"][..., here] = (live.argmax(-1) == expected.argmax(-1)).double()
+            kl = (expected - live).mul_(expected.exp()).sum(-1)
+            values["kl"][..., here] = kl.clamp(min=0)
+        at += len(run)
     return {name: each.cpu().numpy() for name, each in values.items()}

@@ -26,9 +26,8 @@ from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
 from kvsim.recorder.choice import Choice, stop_tokens
 from kvsim.runner.batch import respond, unbatched
-from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Own, Writing
-from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.decoding import Decoding, RunningModel, check_live
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces
@@ -72,7 +71,7 @@ def live(
         **options: the options of `kvsim.experiment.LiveOptions`.
 
     Raises:
-        PolicyError: a policy that a running model cannot follow (`kvsim.runner.checks.check_live`).
+        PolicyError: a policy that a running model cannot follow (`check_live`).
         NeedsError: a trace without tokens.
         CaptureError: another model or tokenizer than the recorded ones, by configuration, the
             digest of the weights and what the model computes with the full cache

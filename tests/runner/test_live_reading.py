@@ -10,8 +10,7 @@ import kvsim
 from families import FAMILIES
 from kvsim.analysis.output.changed import log_weights, stored_after
 from kvsim.errors import PolicyError
-from kvsim.runner.checks import check_live
-from kvsim.runner.decoding import Decoding, RunningModel, prefill
+from kvsim.runner.decoding import Decoding, RunningModel, check_live, prefill
 from kvsim.runner.paged import Paging
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import softmax

@@ -20,8 +20,7 @@ from kvsim.core.policy import PolicyLike
 from kvsim.errors import PolicyError, missing_extra
 from kvsim.policies import as_policy
 from kvsim.recorder.choice import OF_DRAWS, Choice, stop_tokens
-from kvsim.runner.checks import check_live
-from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.decoding import Decoding, RunningModel, check_live
 
 try:
     from lm_eval.models.huggingface import HFLM

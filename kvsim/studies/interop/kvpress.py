@@ -29,8 +29,7 @@ from kvsim.errors import CaptureError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
-from kvsim.runner.checks import check_live
-from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.decoding import Decoding, RunningModel, check_live
 from kvsim.runner.sketches import sketch
 
 try:
