@@ -8,7 +8,7 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -80,21 +80,19 @@ class ClosedLoop:
         self._tokenizer, self._paging = tokenizer, paging
         turns = [trace.meta if n is None else trace.header.turn(n) for n, _ in trace.answers]
         self._checks = [object_at(each, "answer_check") for each in turns]
-        written = [] if writing is None else [writing] * len(turns)
-        self._writings = [*map(self._fitting, written, self._checks)]
+        most = [each.get("max_new_tokens") for each in self._checks]  # untrusted input
+        if other := [x for x in most if x is not None and (type(x) is not int or x < 1)]:
+            raise TraceError(
+                f"{trace.name}: max_new_tokens of its answer_check is {other[0]!r}, expected a "
+                "number of tokens; record the prompt again"
+            )
+        self._writings: list[Writing] = []
+        if writing is not None:
+            counts = (min(writing.new_tokens, x or writing.new_tokens) for x in most)
+            self._writings = [replace(writing, new_tokens=count) for count in counts]
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
         self._full: FullPass | None = None
-
-    def _fitting(self, writing: Writing, check: Mapping[str, Any]) -> Writing:
-        """Return how a turn is written, of which its prompt may state the most tokens."""
-        longest = check.get("max_new_tokens")  # untrusted input
-        if longest is not None and (type(longest) is not int or longest < 1):
-            raise TraceError(
-                f"{self.trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
-                "number of tokens; record the prompt again"
-            )
-        return replace(writing, new_tokens=min(writing.new_tokens, longest or writing.new_tokens))
 
     def run(
         self,

@@ -44,18 +44,16 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
 
 def _difference(trace: Trace, described: Mapping[str, Any]) -> str:
     """Return in what a model is not the recorded one, as far as both are described; else empty."""
-    recorded, model = object_at(trace.meta, "model"), f"the model {described['name']}"
-    facts: dict[str, tuple[Any, Any]] = {"layers": (described["layers"], trace.n_layers)}
+    recorded, name = object_at(trace.meta, "model"), f"the model {described['name']}"
+    facts: dict[str, Any] = {"layers": trace.n_layers}
     if recorded.get("config") is not None:
         if differing := config_differences(trace.meta, described):
             of = f"in {first_of(differing)} of its configuration"
-            return f"{model} differs from the recorded {recorded.get('name')} {of}"
-        facts |= {"dtype": (described["dtype"], recorded.get("dtype", described["dtype"]))}
-        digests = [facts_of.get("weights") for facts_of in (described, recorded)]
-        if None not in digests:
-            facts["weights"] = digests[0], digests[1]
-    pairs = ((x, str(a)[:19], str(b)[:19]) for x, (a, b) in facts.items() if a != b)
-    return next((f"{model} has {x} {a}, expected {b}" for x, a, b in pairs), "")
+            return f"{name} differs from the recorded {recorded.get('name')} {of}"
+        known = (x for x in ("dtype", "weights") if recorded.get(x) and described.get(x))
+        facts |= {x: recorded[x] for x in known}
+    pairs = ((x, str(described[x])[:19], str(y)[:19]) for x, y in facts.items())
+    return next((f"{name} has {x} {a}, expected {b}" for x, a, b in pairs if a != b), "")
 
 
 def holds_cache(trace: Trace, described: Mapping[str, Any], dtype: torch.dtype) -> bool:

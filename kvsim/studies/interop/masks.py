@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,9 @@ class Masks:
 
     def dense(self, layer: int, rows: slice = slice(None)) -> Tensor:
         """Return what rows of a layer see, bool [head, row, pos]; layer: index in `layers`."""
-        return _visible(self.last_row[layer], rows)
+        pos = torch.arange(self.n_pos, device=self.last_row.device)
+        row = pos[rows, None]
+        return (pos <= row) & (row <= self.last_row[layer].unsqueeze(-2))
 
     def mask_mod(
         self, layer: int, group: int = 1
@@ -83,13 +85,6 @@ class Masks:
             return (pos <= row) & (row <= last[head // group, pos])
 
         return visible
-
-
-def _visible(last_row: Tensor, rows: slice = slice(None)) -> Tensor:
-    """Return what rows see, bool [..., row, pos]; last_row: [..., pos]."""
-    pos = torch.arange(last_row.shape[-1], device=last_row.device)
-    row = pos[rows, None]
-    return (pos <= row) & (row <= last_row.unsqueeze(-2))
 
 
 @contextmanager
@@ -109,17 +104,17 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
             f"{type(model).__name__} has no layer {min(missing)}; expected the model of {trace}, "
             f"whose masks are of layers {list(masks.layers)}"
         )
-    last_row = dict(zip(masks.layers, masks.last_row.to(model.device), strict=True))
+    held = replace(masks, last_row=masks.last_row.to(model.device))
 
     def mask(layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
-        if layer not in last_row:
+        if layer not in masks.layers:
             return given
         if query.shape[::2] != (1, masks.n_pos):
             raise PolicyError(
                 f"{len(query)} x {query.shape[2]} tokens run under masks of 1 x {masks.n_pos}; "
                 f"expected the tokens of {trace}, all in one forward without a cache"
             )
-        visible = _visible(last_row[layer])
+        visible = held.dense(masks.layers.index(layer))
         visible = visible.repeat_interleave(query.shape[1] // len(visible), 0)[None]
         if given is not None:
             visible = visible & (given if given.dtype == torch.bool else given == 0)
