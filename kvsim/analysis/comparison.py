@@ -33,8 +33,6 @@ from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of, task_l
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, PREFILL, first_of, plural, schedule
 
-#: Of a policy beside another one: `equal` where no prompt shows a difference.
-VERDICTS = ("better", "worse", "equivalent", "undecided", "equal")
 #: A policy is as good as the best that is worse by at most this share.
 MARGIN = 0.1
 
@@ -57,7 +55,8 @@ COLUMNS: dict[str, Any] = {
     "as_good": pl.Boolean,
     "against": pl.String,
     **dict.fromkeys(("difference", "p", "p_holm"), pl.Float64),
-    "verdict": pl.Enum(VERDICTS),
+    # of a pair; `equal` where no prompt shows a difference
+    "verdict": pl.Enum(("better", "worse", "equivalent", "undecided", "equal")),
     "seen": pl.Float64,
     "unfair": pl.Boolean,
 }
@@ -171,20 +170,16 @@ def compare(
         of = x.results["policy"].to_list()[: x.ranked]
         verdict = judged(x.requested, of, x.values[: x.ranked], x.tasks, scale) if of else None
         each.append((x, verdict))
-    rows = pl.DataFrame(
-        [row for pair in each for row in _rows(*pair)],
-        schema={name: kind for name, kind in COLUMNS.items() if name not in _SIZES},
-    )
-    rows = rows.join(_sizes(table, metric, budgets), on=_AT, how="left", maintain_order="left")
-    rows = rows.with_columns(_seen=pl.when(pl.col("rank").is_not_null()).then("seen"))
-    rows = rows.with_columns(unfair=sees_more("_seen", ["requested", "task"]))
-    if against is not None:
-        more = _against(budgets, against, scale).with_columns(task=pl.lit(None, pl.String))
-        on = [*_AT, "task"]
-        rows = rows.drop(_OF_PAIR).join(
-            more, on=on, how="left", nulls_equal=True, maintain_order="left"
-        )
-    rows = rows.select(*COLUMNS).sort(
+    facts = {tuple(x[name] for name in _AT): x for x in _sizes(table, metric, budgets).to_dicts()}
+    pairs = {} if against is None else _against(budgets, against, scale)
+    found = list[dict[str, Any]]()
+    for row in (row for pair in each for row in _rows(*pair)):
+        at = row["policy"], row["requested"]
+        found.append({**row, **facts[at], **(pairs.get(at, {}) if row.get("task") is None else {})})
+    rows = pl.DataFrame(found, schema=COLUMNS)
+    seen = pl.when(pl.col("rank").is_not_null()).then("seen")
+    rows = rows.with_columns(_seen=seen).with_columns(unfair=sees_more("_seen", _OF_TASK))
+    rows = rows.drop("_seen").sort(
         *("entries", "requested", "task", "rank"),
         nulls_last=[True, True, False, True],
         maintain_order=True,
@@ -297,8 +292,7 @@ def _budget_of(means: pl.DataFrame, outside: set[str], remarks: list[str]) -> Bu
     )
 
 
-_AT = ("policy", "requested")
-_SIZES = ("entries", "per_query_head", "access", "fidelity", "seen", "unfair")
+_AT, _OF_TASK = ("policy", "requested"), ("requested", "task")
 
 
 def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
@@ -336,9 +330,11 @@ def _sizes(table: pl.DataFrame, metric: str, budgets: Sequence[Budget]) -> pl.Da
     return sizes.select(*_AT, "per_query_head", "access", "entries", "fidelity", seen=whole)
 
 
-def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame:
+def _against(
+    budgets: Sequence[Budget], base: str, scale: Scale
+) -> dict[tuple[str, str], dict[str, Any]]:
     """The differences of ranked policies to another one, corrected for their number."""
-    found, gaps = list[dict[str, Any]](), list[Floats]()
+    found, gaps = dict[tuple[str, str], dict[str, Any]](), list[Floats]()
     for budget in budgets:
         names = budget.results["policy"].to_list()
         values = dict(zip(names, even(budget.values), strict=True))
@@ -351,19 +347,17 @@ def _against(budgets: Sequence[Budget], base: str, scale: Scale) -> pl.DataFrame
                 far = excess(two, budget.tasks, higher=scale.higher)
                 alike = bool((far <= scale.margin).all())
             verdict = "equivalent" if alike else "undecided"
-            found.append({"policy": name, "requested": budget.requested, "verdict": verdict})
+            found[name, budget.requested] = {"against": base, "verdict": verdict}
             gaps.append(budget.weights * (two[:, 0] - two[:, 1]))
     p = np.array([sign_flip(gap[None])[0] for gap in gaps])
-    for row, gap, of_one, corrected in zip(found, gaps, p.tolist(), holm(p).tolist(), strict=True):
-        row |= {"against": base, "p": of_one, "p_holm": corrected, "difference": gap.mean()}
+    numbers = zip(found.values(), gaps, p.tolist(), holm(p).tolist(), strict=True)
+    for row, gap, of_one, corrected in numbers:
+        row |= {"p": of_one, "p_holm": corrected, "difference": gap.mean()}
         if not gap.any():
             row["verdict"] = "equal"
         elif corrected <= ALPHA:
             row["verdict"] = "better" if (gap.mean() > 0) == scale.higher else "worse"
-    return pl.DataFrame(found, {name: COLUMNS[name] for name in (*_AT, *_OF_PAIR)})
-
-
-_OF_PAIR = ("against", "difference", "p", "p_holm", "verdict")
+    return found
 
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:

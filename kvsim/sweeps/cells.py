@@ -13,7 +13,7 @@ import polars as pl
 
 from kvsim.analysis.live.table import measure_live
 from kvsim.analysis.measuring import available, measure
-from kvsim.analysis.output.optimum import OptimumTerms
+from kvsim.analysis.output.optimum import optimum
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order
 from kvsim.core.policy import Policy, Schedule
@@ -140,12 +140,11 @@ class Replays:
         remarks = [record.remark]
         if self._beside and policy.bounded:
             try:
-                of_policy = OptimumTerms.of(cell.trace, policy, record)
                 for name in self._beside:
-                    terms = of_policy if name == "optimum" else of_policy.unprotected
-                    if terms.key not in self._optima:
-                        self._optima[terms.key] = terms.optimum(cell.trace, **self._limits)
-                    compared[name] = self._optima[terms.key]
+                    options = {**self._limits, "protected": name == "optimum"}
+                    compared[name] = optimum(
+                        cell.trace, policy, record, known=self._optima, **options
+                    )
             except KvsimError as error:
                 remarks.append(f"{policy.name}, budget {cell.budget}: no regret: {error}")
         if "judge" in self._options:

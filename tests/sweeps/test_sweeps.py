@@ -10,8 +10,8 @@ import torch
 from probes import repeated
 
 import kvsim
+from kvsim.analysis.output import optimum as optimum_module
 from kvsim.analysis.output.metrics import REGRET
-from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.core.arguments import resolve_budget
@@ -265,13 +265,13 @@ def test_regret_does_not_depend_on_what_else_is_replayed():
 
 def test_references_are_computed_once_for_equal_terms(monkeypatch):
     """Budget, events and protected entries decide; the policy does not matter."""
-    solved, solve = [], OptimumTerms.optimum
+    solved, solve = [], optimum_module._solved
 
-    def noted(terms, trace, **options):
-        solved.append((int(terms.places.max()), terms.protected_ends[1]))
-        return solve(terms, trace, **options)
+    def noted(trace, record, events, places, protect, **options):
+        solved.append((int(places.max()), protect[1]))
+        return solve(trace, record, events, places, protect, **options)
 
-    monkeypatch.setattr(OptimumTerms, "optimum", noted)
+    monkeypatch.setattr(optimum_module, "_solved", noted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 
@@ -292,7 +292,7 @@ def test_a_cell_survives_its_optimum(monkeypatch):
     def fail(*args, **options):
         raise ScoreError("oracle: broken")
 
-    monkeypatch.setattr(OptimumTerms, "optimum", fail)
+    monkeypatch.setattr(optimum_module, "_solved", fail)
 
     run = replay_all(
         [make_trace()], [kvsim.policy("tova")], [16], interval=8, metrics=["output_error", *REGRET]

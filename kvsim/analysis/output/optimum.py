@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,15 +25,23 @@ _OPTIMUM = Policy("optimum", Oracle("optimum"))
 
 
 def optimum(
-    trace: Trace, policy: Policy, record: Record, *, device: str = "cpu", memory: int | None = None
+    trace: Trace,
+    policy: Policy,
+    record: Record,
+    *,
+    protected: bool = True,
+    device: str = "cpu",
+    memory: int | None = None,
+    known: dict[Hashable, Record] | None = None,
 ) -> Record:
     """Return the kept sets that retain the most mass on the terms of a record of the policy.
 
-    Terms are the events, the protected entries, and the places of each layer: the budget of each
-    head or of all heads of a layer together, or, where layers have budgets of their own or rows of
-    the prompt are dropped, the entries that the record keeps after each event. Mass is full
-    attention of the rows after the prompt, summed over the query heads of a group. `device` is cpu,
-    cuda or auto, `memory` the bytes that a block of layers may take, 2 GiB by default.
+    Terms are the events, the protected entries (none unless `protected`), and the places of each
+    layer: the budget of each head or of all heads of a layer together, or, where layers have
+    budgets of their own or rows of the prompt are dropped, the entries that the record keeps after
+    each event. Mass is full attention of the rows after the prompt, summed over the query heads of
+    a group. `device` is cpu, cuda or auto, `memory` the bytes that a block of layers may take, 2
+    GiB by default. `known` has optima by their terms; one that it lacks is added.
 
     The record's `internals` hold one `Plans` with the certificate in its notes; a pool is a head,
     or all heads of a layer. price [layer, pool, event] of a place; places [layer, pool, event];
@@ -42,91 +49,67 @@ def optimum(
     and on average in random sets, as shares of a row's attention. Raises MemoryLimitError where one
     layer takes more than `memory`, as with thousands of events.
     """
-    return OptimumTerms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
+    policy = policy.at(record.budget)
+    events = record.schedule.rows(*trace.extent)
+    end = record.schedule.ends(trace.prompt_len, trace.header.context_len)[-1]
+    places, least = _places(policy, record, events)
+    protection = policy.protection(least)
+    ends = (protection.first(end), protection.recent) if protected else (0, 0)
+    terms = (*events, *ends, places.shape, places.tobytes(), record.per_query_head, record.layers)
+    known = {} if known is None else known
+    if terms not in known:
+        known[terms] = _solved(trace, record, events, places, ends, device=device, memory=memory)
+    return known[terms]
 
 
-@dataclass(frozen=True, eq=False)
-class OptimumTerms:
-    """Constraints of the optimum: rows of events, places at each, protected entries.
-
-    places [layer, pool, event]; protected_ends: numbers of first and of most recent positions.
-    """
-
-    record: Record
-    events: tuple[int, ...]
-    places: Ints
-    protected_ends: tuple[int, int]
-
-    @classmethod
-    def of(cls, trace: Trace, policy: Policy, record: Record) -> Self:
-        """The terms of a record that the policy left."""
-        policy = policy.at(record.budget)
-        schedule = record.schedule
-        events = schedule.rows(*trace.extent)
-        end = schedule.ends(trace.prompt_len, trace.header.context_len)[-1]
-        places, least = _places(policy, record, events)
-        protection = policy.protection(least)
-        return cls(record, tuple(events), places, (protection.first(end), protection.recent))
-
-    @property
-    def unprotected(self) -> Self:
-        """The same terms with nothing protected, which policies of one budget share."""
-        return replace(self, protected_ends=(0, 0))
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for terms whose optimum is the same."""
-        record, places = self.record, (self.places.shape, self.places.tobytes())
-        return self.events, *places, self.protected_ends, record.per_query_head, record.layers
-
-    def optimum(self, trace: Trace, *, device: str = "cpu", memory: int | None = None) -> Record:
-        """Return the optimum on these terms; see the function `optimum`."""
-        events, record = self.events, self.record
-        whole = by_query_head(trace) if record.per_query_head else trace
-        parts: list[Optimum] = []
-        with torch.inference_mode():
-            for run in runs(whole, record.layers, _OPTIMUM, memory=memory):
-                source = TraceSource(whole, run.layers, torch.device(device))
-                indices = [record.layers.index(layer) for layer in run.layers]
-                parts.append(
-                    best(
-                        source,
-                        events,
-                        self.places[indices],
-                        start=trace.prompt_len,
-                        protect=self.protected_ends,
-                        memory=memory,
-                    )
-                )
-        together = Optimum.concatenated(parts)
-        evicted_at = np.array([*events, NEVER], np.int32)[together.stop]
-        heads = trace.n_qheads // self.places.shape[1]  # query heads of a pool
-        attention = heads * max(1, trace.n_pos - trace.prompt_len)
-        names = ("price", "retained", "bound", "chance")
-        notes = {name: getattr(together, name) / attention for name in names}
-        none = np.empty((*evicted_at.shape[:2], 0))
-        certificate = Plans(
-            row=events[-1] if events else -1,
-            layers=record.layers,
-            pos=none.astype(np.int64),
-            scores=none,
-            budgets=np.full(len(evicted_at), record.budget),
-            quotas=none.astype(np.int64),
-            notes={**notes, "places": self.places},
-        )
-        return replace(
-            record,
-            evicted_at=evicted_at,
-            policy="optimum",
-            params={},
-            positions="absolute",
-            remark="",
-            facts=replace(record.facts, looks_ahead=True, access=(), changed=None),
-            selection=None,
-            reads=None,
-            storage=None,
-            internals=(certificate,),
-        )
+def _solved(
+    trace: Trace,
+    record: Record,
+    events: Sequence[int],
+    places: Ints,
+    protect: tuple[int, int],
+    *,
+    device: str,
+    memory: int | None,
+) -> Record:
+    """The optimum with `places` [layer, pool, event]; protect: numbers of first and last ones."""
+    whole = by_query_head(trace) if record.per_query_head else trace
+    parts: list[Optimum] = []
+    with torch.inference_mode():
+        for run in runs(whole, record.layers, _OPTIMUM, memory=memory):
+            source = TraceSource(whole, run.layers, torch.device(device))
+            of_run = places[[record.layers.index(layer) for layer in run.layers]]
+            start = trace.prompt_len
+            parts.append(best(source, events, of_run, start=start, protect=protect, memory=memory))
+    together = Optimum.concatenated(parts)
+    evicted_at = np.array([*events, NEVER], np.int32)[together.stop]
+    heads = trace.n_qheads // places.shape[1]  # query heads of a pool
+    attention = heads * max(1, trace.n_pos - trace.prompt_len)
+    names = ("price", "retained", "bound", "chance")
+    notes = {name: getattr(together, name) / attention for name in names}
+    none = np.empty((*evicted_at.shape[:2], 0))
+    certificate = Plans(
+        row=events[-1] if events else -1,
+        layers=record.layers,
+        pos=none.astype(np.int64),
+        scores=none,
+        budgets=np.full(len(evicted_at), record.budget),
+        quotas=none.astype(np.int64),
+        notes={**notes, "places": places},
+    )
+    return replace(
+        record,
+        evicted_at=evicted_at,
+        policy="optimum",
+        params={},
+        positions="absolute",
+        remark="",
+        facts=replace(record.facts, looks_ahead=True, access=(), changed=None),
+        selection=None,
+        reads=None,
+        storage=None,
+        internals=(certificate,),
+    )
 
 
 def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints, int]:
