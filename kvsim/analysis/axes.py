@@ -16,13 +16,11 @@ def checked_index(axis: str, index: int, count: int, owner: str) -> int:
     Raises PolicyError where `owner` has no such thing.
     """
     try:
-        number = operator.index(index)
-    except TypeError:
-        number = count
-    if not -count <= number < count:
+        return range(count)[operator.index(index)]
+    except (TypeError, IndexError):
         last = f"{axis}s 0 to {count - 1}, -1 is the last" if count else f"no {axis}s"
-        raise PolicyError(f"{axis} is {reprlib.repr(index)}; {owner} has {last}")
-    return number % count
+        text = f"{axis} is {reprlib.repr(index)}; {owner} has {last}"
+        raise PolicyError(text) from None
 
 
 def trace_layer(trace: Trace, layer: int) -> int:
@@ -36,20 +34,13 @@ def trace_head(trace: Trace, head: int) -> int:
 
 
 def record_layer(record: Record, layer: int) -> int:
-    """Return the place of a layer of the trace on the layer axis of a record.
+    """Return the place of a layer of the trace, from 0, on the layer axis of a record.
 
-    layer: from 0. Raises PolicyError for a layer that was not replayed.
+    Raises PolicyError for a layer that was not replayed.
     """
     if layer not in record.layers:
-        replayed = ", ".join(map(str, record.layers)) or "none"
         raise PolicyError(
             f"layer is {reprlib.repr(layer)}; the record of {record.policy} on {record.trace} has "
-            f"layers {replayed}; give one of them, or replay more layers"
+            f"layers {', '.join(map(str, record.layers)) or 'none'}; give one of them"
         )
     return record.layers.index(layer)
-
-
-def record_head(record: Record, head: int) -> int:
-    """Return an index on the head axis of a record, from 0 (see `checked_index`)."""
-    owner = f"the record of {record.policy} on {record.trace}"
-    return checked_index("head", head, record.evicted_at.shape[1], owner)

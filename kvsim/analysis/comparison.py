@@ -170,12 +170,12 @@ def compare(
         of = x.results["policy"].to_list()[: x.ranked]
         verdict = judged(x.requested, of, x.values[: x.ranked], x.tasks, scale) if of else None
         each.append((x, verdict))
-    facts = {tuple(x[name] for name in _AT): x for x in _sizes(table, metric, budgets).to_dicts()}
+    sizes = {tuple(x[name] for name in _AT): x for x in _sizes(table, metric, budgets).to_dicts()}
     pairs = {} if against is None else _against(budgets, against, scale)
     found = list[dict[str, Any]]()
     for row in (row for pair in each for row in _rows(*pair)):
         at = row["policy"], row["requested"]
-        found.append({**row, **facts[at], **(pairs.get(at, {}) if row.get("task") is None else {})})
+        found.append({**row, **sizes[at], **(pairs.get(at, {}) if row.get("task") is None else {})})
     rows = pl.DataFrame(found, schema=COLUMNS)
     seen = pl.when(pl.col("rank").is_not_null()).then("seen")
     rows = rows.with_columns(_seen=seen).with_columns(unfair=sees_more("_seen", _OF_TASK))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import ceil, inf
 from operator import itemgetter
 from typing import Any
@@ -16,7 +15,7 @@ import polars as pl
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.evidence import ANSWERS, EVIDENCE, WORTH, ranking
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, mixed
+from kvsim.analysis.results import mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
 from kvsim.analysis.verdict import Scale, Verdict
 from kvsim.errors import PolicyError
@@ -33,8 +32,8 @@ def answer(
 ) -> tuple[Comparison | None, list[str]]:
     """Compare the policies of a Table by a metric, by default the first of `ranking`.
 
-    And the lines that say the outcome; budgets in the order of the Table. None and no lines where
-    there is nothing to compare: one policy, or no prompt with values of all.
+    And the lines that say the outcome. None and no lines where there is nothing to compare: one
+    policy, or no prompt with values of all.
     """
     if reason := mixed(table):
         return None, [f"No verdict: {reason}."]
@@ -42,11 +41,6 @@ def answer(
         comparison = compare(table, metric or next(ranking(table, metrics)))
     except (PolicyError, StopIteration):  # no prompt has values of all policies, or no metric
         return None, []
-    budgets = table.drop_nulls("policy").select(x=REQUESTED)["x"].unique(maintain_order=True)
-    order = {budget: place for place, budget in enumerate(budgets)}
-    verdicts = sorted(comparison.verdicts, key=lambda verdict: order[verdict.requested])
-    rows = comparison.table.sort(pl.col("requested").cast(pl.Enum(budgets)), maintain_order=True)
-    comparison = replace(comparison, table=rows, verdicts=tuple(verdicts))
     said = [*lines(comparison)]
     return comparison if said else None, said
 

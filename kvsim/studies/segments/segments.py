@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, event_rows, present, share
-from kvsim.analysis.axes import record_head, record_layer
+from kvsim.analysis.axes import checked_index, record_layer
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 
@@ -171,7 +171,8 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
     record: of `ams`, replayed with `internals=True`. layer: index in the trace. head: KV head.
     Raises PolicyError for a record without masses there, and a layer or head that is not there.
     """
-    head = record_head(record, head)
+    owner = f"the record of {record.policy} on {record.trace}"
+    head = checked_index("head", head, record.evicted_at.shape[1], owner)
     gone = record.evicted_at[record_layer(record, layer), head]
     events = []
     for plans in sorted(record.internals, key=lambda plans: plans.row):
