@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -44,21 +43,8 @@ def spaced(texts: Sequence[str]) -> Sequence[str]:
     return texts if blank else [f"{piece} " for piece in texts]
 
 
-#: Columns of `retention_lift` and their types.
-LIFT: dict[str, Any] = {
-    "token": pl.String,
-    **dict.fromkeys(("count", "retained"), pl.Int64),
-    **dict.fromkeys(("rate", "low", "high", "mean", "lift"), pl.Float64),
-}
-
-
 def retention_lift(
-    trace: Trace,
-    record: Record,
-    layer: int,
-    *,
-    sink: int = 0,
-    recent: int = 0,
+    trace: Trace, record: Record, layer: int, *, sink: int = 0, recent: int = 0
 ) -> pl.DataFrame:
     """Return the share kept of each token string, next to the share kept of all tokens.
 
@@ -74,9 +60,9 @@ def retention_lift(
 
     Returns:
         One row per token string, the largest lift first: token (halves of surrogate pairs
-        escaped), count (positions that hold it), retained (entries kept, over all heads), rate (of
-        the entries), low and high (Wilson's 95 % interval of the rate), mean (the rate of all
-        tokens), lift (rate / mean, null where nothing is kept).
+        escaped), count (positions that hold it), rate (share of its entries that is kept, over all
+        heads), low and high (Wilson's 95 % interval of the rate: 1927, J. Am. Stat. Assoc. 22:209),
+        mean (the rate of all tokens), lift (rate / mean, null where nothing is kept).
 
         A position counts once in the interval, with the share of the heads that keep it: heads
         choose alike, so as independent draws they would make it too narrow. Positions of one
@@ -85,35 +71,23 @@ def retention_lift(
     Raises NeedsError for a trace without text of tokens, PolicyError for a layer that is not there.
     """
     text_of(trace)  # or an error
-    text = list(trace.token_text or ())
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
-    row, n_heads = event_row(gone, None), len(gone)
-    last = max(sink, row + 1 - recent)
-    names, inverse = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
-    kept = (gone[:, sink:last] > row).sum(0)  # heads that keep the position
-    count = np.bincount(inverse, minlength=len(names))
-    retained = np.bincount(inverse, weights=kept, minlength=len(names)).astype(np.int64)
-    rate = retained / (count * n_heads)
-    mean = retained.sum() / max(1, count.sum() * n_heads)
-    low, high = _wilson(retained / n_heads, count)
-    tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
-    lift = share(rate, np.asarray(mean))
-    columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
-    table = pl.DataFrame(columns, schema=LIFT)
-    return table.with_columns(pl.col("lift").fill_nan(None)).sort(
-        ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
-    )
-
-
-def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
-    """Wilson's 95 % interval of hits / n (Wilson 1927, J. Am. Stat. Assoc. 22:209).
-
-    Hits are means over heads; `scipy.stats.binomtest` has the interval of whole numbers alone.
-    """
-    z = 1.959964
-    centre = (hits + z * z / 2) / (n + z * z)
-    half = z / (n + z * z) * np.sqrt(hits * (n - hits) / n + z * z / 4)
-    return np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
+    row = event_row(gone, None)
+    counted = slice(sink, max(sink, row + 1 - recent))
+    kept = (gone[:, counted] > row).mean(0)  # share of the heads that keep a position
+    text = [x.encode("utf-8", "backslashreplace").decode() for x in (trace.token_text or ())]
+    schema = {"token": pl.String, "rate": pl.Float64}
+    positions = pl.DataFrame([text[counted], kept], schema=schema)
+    n, p, z2 = pl.col("count"), pl.col("rate"), 1.959964**2
+    centre, mean = (p * n + z2 / 2) / (n + z2), kept.mean() if len(kept) else 0.0
+    half = (z2 * (p * (1 - p) * n + z2 / 4)).sqrt() / (n + z2)
+    table = positions.group_by("token").agg(p.mean(), count=pl.len())
+    return table.with_columns(
+        low=(centre - half).clip(lower_bound=0.0),
+        high=(centre + half).clip(upper_bound=1.0),
+        mean=pl.lit(mean),
+        lift=p / mean if mean else None,
+    ).sort("lift", "count", "token", descending=[True, True, False], nulls_last=True)
 
 
 def is_punctuation(text: Iterable[str]) -> Bools:
