@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
-from kvsim.analysis.summaries import STAGES, Interval, stage_of
+from kvsim.analysis.summaries import STAGES, Interval, stages
 from results_page.ranking import markdown
 from results_page.statistics import Floats, Results
 from results_page.traces import labels
@@ -40,9 +41,10 @@ def groups(r: Results) -> str:
 def _groups(r: Results) -> Iterator[tuple[str, NDArray[np.bool_], list[int]]]:
     """Name, which prompts, and which layers."""
     every = list(range(r.layers))
+    at = stages(pl.DataFrame({"layer": every}), r.layers)["stage"]
     all_of_them = np.ones(r.plan.prompts, dtype=bool)
     for stage in STAGES:
-        yield f"{stage} layers", all_of_them, [i for i in every if stage_of(i, r.layers) == stage]
+        yield f"{stage} layers", all_of_them, [i for i in every if at[i] == stage]
     kinds = [labels(r.plan, number + 1) for number in range(r.plan.prompts)]
     for what in kinds[0]:
         for name in dict.fromkeys(one[what] for one in kinds):

@@ -110,27 +110,20 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
     return low, high
 
 
-def stage_of(layer: int, n_layers: int) -> str:
-    """Early, middle or late: the first and the last round(2 L / 7) layers, and those between.
-
-    AMS, arXiv 2605.23200, Table 14: 0-7, 8-19 and 20-27 of 28.
-    """
-    edge = round(2 * n_layers / 7)
-    return STAGES[0] if layer < edge else STAGES[2] if layer >= n_layers - edge else STAGES[1]
-
-
 def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
-    """Return the Table with a column `stage` (see `stage_of`); null where a value has no layer.
+    """Return the Table with a column `stage`; null where a value has no layer.
+
+    Early, middle or late: the first and the last round(2 L / 7) layers, and those between. AMS,
+    arXiv 2605.23200, Table 14: 0-7, 8-19 and 20-27 of 28.
 
     n_layers: of the model; by default one more than the last layer of each trace.
     """
-    total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
-    counted = table.with_columns(total=total.cast(pl.Int64))
-    on = ["layer", "total"]
-    layers = counted.select(on).drop_nulls().unique().filter(pl.col("layer") < pl.col("total"))
-    names = [stage_of(layer, count) for layer, count in layers.iter_rows()]
-    named = layers.with_columns(stage=pl.Series(names, dtype=pl.Enum(STAGES)))
-    return counted.join(named, on=on, how="left", maintain_order="left").drop("total")
+    layer = pl.col("layer").cast(pl.Int64)
+    total = layer.max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
+    edge = (2 * total / 7).round()
+    outer = pl.when(layer < edge).then(pl.lit("early")).when(layer >= total - edge)
+    stage = pl.when(layer < total).then(outer.then(pl.lit("late")).otherwise(pl.lit("middle")))
+    return table.with_columns(stage=stage.cast(pl.Enum(STAGES)))
 
 
 def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.windows import TOPS, default_window, window_overlap
+from kvsim.analysis.attention.windows import default_window, window_overlap
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.results import labelled
 from kvsim.core.trace import Trace
@@ -35,6 +35,8 @@ from kvsim.plots.style import (
 )
 from kvsim.store.opening import Traces, as_traces
 
+#: Shares of the keys that count as top.
+_TOPS = tuple(place / 20 for place in range(1, 21))
 _BLOCKS = ("oldest window", "second window", "third window", "union of the three", "equal budget")
 _MAXIMA = {"sequence": "all keys", "behind_sink": "all keys but the sink"}
 #: Layers up to which each has an entry in the legend.
@@ -42,13 +44,7 @@ _NAMED = 9
 
 
 @figure(source="G-KV, Fig. 1")
-def overlap_curves(
-    traces: Traces,
-    *,
-    layers: Sequence[int] | None = None,
-    window: int | None = None,
-    tops: Sequence[float] = TOPS,
-) -> Figure:
+def overlap_curves(traces: Traces, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the last window's top keys that earlier windows had, over the share that is top.
 
     G-KV (arXiv 2512.00504), Fig. 1: four windows of rows at the end of each trace. Each of the
@@ -57,18 +53,18 @@ def overlap_curves(
     for the union of three.
 
     traces: the mean is over them, with the 95 % interval; of equally many layers. layers: a panel
-    each; one panel of the mean over all by default. window: rows of a window, by default 128 or an
-    eighth of a shorter trace. tops: shares of the keys, in (0, 1].
+    each; one panel of the mean over all by default. A window has 128 rows, or an eighth of a
+    shorter trace.
 
     Raises TraceError if a trace is too short for four windows.
     """
     traces = as_traces(traces)
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
-    shares, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
+    shares, styles = np.array(_TOPS), series(_BLOCKS)
     figure = Figure((max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150, layout="constrained")
     axes = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for axis, shown in zip(axes, panels, strict=True):
-        values = np.stack([_overlaps(trace, shown, window, tops) for trace in traces])
+        values = np.stack([_overlaps(trace, shown) for trace in traces])
         for place, (name, style) in enumerate(styles.items()):
             mean_line(axis, shares, list(values[:, place]), label=name, lw=1.3, ms=3, **style)
         chance, three = values[:, 5:].mean(0)
@@ -80,18 +76,15 @@ def overlap_curves(
         plain(axis, "share of keys that count as top", title=title)
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     name_axes(axes[0], y="share of the last window's top keys")
-    widths = sorted({default_window(trace.n_pos) if window is None else window for trace in traces})
-    rows = "/".join(map(str, widths))
+    rows = "/".join(map(str, sorted({default_window(trace.n_pos) for trace in traces})))
     subject = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
     finish(figure, axes[0], subject, ["exact"], columns=4)
     return figure
 
 
-def _overlaps(
-    trace: Trace, layers: Sequence[int], window: int | None, tops: Sequence[float]
-) -> Floats:
+def _overlaps(trace: Trace, layers: Sequence[int]) -> Floats:
     """Mean over layers of `_BLOCKS`, then chance for a set and for the union; [7, share]."""
-    found = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
+    found = (window_overlap(trace, layer, shares=_TOPS) for layer in layers)
     pairs = [list(zip(*overlap.values(), strict=True)) for overlap in found]
     rows = [(*values, chance[0], chance[3]) for values, chance in pairs]  # of a block, the union
     mean: Floats = np.mean(rows, axis=0)

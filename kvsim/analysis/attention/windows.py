@@ -102,10 +102,6 @@ def mean_of_rows(attention: Tensor) -> Floats:
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
 
-#: Shares of the keys that count as top.
-TOPS = tuple(place / 20 for place in range(1, 21))
-
-
 #: Overlap of the last block's top keys with those of others, and its chance, by variant [share].
 Overlap = dict[str, tuple[Floats, Floats]]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
+from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -159,62 +159,39 @@ def _of_layer(
     layer: Layer, trace: Trace, records: Sequence[tuple[Record, int, int]]
 ) -> Iterator[_LayerError]:
     """The errors under each record; records: with the layer's place, and their first row."""
-    of_heads = {len(layer.k): layer}
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, (record, index, _) in enumerate(records):
+    of_heads, errors = {len(layer.k): layer}, list[_LayerError]()
+    alike: dict[tuple[int, Schedule], list[tuple[_LayerError, Tensor]]] = {}
+    for record, index, start in records:
         heads = record.evicted_at.shape[1]
         if heads not in of_heads:
             of_heads[heads] = layer.per_query_head()
+        part = of_heads[heads]
+        errors.append(_LayerError(part, start))
+        gone = torch.from_numpy(record.gone_after[index]).to(layer.k.device)
         dense = record.reads is None or record.reads.dense(index)
-        whole = dense and record.storage is None
-        terms = heads, record.positions, replace(record.schedule, prefill=True), whole
-        alike.setdefault(terms, []).append(number)
-    errors: dict[int, _LayerError] = {}
-    for terms, numbers in alike.items():
-        part = of_heads[terms[0]]
-        gone = [
-            torch.from_numpy(record.gone_after[index]).to(layer.k.device)
-            for record, index, _ in (records[number] for number in numbers)
-        ]
-        errors |= {number: _LayerError(part, records[number][2]) for number in numbers}
-        for number, rows in _rows_of(
-            part, trace, [records[n][:2] for n in numbers], gone, whole=terms[-1]
-        ):
-            errors[numbers[number]].put(rows)
-    for number, (record, index, start) in enumerate(records):
+        if dense and record.storage is None and record.positions != "slot":
+            terms = heads, replace(record.schedule, prefill=True)
+            alike.setdefault(terms, []).append((errors[-1], gone))
+            continue
+        slots = dense and record.storage is None
+        for rows in by_slot(part, gone) if slots else _read(part, record, index, trace, gone):
+            errors[-1].put(rows)
+    for (heads, schedule), pairs in alike.items():
+        events = schedule.rows(*trace.extent)
+        for number, rows in seen(of_heads[heads], [gone for _, gone in pairs], events):
+            pairs[number][0].put(rows)
+    for error, (record, index, start) in zip(errors, records, strict=True):
         prompt = torch.from_numpy(record.evicted_at[index, 0, : record.prompt_len - start])
         present = prompt >= torch.arange(len(prompt))  # rows that reach the layer
         if not bool(present.all()):
-            errors[number].put_prompt(present, slots=record.positions == "slot")
-        yield errors[number]
+            error.put_prompt(present, slots=record.positions == "slot")
+        yield error
 
 
-def _rows_of(
-    layer: Layer,
-    trace: Trace,
-    records: Sequence[tuple[Record, int]],
-    gone: Sequence[Tensor],
-    *,
-    whole: bool,
-) -> Iterator[tuple[int, Rows]]:
-    """Blocks of rows under records that compute alike, with the record's place.
-
-    whole: rows read all that is resident, as it was recorded.
-    """
-    first, _ = records[0]
-    if not whole:
-        for number, ((record, index), of_record) in enumerate(zip(records, gone, strict=True)):
-            reads = record.reads if record.storage is None else None
-            if reads is not None and reads.weighted:
-                reads = None
-            end = trace.n_pos if reads is None else reads.first
-            each = partial(layer, record, index, trace, of_record, end)
-            if reads is not None:
-                each = chain(each, paged(layer, reads, index, of_record))
-            yield from ((number, rows) for rows in each)
-    elif first.positions == "slot":
-        for number, of_record in enumerate(gone):
-            yield from ((number, rows) for rows in by_slot(layer, of_record))
-    else:
-        schedule = replace(first.schedule, prefill=True)
-        yield from seen(layer, gone, schedule.rows(*trace.extent))
+def _read(layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor) -> Iterator[Rows]:
+    """Blocks of rows that do not read all that is resident, or not as it was recorded."""
+    reads = record.reads if record.storage is None else None
+    if reads is None or reads.weighted:
+        return partial(layer, record, index, trace, gone, trace.n_pos)
+    before = partial(layer, record, index, trace, gone, reads.first)
+    return chain(before, paged(layer, reads, index, gone))
