@@ -19,7 +19,7 @@ from kvsim.analysis.arrays import Floats, Strings
 from kvsim.analysis.evidence import EVIDENCE, ranking, shared
 from kvsim.analysis.folder import Tabular, runs_of, together
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import HELD, REQUESTED, is_live, labelled, mixed, of_policies
+from kvsim.analysis.results import HELD, REQUESTED, is_live, labelled, mixed
 from kvsim.analysis.significance import ALPHA, FEWEST, excess, holm, sign_flip, weights
 from kvsim.analysis.summaries import (
     KEYS,
@@ -146,8 +146,7 @@ def compare(
             "`kvsim metrics`"
         )
     table = labelled(table)
-    facts = of_policies(table, "looks_ahead", "bounds", "per_query_head", "access")
-    outside = set(facts.filter(pl.col("looks_ahead") | ~HELD)["policy"])
+    outside = set(table.filter(pl.col("looks_ahead") | ~HELD)["policy"])
     means = _means_of(table, metric)
     names = means["policy"].unique(maintain_order=True).to_list()
     if against is not None and against not in names:

@@ -27,6 +27,9 @@ from kvsim.store.opening import TraceLike, as_trace
 #: Records that metrics compare with (`Metric.beside`).
 BESIDE = ("optimum", "unprotected")
 
+#: Metrics of rows that a live run has, next to metrics of sets and of kind "live".
+LIVE_ROWS = ("output_error", "layer_error")
+
 #: Called with (metrics done, metrics, current metric).
 Progress = Callable[[int, int, str], None]
 
@@ -126,34 +129,42 @@ def choose(
     beside: Collection[str] = (),
     records: bool = True,
     judged: bool = False,
+    live: bool = False,
 ) -> dict[str, Metric]:
-    """The metrics by name, or the default ones of records or of a trace alone.
+    """The metrics by name, or the default ones of records, of a trace alone, or of a live run.
 
     judged: with those of a judge (`JUDGED`). beside: records to compare with (`Metric.beside`),
     whose metrics are among the default ones then. Raises PolicyError for an unknown name, and for a
-    metric whose record is missing.
+    metric that has no value there.
     """
-    if metrics is None and not records:
-        return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
-    if metrics is None:
-        comparable = {"", *beside}
-        metrics = [name for name, x in METRICS.items() if x.default and x.beside in comparable]
-    names: list[str] = listed(metrics)
-    chosen = {name: metric(name) for name in [*names, *(JUDGED if judged else ())]}
-    for name, entry in chosen.items():
+
+    def reason(name: str, entry: Metric) -> str:
         of_judge = name in (*JUDGED, KL_TOKENS)
-        reason = ""
+        if live:
+            there = entry.kind in ("live", "sets") or name in LIVE_ROWS
+            return "" if there else "is computed from recorded attention; take kvsim replay"
         if entry.kind == "live" and not (judged and of_judge):
             way = "give --judge, or take kvsim live" if of_judge else "take kvsim live"
-            reason = f"is about a running model, and a replay runs none; {way}"
-        elif not records and entry.kind != "trace":
-            of_trace = ", ".join(choose(None, records=False))
-            reason = f"is about a record, and only a trace was given; give one, or {of_trace}"
-        elif entry.beside and entry.beside not in beside:
-            reason = "compares with the optimum, which was not replayed; give it as a metric of "
-            reason += "`kvsim replay` or kvsim.sweep"
-        if reason:
-            raise PolicyError(f"{name} {reason}")
+            return f"is about a running model, and a replay runs none; {way}"
+        if not records and entry.kind != "trace":
+            return "is about a record, and only a trace was given; give one, or another metric"
+        if entry.beside and entry.beside not in beside:
+            return "compares with the optimum, which was not replayed; give it to `kvsim replay`"
+        return ""
+
+    names: list[str]
+    if metrics is None:
+        usual = {name for name, x in METRICS.items() if x.default or not records}
+        usual |= {name for name, x in METRICS.items() if live and x.kind == "live"} - {KL_TOKENS}
+        names = [x for x, entry in METRICS.items() if x in usual and not reason(x, entry)]
+    else:
+        names = listed(metrics)
+        if live and KL_TOKENS in names:  # without the mean a summary would be empty
+            names = ["response_kl", *names]
+    chosen = {name: metric(name) for name in [*names, *(JUDGED if judged else ())]}
+    for name, entry in chosen.items():
+        if why := reason(name, entry):
+            raise PolicyError(f"{name} {why}")
     return chosen
 
 

@@ -8,7 +8,7 @@ import polars as pl
 
 from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, of_model, of_policies
+from kvsim.analysis.results import REQUESTED, of_model
 from kvsim.analysis.summaries import main_variants, per_prompt
 from kvsim.analysis.table import FACTS, OF_RECORD
 
@@ -64,7 +64,7 @@ def summarise(
     metrics = [name for name in metrics if name in METRICS]
     model = of_model(table)
     keys = ["policy", "params", "requested", "interval", "prefill", *model]
-    chosen = of_policies(table, *FACTS).filter(pl.col("metric").is_in(metrics))
+    chosen = table.drop_nulls("policy").filter(pl.col("metric").is_in(metrics))
     chosen = chosen.with_columns(requested=REQUESTED)
     wide = chosen.unique([*keys, "trace"], keep="first", maintain_order=True)
     budget = pl.col("budget").mean().round().cast(pl.Int64)

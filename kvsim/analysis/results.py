@@ -174,12 +174,8 @@ class Result:
 
 
 def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
-    """The results of a Table, by the values of `COLUMNS`, in the order of the Table.
-
-    Raises PolicyError where the Table has no column `changed`.
-    """
-    table = table.select(name for name in (*COLUMNS, "changed") if name in table)
-    rows = of_policies(table, "changed").select(*COLUMNS, "changed").unique(maintain_order=True)
+    """The results of a Table, by the values of `COLUMNS`, in the order of the Table."""
+    rows = table.drop_nulls("policy").select(*COLUMNS, "changed").unique(maintain_order=True)
     out = {}
     for name, params, interval, prefill, changed in rows.iter_rows():
         names = None if changed is None else frozenset(filter(None, changed.split(",")))
@@ -189,18 +185,6 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
         text = json.dumps(parameters, sort_keys=True)
         out[name, params, interval, prefill] = Result(name, text, interval, prefill, names)
     return out
-
-
-def of_policies(table: pl.DataFrame, *facts: str) -> pl.DataFrame:
-    """The rows of policies of a Table. Raises PolicyError where it lacks one of `FACTS`."""
-    rows = table.filter(pl.col("policy").is_not_null())
-    for name in facts:
-        if name not in rows or (name != "changed" and rows[name].null_count()):
-            raise PolicyError(
-                f"the table has no {name!r} of its policies; expected the columns that "
-                "kvsim.measure writes; measure or replay again"
-            )
-    return rows
 
 
 def differing(result: Result, other: Result) -> frozenset[str]:

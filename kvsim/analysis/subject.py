@@ -17,6 +17,7 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 T = TypeVar("T")
+Read = TypeVar("Read")
 
 
 class Subjected:
@@ -107,3 +108,23 @@ class Subject(Subjected):
             ([self.record.layers[i] for i in group], gone[group].reshape(-1, gone.shape[-1]))
             for group in groups
         ]
+
+
+def by_layer(
+    records: Sequence[Record],
+    read: Callable[[int], Read],
+    compute: Callable[[Record, int, Read], T],
+) -> list[list[T]]:
+    """For each record what `compute` returns for each of its layers, in the record's order.
+
+    compute: called with a record, the place of a layer among the record's, and what `read` returned
+    for the layer, which is called once.
+    """
+    results: list[dict[int, T]] = [{} for _ in records]
+    for layer in sorted({layer for record in records for layer in record.layers}):
+        content = read(layer)
+        for record, by_index in zip(records, results, strict=True):
+            if layer in record.layers:
+                by_index[layer] = compute(record, record.layers.index(layer), content)
+    each = zip(records, results, strict=True)
+    return [[by_index[layer] for layer in record.layers] for record, by_index in each]

@@ -165,7 +165,7 @@ def reconstruction_error(table: pl.DataFrame) -> Figure:
     table: of `kvsim.analysis.output.reconstruction`.
     """
     value = "relative_head_error"
-    table = labelled(table.with_columns(interval=None, prefill=None))
+    table = labelled(table)
     positive = table.filter(pl.col(value) > 0)[value]
     if positive.is_empty():
         raise PolicyError("no policy moved any output, so there is nothing to show; evict more")

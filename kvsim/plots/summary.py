@@ -23,7 +23,7 @@ from kvsim.analysis.kept.retention import last_event
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, check_models, labelled, of_policies
+from kvsim.analysis.results import REQUESTED, check_models, labelled
 from kvsim.analysis.summaries import COSTS, against_entries, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
@@ -111,7 +111,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
     named: list[str] = _metrics(table, "wipeout") if metrics is None else listed(metrics)
     costs = [name for name in named if name in COSTS]
     if not costs:
-        stored = (of_policies(table, "access")["access"] != "").any()
+        stored = (table["access"] != "").any()
         costs = ["bytes_held", "bytes_read"] if stored else ["entries_seen"]
     metrics = [name for name in named if name not in COSTS]
     means = _means(table, [*metrics, *costs])

@@ -12,7 +12,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from kvsim.analysis.live.table import choose_live, measure_live
+from kvsim.analysis.live.table import measure_live
+from kvsim.analysis.measuring import choose
 from kvsim.core.options import takes_options
 from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike
@@ -97,7 +98,7 @@ def plan_live(load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any
     if more:
         raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")
     traces, policies, new_tokens = grid.opened(), grid.policies, given["max_new_tokens"]
-    names = [*choose_live(given["metrics"])]
+    names = [*choose(given["metrics"], live=True)]
     for policy in policies:
         check_live(policy)
     cells = grid.cells(traces, [terms])

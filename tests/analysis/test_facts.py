@@ -2,17 +2,12 @@
 
 from dataclasses import dataclass
 
-import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.overview import summarise
-from kvsim.analysis.results import labelled
 from kvsim.analysis.table import FACTS
 from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.policy import Protection
-from kvsim.errors import PolicyError
-from kvsim.plots.summary import pareto
 from traces import random_trace
 
 
@@ -60,26 +55,3 @@ def test_facts_of_a_policy_are_columns(trace, policy, params, expected):
     table = kvsim.measure(trace, kvsim.replay(trace, built, 12, interval=8), ["entries_seen"])
 
     assert table.select(*FACTS).unique().rows() == [expected]
-
-
-@pytest.mark.parametrize(
-    ("function", "fact"),
-    [
-        (kvsim.compare, "looks_ahead"),
-        (kvsim.compare, "bounds"),
-        (lambda table: pareto(table, "output_error"), "access"),
-        (summarise, "per_query_head"),
-        (labelled, "changed"),
-    ],
-)
-def test_a_table_without_facts_is_refused(trace, function, fact):
-    """In one line that names the column and says what to do; null is no fact."""
-    record = kvsim.replay(trace, "tova", 12, interval=8)
-    table = kvsim.measure(trace, record, ["output_error", "entries_seen"])
-    function(table)
-    lacking = [table.drop(fact)]
-    if fact != "changed":  # null for defaults that are not known
-        lacking.append(table.with_columns(pl.lit(None, FACTS[fact]).alias(fact)))
-    for each in lacking:
-        with pytest.raises(PolicyError, match=f"has no '{fact}' of its .*; measure or replay"):
-            function(each)

@@ -7,7 +7,8 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.live.table import choose_live, measure_live
+from kvsim.analysis.live.table import measure_live
+from kvsim.analysis.measuring import choose
 from kvsim.analysis.registry import METRICS
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.errors import PolicyError
@@ -117,9 +118,9 @@ def test_metrics_of_one_kind_of_run_are_refused_for_the_other():
     with pytest.raises(PolicyError, match="response_kl is about a running model"):
         kvsim.measure(given, record, ["response_kl"])
     with pytest.raises(PolicyError, match="retained_mass is computed from recorded attention"):
-        choose_live(["retained_mass"])
+        choose(["retained_mass"], live=True)
     with pytest.raises(PolicyError, match="did you mean"):
-        choose_live(["response_k"])
+        choose(["response_k"], live=True)
     live = {name for name, entry in METRICS.items() if entry.kind == "live"}
-    assert live - choose_live(None).keys() == {"response_kl_tokens"}
+    assert live - choose(None, live=True).keys() == {"response_kl_tokens"}
     assert live.isdisjoint(kvsim.measure(given, record)["metric"])

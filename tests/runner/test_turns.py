@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.live.table import choose_live
+from kvsim.analysis.measuring import choose
 from kvsim.core.policy import Schedule
 from kvsim.recorder.choice import Choice
 from kvsim.recorder.prompts import Prompt, Turn
@@ -113,7 +113,7 @@ def test_values_of_a_live_run_are_by_turn(tmp_path):
         max_new_tokens=4,
         compress="questions",
         interval=6,
-        metrics=[*choose_live(None), "response_kl_tokens"],
+        metrics=[*choose(None, live=True), "response_kl_tokens"],
         out=tmp_path / "run",
     )
 

@@ -26,7 +26,7 @@ from kvsim.analysis.attention.windows import (
 )
 from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.kept.retention import SINK
-from kvsim.analysis.layer_walk import by_layer
+from kvsim.analysis.subject import by_layer
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
 from kvsim.analysis.kept.retention import SINK, last_event
-from kvsim.analysis.layer_walk import by_layer
+from kvsim.analysis.subject import by_layer
 from kvsim.core.lazy import torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

@@ -9,19 +9,14 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.analysis.definition import Metric
 from kvsim.analysis.live.metrics import KL_TOKENS
-from kvsim.analysis.measuring import subjects_of
-from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.measuring import choose, subjects_of
 from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.table import RowArrays, blocks_of, table_of
 from kvsim.core.outcome import Outcome
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-
-#: Metrics of rows that a live run has, next to metrics of sets and of kind "live".
-LIVE_ROWS = ("output_error", "layer_error")
 
 
 def measure_live(
@@ -38,7 +33,7 @@ def measure_live(
     are quick, and the output error. Raises PolicyError for an unknown metric, or one of rows that
     only a replay has.
     """
-    chosen, blocks = choose_live(metrics), list[RowArrays]()
+    chosen, blocks = choose(metrics, live=True), list[RowArrays]()
     subjects = subjects_of(trace, records, {}, "cpu", projected=False)
     for subject, outcome in zip(subjects, outcomes, strict=True):
         output = None if outcome.forced is None else outcome.forced.output
@@ -48,22 +43,6 @@ def measure_live(
             if there or entry.kind != "rows":
                 blocks += blocks_of(live, name, entry, events=events)
     return table_of(blocks)
-
-
-def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
-    """The metrics of a live run by name, or the default ones."""
-    known = [name for name, x in METRICS.items() if x.kind in ("live", "sets") or name in LIVE_ROWS]
-    if metrics is None:
-        sets = {name for name, x in METRICS.items() if x.kind == "sets" and not x.default}
-        return {name: METRICS[name] for name in known if name not in {KL_TOKENS, *sets}}
-    mean = ["response_kl"] * (KL_TOKENS in metrics)  # without it a summary would be empty
-    chosen = {name: metric(name) for name in (*mean, *metrics)}
-    if other := next((name for name in chosen if name not in known), None):
-        raise PolicyError(
-            f"{other} is computed from recorded attention; expected a metric of a running model: "
-            f"{', '.join(choose_live(None))}; take kvsim replay for {other}"
-        )
-    return chosen
 
 
 def kl_by_token(table: pl.DataFrame, trace: Trace) -> dict[tuple[str, str], pl.DataFrame]:

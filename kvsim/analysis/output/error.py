@@ -17,11 +17,11 @@ from itertools import chain
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.layer_walk import by_layer
 from kvsim.analysis.output.changed import first_moved, first_row
 from kvsim.analysis.output.layer import Layer, Rows, length
 from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
+from kvsim.analysis.subject import by_layer
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
 from kvsim.core.policy import Schedule

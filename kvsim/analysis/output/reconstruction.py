@@ -17,34 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from kvsim.analysis.measuring import measure
 from kvsim.analysis.results import task_of
-from kvsim.analysis.table import columns_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import Setup
 from kvsim.engine.replay import replay
 from kvsim.engine.source import check_unwindowed, ended
 from kvsim.errors import PolicyError
-from kvsim.schema import FIDELITY
 
 #: Shares of the entries that are evicted.
 RATIOS = tuple(i / 10 for i in range(1, 10))
-
-#: Columns of `reconstruction_table`.
-RECONSTRUCTION_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task", "policy", "params", "changed"), pl.String),
-    **dict.fromkeys(("cut", "rows"), pl.Int64),
-    "ratio": pl.Float64,
-    **dict.fromkeys(("budget", "layer"), pl.Int64),
-    "relative_head_error": pl.Float64,
-    "fidelity": pl.Enum(FIDELITY),
-}
 
 # 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
 _BEFORE = 4 / 5
@@ -59,7 +46,10 @@ def reconstruction_table(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> pl.DataFrame:
-    """Return the error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
+    """Return the error of every policy at every ratio, per layer, as `relative_head_error`.
+
+    Beside the columns of a Table: the cut and the rows behind it, the ratio, and as task that of
+    `task_of`.
 
     cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
     1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's
@@ -76,29 +66,23 @@ def reconstruction_table(
         )
     for layer in range(trace.n_layers):
         check_unwindowed(trace, layer)
-    budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
-    before = ended(trace, cut)
-    once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
-    for policy, budget in product(once, budgets.values()):
-        Setup(before, policy, budget).checked()
-
-    of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
-    of_trace["layer"] = np.arange(trace.n_layers)
-    frames = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
-    for place, policy in enumerate(once):
+    before, once = ended(trace, cut), Schedule(interval=None)
+    budgets = [max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios]
+    setups = [
+        Setup(before, replace(policy, schedule=once), budget).checked()
+        for policy, budget in product(policies, budgets)
+    ]
+    tables = []
+    for place, policy in enumerate(policies):
         records = []
-        for done, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
+        for done, ratio in enumerate(ratios, place * len(ratios)):
             if progress is not None:
-                what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
-                progress(done, len(once) * len(budgets), what)
-            records.append(replay(before, policy, budget, device=device))
-        table = measure(before, records, ["concat_error"], device=device)
+                progress(done, len(setups), f"{trace.name}: {policy.name}, ratio {ratio:g}")
+            setup = setups[done]
+            records.append(replay(before, setup.policy, setup.budget, device=device))
+        errors = measure(before, records, ["concat_error"], device=device)
         # rows of a record follow each other
-        for number, (ratio, record) in enumerate(zip(budgets, records, strict=True)):
-            rows, columns = table[number * trace.n_layers :][: trace.n_layers], columns_of(record)
-            cells = of_trace | {"ratio": ratio, "relative_head_error": rows["value"]}
-            cells |= {name: columns[name] for name in ("policy", "params", "changed", "budget")}
-            cells["fidelity"] = rows["fidelity"]
-            typed = (pl.col(name).cast(kind) for name, kind in RECONSTRUCTION_COLUMNS.items())
-            frames.append(pl.DataFrame(cells).select(typed))
-    return pl.concat(frames)
+        of_row = pl.Series(np.repeat(np.asarray(ratios, np.float64), trace.n_layers))
+        tables.append(errors.with_columns(ratio=of_row).rename({"value": "relative_head_error"}))
+    rows = pl.lit(trace.n_pos - cut)
+    return pl.concat(tables).with_columns(task=pl.lit(task_of(trace)), cut=pl.lit(cut), rows=rows)
