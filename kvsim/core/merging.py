@@ -48,7 +48,7 @@ class Merger(Piece, ABC):
     """
 
     #: the weight of an entry in the sum that it becomes
-    own: float = 1.0
+    own = 1.0
 
     def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the entries that leave merge, bool [H, e], and the threshold [H] from now on.

@@ -1,6 +1,5 @@
 """Parameters of a piece: typed and bounded fields of a frozen dataclass, checked when it is built.
 
-    @dataclass(frozen=True)
     class SnapKV(Scorer):
         window: Annotated[int, AtLeast(1)] = 32
         pool: Literal["max", "avg"] | None = "max"
@@ -17,6 +16,7 @@ import numbers
 import operator
 import reprlib
 import sys
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -28,7 +28,9 @@ from typing import (
     ClassVar,
     Literal,
     NamedTuple,
+    Self,
     Union,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -126,6 +128,7 @@ def parameters(kind: type) -> dict[str, Parameter]:
 
 @cache
 def _parameters(kind: type) -> dict[str, Parameter]:
+    _as_dataclass(kind)
     if not is_dataclass(kind):
         return {}
     try:
@@ -133,6 +136,32 @@ def _parameters(kind: type) -> dict[str, Parameter]:
     except NameError:  # a name that only a type checker sees, in a piece of a user's own
         hints = {}
     return {f.name: Parameter(f.name, hints.get(f.name, Any), f.default) for f in fields(kind)}
+
+
+@dataclass_transform(frozen_default=True)
+class Parametrised:
+    """Base of classes that are frozen dataclasses without saying so: annotated fields, parameters.
+
+    A class becomes one where it is first built, read or inherited, so that a decorator, too, may do
+    it. What lists ABC among its bases, or has an `__init__`, declares no parameters.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for base in cls.__bases__:
+            _as_dataclass(base)
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """An object of a class that is a dataclass by now."""
+        _as_dataclass(cls)
+        return super().__new__(cls)
+
+
+def _as_dataclass(kind: type) -> None:
+    """Make a frozen dataclass of a class of parameters that is none yet."""
+    done = vars(kind).keys() & {"__init__", "__dataclass_fields__"} or ABC in kind.__bases__
+    if issubclass(kind, Parametrised) and kind is not Parametrised and not done:
+        dataclass(frozen=True)(kind)
 
 
 def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyError) -> None:

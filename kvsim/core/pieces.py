@@ -1,7 +1,7 @@
 """The pieces of a policy: scorer, allocator, budgets of the layers, protection and schedule.
 
-A piece is a frozen dataclass. Its fields are parameters (`kvsim.core.parameters`), checked when it
-is built.
+A piece is a frozen dataclass without a decorator that says so. Its annotated fields are parameters
+(`kvsim.core.parameters`), checked when it is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import AtLeast, AtMost, check_fields
+from kvsim.core.parameters import AtLeast, AtMost, Parametrised, check_fields
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import GUIDE, NEVER, REPETITION, Compress, Spans
@@ -86,8 +86,8 @@ class Run(NamedTuple):
         return {self.trace.dim, self.trace.value_dim}
 
 
-class Piece:
-    """Base of all pieces: a frozen dataclass whose fields are the parameters.
+class Piece(Parametrised):
+    """Base of all pieces: its annotated fields are the parameters.
 
     A subclass that checks how its parameters go together calls `super().__post_init__()` first.
     """
@@ -104,7 +104,7 @@ class Piece:
         """Give a name to errors. Raise PolicyError for a value that no contract has."""
         super().__init_subclass__(**options)
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
-        for name, value in vars(cls).items():
+        for name, value in vars(cls).items() if ABC not in cls.__bases__ else ():
             fits = hasattr(value, "__get__") or hasattr(super(cls, cls), name)
             if not (fits or name[0] == "_" or name.isupper() or name in known):
                 raise PolicyError(
@@ -277,7 +277,6 @@ class Scorer(Piece, ABC):
         return _at_the_ends(self)
 
 
-@dataclass(frozen=True)
 class Wrapper(Scorer):
     """A scorer around another, whose needs it has; subclasses add `score` and parameters."""
 
@@ -356,7 +355,6 @@ class Allocator(Sizing, ABC):
         """Quotas for scores [L, H, n]; together at least the head's protected entries."""
 
 
-@dataclass(frozen=True)
 class Uniform(Allocator):
     """Every head keeps the budget of its layer."""
 
@@ -365,7 +363,6 @@ class Uniform(Allocator):
         return Plan(view.budget.expand_as(view.count))
 
 
-@dataclass(frozen=True)
 class Everything(Allocator):
     """Every head keeps all it has, whatever the budget."""
 
@@ -395,7 +392,6 @@ class LayerBudgets(Sizing, ABC):
         """The budget of each layer at an event, int [L]; `budget` is the policy's."""
 
 
-@dataclass(frozen=True)
 class Even(LayerBudgets):
     """Every layer gets the budget."""
 

@@ -7,7 +7,7 @@ which can be imported from here, `propagation`, `reading`, `storing` and `mergin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
@@ -66,6 +66,24 @@ _SHOWN = 8
 def chain_of(scorer: Any) -> tuple[Scorer, ...]:
     """The scorers from the outside in: wrappers, and the innermost."""
     return (scorer, *(chain_of(scorer.scorer) if hasattr(scorer, "scorer") else ()))
+
+
+def keyed(levels: Iterable[Iterable[str]]) -> Iterator[tuple[int, str, str]]:
+    """The depth and name of each parameter, and its key: `scorer__` reaches one that others hide.
+
+    levels: the names of the parameters, from the outside in.
+    """
+    hidden: dict[str, int] = {}
+    for depth, names in enumerate(map(dict.fromkeys, levels)):
+        for name in names:
+            yield depth, name, "scorer__" * hidden.get(name, 0) + name
+        hidden |= dict.fromkeys(names, depth + 1)
+
+
+def keys_of(policy: Policy) -> Iterator[tuple[int, str, str]]:
+    """`keyed` of the pieces of a policy."""
+    pieces = ((parameters(type(piece)) for piece in level) for level in policy.levels)
+    return keyed([x for names in level for x in names if x != "scorer"] for level in pieces)
 
 
 @dataclass(frozen=True)
@@ -250,17 +268,12 @@ class Policy:
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
-        out: dict[str, Any] = {}
-        seen: dict[str, int] = {}
         scaled = {(each.depth, each.name): each.share for each in self.scaled}
-        levels = enumerate(self.levels)
-        for depth, piece in ((depth, piece) for depth, level in levels for piece in level):
-            for name in parameters(type(piece)):
-                if name == "scorer" or seen.get(name) == depth:  # pieces of one level share it
-                    continue
-                value = scaled.get((depth, name), getattr(piece, name))
-                out["scorer__" * (seen.get(name, -1) + 1) + name] = value
-                seen[name] = depth
+        levels = self.levels
+        out = {}
+        for depth, name, key in keys_of(self):
+            piece = next(x for x in levels[depth] if name in parameters(type(x)))
+            out[key] = scaled.get((depth, name), getattr(piece, name))
         if self.protect != Protection():
             out["protect"] = asdict(self.protect)
         return out

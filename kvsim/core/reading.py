@@ -76,8 +76,11 @@ class SparseAttention(Piece, ABC):
     heads: Heads = "query"
     #: the first layers, in which every row reads everything
     dense_layers: int = 0
-    #: whether the budget says how much is read
-    effect: Literal["exact", "none"] = "exact"
+
+    @property
+    def effect(self) -> Literal["exact", "none"]:
+        """Whether the budget says how much is read."""
+        return "exact"
 
     @property
     def weights(self) -> Any:

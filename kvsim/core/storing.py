@@ -131,4 +131,4 @@ class Spec(NamedTuple):
         """The name and the parameters of a piece."""
         if isinstance(piece, Spec):
             return piece
-        return cls(piece.label, {each.name: getattr(piece, each.name) for each in fields(piece)})  # type: ignore[arg-type]
+        return cls(piece.label, {each.name: getattr(piece, each.name) for each in fields(piece)})

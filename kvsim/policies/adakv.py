@@ -16,7 +16,6 @@ most the head's uniform budget. `adakv@kvpress` counts them among the guaranteed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor
@@ -26,7 +25,6 @@ from kvsim.core.select import compete
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class AdaKV(Allocator):
     """Quotas from a competition of the heads; `floor` is each head's safe share of its budget."""
 

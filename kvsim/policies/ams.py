@@ -48,7 +48,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from kvsim.core.lazy import Tensor, torch
@@ -67,7 +66,6 @@ _LEAST_SHARE = 1e-5
 _BUFFER = 257
 
 
-@dataclass(frozen=True)
 class AMS(Allocator):
     """Allocator that gives each segment of the cache a quota.
 

@@ -30,7 +30,6 @@ ranking has settled: rho is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -74,7 +73,6 @@ def rank_variance(ranked: Tensor, k: int) -> float:
     return float(ranked[:, union].double().var(0, correction=0).mean())
 
 
-@dataclass(frozen=True)
 class AtLayer(Propagation):
     """Selects after a given layer, by default the published one, or one as deep in other models.
 
@@ -101,7 +99,6 @@ class AtLayer(Propagation):
         return {"layer": self.at(n_layers)}
 
 
-@dataclass(frozen=True)
 class Selecting(Propagation):
     """The test of ASL and the tokens it selects."""
 
@@ -176,14 +173,12 @@ class Selecting(Propagation):
         )
 
 
-@dataclass(frozen=True)
 class ASL(Selecting):
     """Selected tokens propagate; `kv_before`: what the layers up to the selection keep."""
 
     kv_before: Literal["budget", "full"] = "budget"
 
 
-@dataclass(frozen=True)
 class TwoPass(Selecting):
     """Selected tokens run through all layers again."""
 

@@ -25,7 +25,6 @@ standard deviation instead of the variance (`dispersion="std"`), no pooling, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -37,7 +36,6 @@ from kvsim.core.weights import by_heads
 from kvsim.policies.window import Windowed, before_window, over_heads, smooth
 
 
-@dataclass(frozen=True)
 class Cake(Windowed):
     """Mean attention of a window and its dispersion, pooled over neighbouring entries.
 
@@ -67,7 +65,6 @@ class Cake(Windowed):
         return over_heads(pooled, 2).div_(pooled.shape[2]).where(older, 0.0)
 
 
-@dataclass(frozen=True)
 class CakeBudgets(LayerBudgets):
     """The layers share n_layers x budget by preference; every head of a layer keeps the same."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -62,7 +61,6 @@ def _source(policy: str, given: str | Path | Trace | None) -> Calibration:
     return source
 
 
-@dataclass(frozen=True)
 class Sourced(Piece):
     """A piece with calibration rows."""
 
@@ -89,7 +87,6 @@ class Sourced(Piece):
             )
 
 
-@dataclass(frozen=True)
 class Calibrated(Sourced, Scorer):
     """A scorer that learns from calibration queries first.
 

@@ -19,7 +19,6 @@ and no rotation of mu. At events in decoding, mu comes from the last 256 rows, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -34,7 +33,6 @@ BUFFER = 256
 _LEAST = 1e-6
 
 
-@dataclass(frozen=True)
 class CapKV(Scorer):
     """Leverage of the values, weighted by the cosine of their keys with the mean query."""
 

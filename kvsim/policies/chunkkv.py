@@ -15,7 +15,6 @@ entries to protect get the largest score of the layer + 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -25,7 +24,6 @@ from kvsim.core.select import select
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class ChunkKV(Allocator):
     """The best chunks of a layer, one set for all its heads."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
@@ -11,7 +10,6 @@ from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, SparseAttention, shared
 
 
-@dataclass(frozen=True)
 class TopK(SparseAttention):
     """Every row reads the entries that it attends to most: a bound, since all keys are read.
 
@@ -37,7 +35,6 @@ class TopK(SparseAttention):
         return z.masked_fill_(~visible, -torch.inf).softmax(-1)
 
 
-@dataclass(frozen=True)
 class TopP(SparseAttention):
     """Every row reads the fewest entries that have a share p of its attention; all keys are read.
 

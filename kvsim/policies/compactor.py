@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -45,7 +44,6 @@ _LEAST_DEVIATION = 1e-6
 KERNEL = 3
 
 
-@dataclass(frozen=True)
 class Compactor(Scorer):
     """Leverage of keys and attention within chunks, scored once for each entry."""
 

@@ -17,7 +17,6 @@ budget. For a scorer that already multiplies by the norm of the value, such as e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
@@ -29,7 +28,6 @@ from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.gkv import check_sign
 
 
-@dataclass(frozen=True)
 class CriticalKV(Wrapper):
     """The best `first_stage` of the budget by the scorer; the rest by score times value."""
 

@@ -18,7 +18,6 @@ default, is left out. Segments consist of the entries left, in the order of thei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -28,7 +27,6 @@ from kvsim.core.view import View
 from kvsim.policies.chunkkv import sums
 
 
-@dataclass(frozen=True)
 class CurDKV(Scorer):
     """Squared norms of key and value, each relative to those of the segment."""
 

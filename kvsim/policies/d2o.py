@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -11,7 +10,6 @@ from kvsim.core.merging import TIE, Merger, Shares
 from kvsim.core.parameters import Between
 
 
-@dataclass(frozen=True)
 class D2O(Merger):
     """Evicted entries whose nearest kept key has a large enough cosine merge into it.
 

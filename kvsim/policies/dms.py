@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
@@ -30,7 +29,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed
 
 
-@dataclass(frozen=True)
 class DMS(Allocator):
     """Entries of at least the threshold, decided once; `admitted` is 1 for those that stay."""
 

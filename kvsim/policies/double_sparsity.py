@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor
@@ -16,7 +15,6 @@ from kvsim.policies.calibration import Sourced
 _SCALES = 32
 
 
-@dataclass(frozen=True)
 class DoubleSparsity(Sourced, SparseAttention):
     """Every row reads the entries with the largest products over a few channels of their keys.
 

@@ -25,7 +25,6 @@ uses the same score in decoding, over the entries that are left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -35,7 +34,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, smooth
 
 
-@dataclass(frozen=True)
 class DropKV(Windowed):
     """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
 

@@ -86,7 +86,6 @@ class HeadPlan:
         return hashlib.sha256(json.dumps([[*row] for row in self.scores]).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
 class Planned(Allocator):
     """An allocator by the numbers of a plan.
 
@@ -133,7 +132,6 @@ class Planned(Allocator):
         return HeadPlan.open(Path(self.file), self.label, self.percents)
 
 
-@dataclass(frozen=True)
 class Duo(Planned):
     """Everything for retrieval heads, sinks and recent entries for the others."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,21 @@ from kvsim.core.reading import SparseAttention, highest, shared
 from kvsim.core.trace import Trace
 
 
-class Ends(SparseAttention):
+class Ends(SparseAttention, ABC):
     """The first `sink` entries, the last `local` ones and the row's own are read, in whole pages.
 
     `share` of the budget, these entries included, is what a row reads; it chooses at least one
     page. Subclasses declare these three as fields.
     """
 
-    sink: int
-    local: int | None
-    share: float
+    sink = 0
+    local: int | None = None
+    share = 1.0
 
     def at(self, trace: Trace, budget: int) -> SparseAttention:
         """With the local window of the budget."""
         changes: dict[str, Any] = {"local": self._window(budget)}
-        return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses
+        return replace(self, **changes)
 
     @abstractmethod
     def usual(self, entries: int) -> int:

@@ -33,7 +33,6 @@ of the score instead; AMS does so if epsilon is 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.attention import Rope
@@ -44,7 +43,6 @@ from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
 
 
-@dataclass(frozen=True)
 class ExpectedAttention(Scorer):
     """Expected attention of the next `n_future` queries, times the size of the value."""
 

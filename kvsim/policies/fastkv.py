@@ -21,7 +21,6 @@ entries as the others up to rounding; here it is exactly the budget everywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
@@ -32,7 +31,6 @@ from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
 from kvsim.policies.window import Pooling, Windowed
 
 
-@dataclass(frozen=True)
 class FastKV(AtLayer):
     """The tokens that a window attends to most at one layer propagate; `rows` of them."""
 

@@ -16,14 +16,11 @@ then rotate the keys to their slots in the cache; here they stay at their positi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, first_of, over_heads
 
 
-@dataclass(frozen=True)
 class Finch(Windowed):
     """Attention of a window, each row times the number of entries before it."""
 

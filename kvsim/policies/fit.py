@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvsim.core.parameters import Length, parameters
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, keys_of
 
 
 def fitted(policy: Policy) -> Policy:
@@ -26,7 +25,9 @@ def remark_of(policy: Policy, budget: int) -> str:
         return ""
     changed = [x for x in policy.scaled or policy.lengths if x.at(budget) != x.value]
     if policy.scaled:
-        values = (f"{_key(policy, x)}={x.at(budget)} instead of {x.value}" for x in changed)
+        keys = {(depth, name): key for depth, name, key in keys_of(policy)}
+        spelt = ((keys[x.depth, x.name].replace("scorer__", "scorer."), x) for x in changed)
+        values = (f"{key}={x.at(budget)} instead of {x.value}" for key, x in spelt)
         text = ", ".join(values) or "all lengths fit"
         return f"{policy.name}: scaled to budget {budget}: {text}"
     large = dict.fromkeys(
@@ -36,13 +37,3 @@ def remark_of(policy: Policy, budget: int) -> str:
     )
     lengths = f"lengths exceed half of budget {budget} ({', '.join(large)})"
     return f"{policy.name}: {lengths}; --set fit=true scales them" if large else ""
-
-
-def _key(policy: Policy, length: Length) -> str:
-    """The name under which `--set` takes a length."""
-    hidden = sum(
-        length.name in parameters(type(piece))
-        for level in policy.levels[: length.depth]
-        for piece in level
-    )
-    return "scorer." * hidden + length.name

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class Full(Scorer):
     """Nothing leaves, whatever the budget: no event of its own, and an allocator that keeps all."""
 

@@ -15,7 +15,6 @@ of their paper), and in other models the layer at the same relative depth as 13 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvsim.core.parameters import AtLeast, Odd
@@ -25,7 +24,6 @@ from kvsim.policies.asl import AtLayer, ranks
 from kvsim.policies.window import smooth
 
 
-@dataclass(frozen=True)
 class GemFilter(AtLayer):
     """Rows that the last row attends to in one layer run through all layers again."""
 

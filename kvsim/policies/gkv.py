@@ -29,7 +29,6 @@ R1-Distill-Llama-8B; and 0.5 in `gkv@release`, as in the released scripts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar, Literal
 
@@ -82,7 +81,6 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
         )
 
 
-@dataclass(frozen=True)
 class Local(Windowed):
     """The local score, pooled over neighbouring entries where asked for."""
 
@@ -96,7 +94,6 @@ class Local(Windowed):
         return score.where(before_window(view, self.window), 0.0)
 
 
-@dataclass(frozen=True)
 class GKV(Windowed):
     """The global score of window attention, less the redundancy of keys."""
 
@@ -144,7 +141,6 @@ class GKV(Windowed):
         return Scores(values.where(older, 0.0), {"global": fused.masked_fill(~older, nan)})
 
 
-@dataclass(frozen=True)
 class Global(Wrapper):
     """The global score of any scorer."""
 

@@ -16,7 +16,6 @@ any, it uses the current row alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
@@ -25,7 +24,6 @@ from kvsim.core.pieces import Inputs, Protection, Scorer, Scores
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class H2O(Scorer):
     """Accumulated attention; `recent` newest entries are kept, half the budget by default."""
 
@@ -44,7 +42,6 @@ class H2O(Scorer):
         return Protection(recent=budget // 2 if self.recent is None else self.recent)
 
 
-@dataclass(frozen=True)
 class ObservedAttention(Scorer):
     """kvpress's average: attention received in this forward / rows that could give it.
 

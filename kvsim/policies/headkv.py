@@ -19,7 +19,6 @@ The release rounds each head by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -29,7 +28,6 @@ from kvsim.core.view import View
 from kvsim.policies.duo import Planned
 
 
-@dataclass(frozen=True)
 class HeadKV(Planned):
     """A base for every head, and a share of the pool by its score."""
 

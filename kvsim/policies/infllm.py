@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -12,7 +11,6 @@ from kvsim.core.reading import Heads, Pages, highest
 from kvsim.policies.ends import Ends
 
 
-@dataclass(frozen=True)
 class InfLLM(Ends):
     """Every row reads the first entries, the last ones, and the blocks that resemble its query.
 

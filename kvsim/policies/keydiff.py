@@ -11,14 +11,11 @@ cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class KeyDiff(Scorer):
     """Distance in angle from the mean direction of the keys."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor
@@ -11,7 +10,6 @@ from kvsim.core.pieces import Run
 from kvsim.core.storing import Clock, Quantizer, check_channels
 
 
-@dataclass(frozen=True)
 class Kivi(Quantizer):
     """Keys are rounded in groups of tokens, channel by channel, values token by token.
 

@@ -8,14 +8,11 @@ Deviations. None. All layers are treated alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class Knorm(Scorer):
     """The norm of a key, the smaller the better."""
 

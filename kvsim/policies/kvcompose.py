@@ -19,8 +19,6 @@ after the context ranks above it, as in `kvzip`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Allocator, Plan
 from kvsim.core.select import compete
@@ -28,7 +26,6 @@ from kvsim.core.view import View
 from kvsim.policies.kvzip import KVzip, largest_weights
 
 
-@dataclass(frozen=True)
 class KVCompose(KVzip):
     """Largest weight from rows that repeat a chunk, averaged over the group, with the layer's."""
 
@@ -38,7 +35,6 @@ class KVCompose(KVzip):
         return weights + weights.mean(1, keepdim=True)
 
 
-@dataclass(frozen=True)
 class Composed(Allocator):
     """Layers share one budget by their composite tokens; heads of a layer hold equal numbers."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -11,7 +10,6 @@ from kvsim.core.storing import Clock, Quantizer
 from kvsim.policies.kivi import between_limits
 
 
-@dataclass(frozen=True)
 class KVQuant(Quantizer):
     """Keys are rounded channel by channel, values token by token, but for a few outliers of each.
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
@@ -51,7 +50,6 @@ def chunk_lengths(n: float) -> list[float]:
     return [min(CHUNK, n - start) for start in range(0, int(n), CHUNK)]
 
 
-@dataclass(frozen=True)
 class KVzip(Scorer):
     """Largest attention weight from rows that repeat a chunk.
 
@@ -109,7 +107,6 @@ def largest_weights(view: View, sink: int) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
 class Pooled(Allocator):
     """All heads of all layers keep the best of their entries together, sum of budgets in all."""
 

@@ -28,7 +28,6 @@ a smaller offset avoids here; with the default span neither happens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -37,7 +36,6 @@ from kvsim.core.pieces import Scorer, Scores
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class LaCache(Scorer):
     """The turn in which entries leave.
 

@@ -16,7 +16,6 @@ in a partition, the later position ranks higher. While a head holds fewer than s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -25,7 +24,6 @@ from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class LagKV(Scorer):
     """Spread of keys and values relative to the following entries, ranked within `lag` of them.
 

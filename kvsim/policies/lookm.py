@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.merging import Merger, Shares
 
 
-@dataclass(frozen=True)
 class LookM(Merger):
     """Each evicted entry merges into the kept one of its KV head with the largest cosine of keys.
 

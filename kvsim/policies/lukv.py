@@ -29,7 +29,6 @@ temperature 0.7. Its other option, one budget for each layer, is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +46,6 @@ SINK = 4
 SCORER, PARAMS = "expected_attention", {"epsilon": 0.02}
 
 
-@dataclass(frozen=True)
 class LUKV(Planned):
     """Each head keeps what the plan leaves it at the share of all entries that is evicted."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import pi
 from typing import Annotated, ClassVar
 
@@ -13,7 +12,6 @@ from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.reading import Pages, SparseAttention
 
 
-@dataclass(frozen=True)
 class MagicPIG(SparseAttention):
     """Every row reads the first entries, the last ones, and those whose keys hash as its query.
 

@@ -15,7 +15,6 @@ merges dropped entries into one, is not an eviction policy and is left out. The 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.core.lazy import Tensor
@@ -23,7 +22,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, shares
 
 
-@dataclass(frozen=True)
 class MorphKV(Windowed):
     """Attention of a window among the candidates alone, fused over the window."""
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from kvsim.core.parameters import Length
@@ -21,6 +20,7 @@ from kvsim.core.policy import (
     Schedule,
     Scorer,
     Uniform,
+    keyed,
 )
 from kvsim.core.storing import Spec
 from kvsim.errors import PolicyError, suggest
@@ -216,24 +216,22 @@ def names(entries: Mapping[str, Entry] = CATALOGUE) -> list[str]:
 
 def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
-    chain, behind = _parse(name)
-    return tuple(full for part, _, full in _keys(chain + behind) if not part.own)
+    return tuple(key for part, keys in _keys(name) if not part.own for key in keys.values())
 
 
 def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
+    return [(part.name, keys) for part, keys in _keys(name) if part.written]
+
+
+def _keys(name: str) -> list[tuple[Part, dict[str, str]]]:
+    """The parts of a name, each with its parameters by name: the keys that `policy` takes."""
     chain, behind = _parse(name)
-    keys, written = [*_keys(chain + behind)], filter(attrgetter("written"), chain + behind)
-    return [(part.name, {key: full for of, key, full in keys if of is part}) for part in written]
-
-
-def _keys(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str]]:
-    """Parts from the outside in, with each parameter's name, and its key in `policy`."""
-    further: dict[str, int] = {}
-    for depth, part in enumerate(parts):
-        for key in part.accepts:
-            yield part, key, "scorer__" * further.get(key, 0) + key
-        further |= dict.fromkeys(part.accepts, depth + 1)
+    keys = [*keyed(part.accepts for part in chain + behind)]
+    return [
+        (part, {name: key for of, name, key in keys if of == depth})
+        for depth, part in enumerate(chain + behind)
+    ]
 
 
 def has_parameter(name: str, key: str) -> bool:

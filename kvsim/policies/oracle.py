@@ -14,7 +14,6 @@ one event, because the errors of several entries do not add up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +31,6 @@ _OTHERS = 1e-6
 _MOST = 1 << 19
 
 
-@dataclass(frozen=True)
 class Oracle(Scorer):
     """Attention mass, or effect on the output, over all later rows of the recorded sequence."""
 

@@ -32,7 +32,6 @@ follow the prompt's last full page; here the budget is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar, Literal
 
@@ -48,7 +47,6 @@ from kvsim.policies.union import check_alike
 _LEAST_NORM = 1e-6
 
 
-@dataclass(frozen=True)
 class NormRatio(Scorer):
     """The norm of a value relative to that of its key."""
 
@@ -61,7 +59,6 @@ class NormRatio(Scorer):
         return ratio
 
 
-@dataclass(frozen=True)
 class Paged(Allocator):
     """The best whole pages; `cell` is the place in pages to which an entry was written."""
 

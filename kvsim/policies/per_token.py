@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -16,7 +15,6 @@ _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "
 _BLOCK = 16
 
 
-@dataclass(frozen=True)
 class Integers(Quantizer):
     """Symmetric integers: in each head, a token's key and its value have one scale each.
 
@@ -46,7 +44,6 @@ class Integers(Quantizer):
         return both, both
 
 
-@dataclass(frozen=True)
 class ShortFloats(Quantizer):
     """Short floating-point numbers: round to the nearest one, clip to the largest one.
 
@@ -78,7 +75,6 @@ class ShortFloats(Quantizer):
         return both, both
 
 
-@dataclass(frozen=True)
 class BlockFloats(Quantizer):
     """NVFP4: 4-bit floating-point numbers, with a scale for each block of 16 channels.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -16,7 +15,6 @@ from kvsim.policies.ends import Ends
 _CHUNK = 4096
 
 
-@dataclass(frozen=True)
 class PQCache(Ends):
     """Every row reads the first entries, the last ones, and those with the largest coded logits.
 

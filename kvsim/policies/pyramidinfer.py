@@ -22,7 +22,6 @@ everything in decoding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -36,7 +35,6 @@ from kvsim.policies.asl import best_and_rest, ranks
 _NEWEST = 1.2
 
 
-@dataclass(frozen=True)
 class PyramidInfer(Propagation):
     """A share of the context, by the attention of recent rows, after every layer."""
 

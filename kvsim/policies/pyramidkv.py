@@ -21,7 +21,6 @@ layer's depth among all layers, also those with a sliding window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -32,7 +31,6 @@ from kvsim.core.select import apportion
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class Pyramid(LayerBudgets):
     """Budgets that fall with depth; `rule` says whether by the schedule or by what layers hold."""
 

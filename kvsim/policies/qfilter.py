@@ -16,7 +16,6 @@ filters, with the opposite sign, that were computed for a few models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.core.attention import Rope
@@ -25,7 +24,6 @@ from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
 
 
-@dataclass(frozen=True)
 class QFilter(Calibrated):
     """Projection of a key on the main direction of the queries."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
@@ -10,7 +9,6 @@ from kvsim.core.parameters import Above, AtLeast, AtMost
 from kvsim.core.reading import Heads, Pages, SparseAttention, best
 
 
-@dataclass(frozen=True)
 class Quest(SparseAttention):
     """Every row reads the pages whose keys could have the largest logit with its query.
 

@@ -25,7 +25,6 @@ by an estimate from one key for each page; here weights are exact, and `paged+ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar
 
@@ -39,7 +38,6 @@ from kvsim.policies.window import first_of
 _ROWS = 16
 
 
-@dataclass(frozen=True)
 class RaaS(Scorer):
     """The row that attended to an entry last; `stamp` is carried with it."""
 

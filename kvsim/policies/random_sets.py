@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.core.lazy import Tensor, torch
@@ -10,7 +9,6 @@ from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class Random(Scorer):
     """Keeps a uniformly random set, drawn anew at every event, of every head independently.
 

@@ -32,7 +32,6 @@ positions. A softmax over the candidates leaves out the attention sinks that a m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated, Literal
 
@@ -45,7 +44,6 @@ from kvsim.policies.redundancy import mean_similarity
 from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
-@dataclass(frozen=True)
 class RKV(Windowed):
     """Pooled attention of a window less redundancy, as one of three implementations has them."""
 

@@ -6,7 +6,7 @@ The first stage evicts with SnapKV, pooled over 63 neighbours; `rocketkv` alone 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, log2, sqrt
 from typing import Annotated, Literal
 
@@ -18,7 +18,6 @@ from kvsim.policies.quest import box
 from kvsim.schema import NEVER
 
 
-@dataclass(frozen=True)
 class RocketKV(SparseAttention):
     """Every row reads the pages with the largest attention, estimated from a few channels.
 
@@ -52,7 +51,7 @@ class RocketKV(SparseAttention):
     heads = "kv"
 
     @property
-    def effect(self) -> Literal["exact", "none"]:  # type: ignore[override]  # of a parameter
+    def effect(self) -> Literal["exact", "none"]:
         """The budget says how much is read, unless `tokens` does."""
         return "exact" if self.tokens is None else "none"
 
@@ -83,7 +82,7 @@ class RocketKV(SparseAttention):
         """The pages whose entries have the most attention, with all values of `at`."""
         total = (scores + entries.to(scores).log()).logsumexp(-1, keepdim=True)
         count = round((self.tokens or 1) / 2) // (self.page or 1)
-        return best(self.heads, (scores - total).exp(), entries, count)
+        return best("kv", (scores - total).exp(), entries, count)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Two 16-bit numbers per channel, one of which a row reads of those that it uses."""

@@ -18,7 +18,6 @@ instead of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -28,7 +27,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
-@dataclass(frozen=True)
 class RPC(Windowed):
     """Attention of a window on the generated text before it, averaged over heads, pooled."""
 
@@ -49,7 +47,6 @@ class RPC(Windowed):
         return Protection(recent=self.window, prompt=True)
 
 
-@dataclass(frozen=True)
 class Growing(LayerBudgets):
     """Prompt, window, and one of every `compression` tokens generated so far."""
 
@@ -72,7 +69,6 @@ class Growing(LayerBudgets):
         return prompt_len + self.window + (n_pos - prompt_len) // self.compression
 
 
-@dataclass(frozen=True)
 class AmsRPC(Windowed):
     """Attention of a window on the whole cache, averaged over the group, pooled (AMS's RPC)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from kvsim.core.pieces import Inputs
 from kvsim.core.reading import Heads, Pages, SparseAttention
 
 
-@dataclass(frozen=True)
 class SkipSoftmax(SparseAttention):
     """Every row reads all keys, and skips blocks whose logits are all far below the largest so far.
 

@@ -16,7 +16,6 @@ longer than the interval.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor
@@ -25,7 +24,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, over_heads, smooth
 
 
-@dataclass(frozen=True)
 class SnapKV(Windowed):
     """Attention of a window of rows, pooled over neighbouring entries."""
 

@@ -12,7 +12,6 @@ do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
@@ -21,7 +20,6 @@ from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class StreamingLLM(Scorer):
     """Recency, with the `sink` first positions protected."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor
@@ -12,7 +11,6 @@ from kvsim.core.reading import highest
 from kvsim.core.storing import Clock, Quantizer
 
 
-@dataclass(frozen=True)
 class ThinK(Quantizer):
     """After the prompt, each head prunes the channels that matter least to its last queries.
 

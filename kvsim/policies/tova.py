@@ -16,7 +16,6 @@ far from the peak every weight can be 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.core.lazy import Tensor
@@ -24,7 +23,6 @@ from kvsim.core.pieces import Protection, Scorer
 from kvsim.core.view import View
 
 
-@dataclass(frozen=True)
 class TOVA(Scorer):
     """Attention of the last row, averaged over the query heads of the layer or of each KV head."""
 

@@ -23,7 +23,6 @@ code has no rule, add the product with the mean query.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, Literal
 
@@ -40,7 +39,6 @@ OFFSETS = tuple(2**i for i in range(17))
 _LEAST_DEVIATION = 1e-6
 
 
-@dataclass(frozen=True)
 class TriAttention(Calibrated):
     """Expected logit of a mean query at distances to come, and the norm of the key.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import pi, sqrt
 from typing import Annotated, Literal
@@ -17,7 +16,6 @@ from kvsim.core.storing import Quantizer, check_channels
 from kvsim.policies.kivi import between_limits
 
 
-@dataclass(frozen=True)
 class TurboQuant(Quantizer):
     """A vector's norm is stored, and each number of the rotated unit vector in a few bits.
 

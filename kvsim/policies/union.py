@@ -24,7 +24,6 @@ of some of the layers ranks by those. Inside an allocator that gives heads diffe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -33,7 +32,6 @@ from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
 
-@dataclass(frozen=True)
 class Union(Wrapper):
     """The scores of any scorer, reduced over the heads of a layer or of all layers."""
 

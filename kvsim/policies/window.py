@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
@@ -13,7 +12,6 @@ from kvsim.core.view import LOGIT_BYTES, View
 Pooling = Literal["max", "avg"] | None
 
 
-@dataclass(frozen=True)
 class Windowed(Scorer):
     """A scorer that reads attention of the `window` most recent rows, and protects their entries.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -132,7 +132,6 @@ def test_annotations_in_words(hint, words):
     assert Parameter("x", hint, None).expected == words
 
 
-@dataclass(frozen=True)
 class Mine(Scorer):
     """A user's own scorer: a field with bounds, one without, and one that cannot be checked."""
 
@@ -168,6 +167,8 @@ def test_a_piece_of_a_users_own_is_checked_by_its_annotations():
     assert Mine(sink=np.int64(2)) == Mine(sink=2)
     assert type(Mine(sink=np.int64(2)).sink) is int
     assert Mine(table=[1, "any"]).table == [1, "any"]
+    with pytest.raises(FrozenInstanceError):
+        Mine().sink = 3
     with pytest.raises(PolicyError, match=r"^Mine: sink is -1; expected an integer of at least 0$"):
         Mine(sink=-1)
     with pytest.raises(PolicyError, match=r"^Mine: weight is '1'; expected a number$"):

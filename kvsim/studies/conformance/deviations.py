@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -97,7 +97,6 @@ def _changed(case: DumpCase, **pieces: Any) -> DumpCase:
     return replace(case, policy=replace(case.policy, **pieces))
 
 
-@dataclass(frozen=True)
 class _Unprotected(Wrapper):
     """The scorer inside, without a part of its protection."""
 
@@ -151,7 +150,6 @@ def _rotated(view: View, last: int) -> Tensor:
     return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
 
 
-@dataclass(frozen=True)
 class _Seeing(Wrapper):
     """The scorer inside on another view of the window."""
 
@@ -172,7 +170,6 @@ class _Seeing(Wrapper):
         return self.inner(seen)
 
 
-@dataclass(frozen=True)
 class _Reduced(Wrapper):
     """The scorer inside by each query head of a group alone, and another reduction over them."""
 
@@ -186,7 +183,6 @@ class _Reduced(Wrapper):
         return self.over(torch.stack([self.inner(each).values for each in views]))
 
 
-@dataclass(frozen=True)
 class _Scrambled(Wrapper):
     """Entries stand in the order in which top-k returned them (kvpress in decoding).
 

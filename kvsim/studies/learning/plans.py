@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -73,7 +72,6 @@ def _answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
     return traces, {"traces": digests, "model": common_model(traces)}
 
 
-@dataclass(frozen=True)
 class Utility(Scorer):
     """The largest product of attention and size of the value, over later rows and query heads."""
 

@@ -5,7 +5,7 @@ Later rows, other traces, how it is computed, the order of the heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
@@ -22,7 +22,6 @@ from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
 
 
-@dataclass(frozen=True)
 class PerHead(Allocator):
     """A testing allocator: a fixed number of entries for each KV head."""
 
