@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from kvsim.core.attention import Formula, attention_weights, causal_attention
-from kvsim.core.checks import DTYPES, relative_error
+from kvsim.core.checks import DTYPES
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.sources import ArraySource
 from kvsim.errors import TraceError
 
 # Of threads that share a trace, one computes and the others take what it kept.
 _COMPUTING = threading.Lock()
-
-# Difference of recorded attention from the recomputed one that no rounding explains.
-_MISFIT = 0.5
 
 
 class FullAttention:
@@ -104,35 +101,6 @@ class FullAttention:
 
     def _read(self, name: str, layers: slice, pos: slice) -> Tensor:
         return self._source.read(name, layers, pos).to(self._dtype)
-
-
-def check_recorded(
-    read: Callable[[str, slice, slice], Tensor],
-    names: Collection[str],
-    formulas: Sequence[Formula],
-    where: str,
-) -> None:
-    """Raise TraceError where recorded attention cannot be that of q, k and v.
-
-    The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
-    read: `Trace.read`. names: of attn_out and lse, those that are recorded.
-    """
-    for layer, formula in enumerate(formulas if names else ()):
-        first = _only(layer), slice(0, 1)
-        q, k, v = (read(name, *first)[0] for name in "qkv")
-        out, lse = causal_attention(q, k, v, formula)
-        for name in sorted(names):
-            given = read(name, *first)[0]
-            if name == "lse":
-                wrong = (given - lse).abs() > _MISFIT * (1 + lse.abs())
-            else:
-                wrong = relative_error(given, out) > _MISFIT
-            if bool(wrong.any()):
-                raise TraceError(
-                    f"{where}: {name} of layer {layer} is not that of q, k and v in its first "
-                    "row, which sees itself alone; expected the model's own, before the output "
-                    f"projection; leave {name} out to have it computed"
-                )
 
 
 def _only(layer: int) -> slice:
