@@ -24,7 +24,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
-from kvsim.studies.layers.ranking import Ranks, ranks
+from kvsim.studies.layers.ranking import curves
 from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
@@ -244,7 +244,8 @@ def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.Data
 
     def of_prompt(trace: Trace) -> pl.DataFrame:
         ks = [budget - rule.window for budget in plan.budgets if 2 * budget <= trace.n_pos]
-        analysis = Analysis(trace, given={ranks: Ranks(trace, ks=ks, rule=rule)})
+        given = {curves: curves(Analysis(trace), ks, rule)}
+        analysis = Analysis(trace, given=given)
         return kvsim.measure(analysis, metrics=_OF_PROMPTS)
 
     return costs | {

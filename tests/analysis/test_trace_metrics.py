@@ -22,7 +22,7 @@ from kvsim.studies.expectation.expectation import (
     state_normality,
 )
 from kvsim.studies.layers.metrics import TAUS
-from kvsim.studies.layers.ranking import Ranks, ranking, ranks
+from kvsim.studies.layers.ranking import curves, ranking
 from kvsim.testing.strategies import cases
 from traces import changed, settling_trace
 
@@ -36,7 +36,7 @@ KEY = ("metric", "variant", "layer", "head", "qhead")
 
 def measured(trace, names=DEFINED, progress=None, **more):
     """A Table of metrics of a trace alone."""
-    analysis = Analysis(trace, given={ranks: Ranks(trace, **more)})
+    analysis = Analysis(trace, given={curves: curves(Analysis(trace), **more)})
     return kvsim.measure(analysis, metrics=names, progress=progress)
 
 

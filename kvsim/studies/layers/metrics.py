@@ -11,7 +11,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.subject import Analysis
 from kvsim.policies.asl import Selecting
-from kvsim.studies.layers.ranking import Curve, ranks
+from kvsim.studies.layers.ranking import Curve, curves
 
 #: ASL's thresholds, Table 9.
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
@@ -23,7 +23,7 @@ def _by_layer(
     """Values [L] of a curve at each k, of layers that have one; none if the prompt goes on."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
-        for k, curve in analysis.of(ranks).curves.items():
+        for k, curve in analysis.of(curves).items():
             if curve.fits:
                 continue
             numbers = values(curve)
@@ -35,20 +35,18 @@ def _by_layer(
 
 
 def _entropy(analysis: Analysis) -> Iterator[Cells]:
-    if (ranking := analysis.of(ranks).ranking) is not None:
-        for layer, nats in enumerate(ranking.entropy()):
+    for curve in [*analysis.of(curves).values()][:1]:
+        for layer, nats in enumerate(curve.ranking.entropy()):
             yield Cells(layer, nats.reshape(1))
 
 
 def _selection(analysis: Analysis) -> Iterator[Cells]:
-    rule, ranking = analysis.of(ranks).rule, analysis.of(ranks).ranking
-    if ranking is None:
-        return
-    for k, curve in analysis.of(ranks).curves.items():
+    for k, curve in analysis.of(curves).items():
+        rule = curve.rule
         for tau in dict.fromkeys((*TAUS, rule.tau)):
             yield _number(curve.selected(tau), f"k={k},tau={tau:g}")
-        for name, changed in _other_rules(rule, analysis.trace.n_layers):
-            other = ranking.curve(curve.budget, changed)
+        for name, changed in _other_rules(rule, curve.n_layers):
+            other = curve.ranking.curve(curve.budget, changed)
             yield _number(other.selected(changed.tau), f"k={k},tau={rule.tau:g},{name}")
 
 

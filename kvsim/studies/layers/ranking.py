@@ -235,40 +235,19 @@ def _look(trace: Trace, device: str) -> Look:
     return recorded(trace, setting, device)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a prompt's tokens by layer, and ASL's test of them.
+def curves(
+    analysis: Analysis,
+    ks: Sequence[int | str] = ("10%", "25%", "50%"),
+    rule: Selecting | None = None,
+) -> Mapping[str, Curve]:
+    """ASL's test of an analysed trace, by k as it was given.
 
-    ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
-    before it. rule: ASL's parameters.
+    ks: tokens that propagate next to ASL's window, as numbers or as shares of the tokens before it.
+    rule: ASL's parameters. None where layers are missing or have sliding windows, or the prompt is
+    no longer than the window of ASL.
     """
-
-    trace: Trace
-    device: str = "cpu"
-    ks: Sequence[int | str] = ("10%", "25%", "50%")
-    rule: Selecting = field(default_factory=ASL)
-
-    @cached_property
-    def ranking(self) -> Ranking | None:
-        """Ranks of the prompt in each layer.
-
-        None where layers are missing or have sliding windows, or the prompt is no longer than the
-        window of ASL.
-        """
-        trace = self.trace
-        if not trace.header.whole or trace.windowed or trace.prompt_len <= self.rule.window:
-            return None
-        return ranking(trace, self.rule, device=self.device)
-
-    @cached_property
-    def curves(self) -> Mapping[str, Curve]:
-        """ASL's test at each k, by k as it was given."""
-        if (ranking := self.ranking) is None:
-            return {}
-        budgets = {str(k): resolve_budget(k, ranking.ranked) + self.rule.window for k in self.ks}
-        return {k: ranking.curve(budget) for k, budget in budgets.items()}
-
-
-def ranks(analysis: Analysis) -> Ranks:
-    """Return the ranks of an analysed trace, by ASL's defaults."""
-    return Ranks(analysis.trace, analysis.device)
+    trace, rule = analysis.trace, rule or ASL()
+    if not trace.header.whole or trace.windowed or trace.prompt_len <= rule.window:
+        return {}
+    ranked = ranking(trace, rule, device=analysis.device)
+    return {str(k): ranked.curve(resolve_budget(k, ranked.ranked) + rule.window) for k in ks}
