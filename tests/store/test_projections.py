@@ -175,17 +175,12 @@ def test_saved_traces_take_them_along(trace, tmp_path):
     assert not (copy.path / "o_proj").exists()
 
 
-def test_a_link_to_a_trace_leads_to_its_projections(trace, tmp_path):
-    """The folder is looked for next to what the link points to."""
-    link = tmp_path / "elsewhere" / "b.zarr"
-    link.parent.mkdir()
-    link.symlink_to(trace.path)
-
-    assert torch.equal(open_trace(link).read("o_proj"), weights())
-
-
-def test_traces_behind_a_url_have_them_next_to_them(trace):
-    """Read from a store; without them the rest opens."""
+def test_traces_behind_a_link_or_url_have_them_next_to_them(trace, tmp_path):
+    """Read from a store, or next to what the link points to; without them the rest opens."""
+    link = tmp_path / "elsewhere"
+    link.mkdir()
+    (link / "b.zarr").symlink_to(trace.path)
+    assert torch.equal(open_trace(link / "b.zarr").read("o_proj"), weights())
     with elsewhere(trace.path.parent) as folder, elsewhere(trace.path) as alone:
         found = open_trace(f"{folder}/a.zarr")
         assert torch.equal(found.read("o_proj"), weights())

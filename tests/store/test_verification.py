@@ -71,31 +71,19 @@ def rewrite(path, name, change):
     reseal(path)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse", "tokens"])
 def test_verify_finds_a_changed_number(stored, name):
     """A number changed with a valid checksum of its chunk is found by the array's checksum."""
 
     def change(values):
-        values[1, 0, 5] *= 1.5
+        values[(1, 0, 5) if values.ndim > 1 else 0] += 2
 
     rewrite(stored, name, change)
 
-    report = verify(stored, deep=True)
+    first, *others = verify(stored, deep=True).problems
 
-    assert not report.ok
-    assert any(f"checksum of {name} in layer 1" in problem for problem in report.problems)
-    assert any("from what q, k, v give" in problem for problem in report.problems)
-
-
-def test_verify_finds_changed_tokens(stored):
-    """Tokens that were changed are found by their checksum."""
-
-    def change(values):
-        values[0] = 99
-
-    rewrite(stored, "tokens", change)
-
-    assert "the checksum of tokens is" in verify(stored, deep=True).problems[0]
+    assert f"the checksum of {name} " in first
+    assert any("from what q, k, v give" in problem for problem in others) == (name != "tokens")
 
 
 def test_describe(saved):

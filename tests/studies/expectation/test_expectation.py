@@ -4,19 +4,12 @@ import itertools
 import math
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvsim
 from kvsim.analysis.attention.agreement import pearson, places, spearman
-from kvsim.analysis.subject import Analysis
-from kvsim.studies.expectation.expectation import (
-    STEPS,
-    expected_and_observed,
-    prompt_expectation,
-)
+from kvsim.studies.expectation.expectation import expected_and_observed
 from kvsim.testing.strategies import cases
 
 
@@ -103,22 +96,3 @@ def test_agreement_equals_loops(pairs, data):
     k = data.draw(st.integers(1, n))
     top = set(sorted(range(n), key=lambda i: (-a[i], i))[:k])
     assert set(np.flatnonzero(places(a) < k)) == top
-
-
-def test_tables_hold_what_the_arrays_do():
-    """Each row is found again under its step, layer and query head."""
-    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
-    sample = kvsim.open_trace(kvsim.sample_trace())
-    analysis = Analysis(sample, given={prompt_expectation: expected_and_observed(sample, 60)})
-    table = kvsim.measure(analysis, metrics=["expectation_steps"])
-
-    assert table.height == 96
-    step = STEPS.index("mean_rotation")
-    row = table.row(by_predicate=at(variant="mean_rotation", layer=2, qhead=5), named=True)
-    assert row["value"] == found.spearman[step, 2, 5]
-    assert (row["trace"], row["policy"], row["fidelity"]) == ("sample", None, "exact")
-
-
-def at(**values):
-    """The rows where columns have these values."""
-    return pl.all_horizontal(pl.col(name) == value for name, value in values.items())

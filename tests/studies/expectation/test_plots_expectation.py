@@ -1,7 +1,5 @@
 """Figures of Expected Attention: their data beside the definitions, their labels and units."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 import pytest
@@ -10,12 +8,7 @@ from scipy.stats import spearmanr
 import kvsim
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.plots import expected_observed, reconstruction_error
-from kvsim.studies.expectation.expectation import (
-    STEPS,
-    expected_and_observed,
-    key_gaps,
-    state_normality,
-)
+from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 from tests.plots.test_plots_sets import lines
 from traces import random_trace
 
@@ -106,36 +99,3 @@ def test_errors_are_means_over_layers_and_by_layer(errors):
         "2 traces: output of all heads where a policy evicts once, then 12 rows "
         "(fidelity: exact, open)"
     )
-
-
-def test_what_the_page_says_of_the_sample():
-    """The sentences of docs/expectation.md that speak of the shipped sample hold."""
-    trace = kvsim.open_trace(kvsim.sample_trace())
-    found = expected_and_observed(trace)
-    agreement = found.spearman
-    by_step = agreement.mean((1, 2))
-    names = ("expected_attention", "streaming_llm", "knorm", "random")
-    policies = [kvsim.policy(name) for name in names]
-    kept = [replace(one, protect=replace(one.protect, sink=4)) for one in policies]
-    errors, with_sink = (
-        reconstruction_table(trace, some, (0.5,))
-        .group_by("policy")
-        .agg(pl.col("relative_head_error").mean())
-        for some in (policies, kept)
-    )
-    error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
-    distance = state_normality(trace).mean((1, 2))
-    near = (np.abs(key_gaps(trace)) <= 1).mean((1, 2))
-
-    assert ((by_step > 0.4) & (by_step < 0.6)).all()
-    assert agreement.std(-1).mean() > by_step.std()
-    assert 1 - by_step[0] > np.abs(np.diff(by_step)).max()
-    assert np.exp(found.observed).sum(-1).mean() < 0.1
-    assert min(error["random"], error["knorm"]) > 10 * max(
-        error["expected_attention"], error["streaming_llm"]
-    )
-    assert max(safe["random"], safe["knorm"]) < 3 * error["expected_attention"]
-    assert distance.argmax() == 0
-    assert distance[1:] / 0.029 == pytest.approx([2, 2], rel=0.2)
-    assert near[0] > 0.85
-    assert near[1] < 0.5
