@@ -41,7 +41,7 @@ class ContentDigest:
 
     def __init__(self) -> None:
         self._hashes: dict[str, dict[int, Any]] = {}
-        self._dtypes: dict[str, str] = {}
+        self.dtypes: dict[str, str] = {}
 
     def update(self, name: str, layer: int, block: Array) -> None:
         """Add the next blocks of `layer` (0 for `tokens`, which has none), without a layer axis."""
@@ -51,12 +51,8 @@ class ContentDigest:
             data = np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<"))
             if data.dtype == np.uint16:  # the bits of bfloat16
                 data = (data.astype("<u4") << 16).view("<f4")
-            self._dtypes[name] = data.dtype.name
+            self.dtypes[name] = data.dtype.name
             self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
-
-    def forget(self, name: str) -> None:
-        """Leave out an array."""
-        self._hashes.pop(name, None)
 
     def checksums(self) -> dict[str, list[str]]:
         """Return the SHA-256 in hex of each layer of each array."""
@@ -64,10 +60,6 @@ class ContentDigest:
             name: [layers[index].hexdigest() for index in sorted(layers)]
             for name, layers in self._hashes.items()
         }
-
-    def total(self, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return the digest of the trace, ``sha256:`` and 64 hex digits; shapes as stored."""
-        return content_digest(header, shapes, self._dtypes, self.checksums())
 
 
 #: Keys of `meta` on which no result depends; those of projections are among the checksums.
@@ -114,13 +106,12 @@ def array_fingerprint(
     checksums = digest.checksums()
     if texts is not None:
         checksums["token_text"] = [text_checksum(texts)]
-    return fingerprint(digest.total(header, shapes), header, checksums)
+    return fingerprint(content_digest(header, shapes, digest.dtypes, checksums), header, checksums)
 
 
 def text_checksum(texts: Sequence[str]) -> str:
     """Return the SHA-256 in hex of texts, as a JSON list in ASCII without spaces."""
-    text = json.dumps(list(texts), separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
+    return document_digest([*texts]).removeprefix("sha256:")
 
 
 def content_digest(
@@ -158,8 +149,8 @@ def content_digest(
     return document_digest(facts)
 
 
-def document_digest(document: Mapping[str, Any]) -> str:
-    """Return ``sha256:`` and 64 hex digits of a JSON object: keys sorted, no spaces, ASCII."""
+def document_digest(document: Mapping[str, Any] | Sequence[str]) -> str:
+    """Return ``sha256:`` and 64 hex digits of a JSON document: keys sorted, no spaces, ASCII."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 

@@ -42,7 +42,7 @@ from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
 from kvsim.files import read_input
 from kvsim.policies.model import described, differ, is_model, model_of
-from kvsim.store.archive import decode_array
+from kvsim.store.inputs import decode_array
 
 #: Of the file; another one is refused.
 VERSION = 1

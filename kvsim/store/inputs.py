@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvsim.core.digest import document_digest
 from kvsim.errors import OutputError, error_line
@@ -17,6 +24,9 @@ Digests = Mapping[str, Mapping[str, Any]]
 
 #: Most values of a JSON object.
 VALUES = 1 << 22
+
+#: Most bytes of arrays: a number for each byte of the file, and one for files of any size.
+_PER_BYTE, _FREE = 64, 16 << 20
 
 
 def digests(folder: Path, *names: str) -> Digests:
@@ -91,3 +101,38 @@ def unsealed(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if document.get("digest") != document_digest(content):
         raise damaged(path, "its digest is another")
     return content
+
+
+def encode_arrays(arrays: Mapping[str, Any]) -> bytes:
+    """Return arrays as a `.npz` file that `decode_arrays` reads."""
+    for save in (np.savez_compressed, np.savez):  # long runs of equal values are not compressed
+        data = io.BytesIO()
+        save(data, **arrays)
+        if _fits(zipfile.ZipFile(data), data.getvalue()):
+            break
+    return data.getvalue()
+
+
+def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a `.npz` file by name; ValueError for damage, or far too many bytes."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if not _fits(archive, data):
+                raise ValueError(f"its arrays are far larger than its {len(data)} bytes")
+            names = archive.namelist()
+            return {x.removesuffix(".npy"): decode_array(archive.read(x), x) for x in names}
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _fits(archive: zipfile.ZipFile, data: bytes) -> bool:
+    return sum(each.file_size for each in archive.infolist()) <= _FREE + _PER_BYTE * len(data)
+
+
+def decode_array(content: bytes, name: str) -> NDArray[Any]:
+    """Return the array of a `.npy` file; ValueError, with `name`, for others."""
+    try:
+        array: NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, MemoryError, OverflowError, tokenize.TokenError) as error:
+        raise ValueError(f"{name} is no array of numbers ({error_line(error)})") from error
+    return array

@@ -15,7 +15,7 @@ import numpy as np
 import zarr
 
 from kvsim.core.checks import DTYPES, as_array, as_stored
-from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import LeftOut, held_parts
@@ -122,7 +122,6 @@ class TraceWriter:
         """Remove an array that turned out to be unusable."""
         self._next.pop(name, None)
         self._arrays.pop(name, None)
-        self._digest.forget(name)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
@@ -184,13 +183,13 @@ class TraceWriter:
                 self._create(StoredArray("tokens", ids.shape, "int32", ""), "tokens")[:] = ids
                 shapes["tokens"] = ids.shape
                 self._digest.update("tokens", 0, ids)
-            checksums = self._digest.checksums()
+            checksums = {x: each for x, each in self._digest.checksums().items() if x in shapes}
             if token_text is not None:
                 "".join(token_text).encode()  # ValueError for half of a character
                 checksums["token_text"] = [text_checksum(token_text)]
             attributes = {
                 **attributes_of(header),
-                "digest": self._digest.total(header, shapes),
+                "digest": content_digest(header, shapes, self._digest.dtypes, checksums),
                 "checksums": checksums,
                 **({} if token_text is None else {"token_text": list(token_text)}),
             }

@@ -25,8 +25,7 @@ from kvsim.analysis.folder import CONFIG, decode_table, is_run, replace_run, wri
 from kvsim.core.record import Record, record_document, record_of
 from kvsim.errors import OutputError, local_path
 from kvsim.files import check_writable, lock, read_input, replace_file
-from kvsim.store.archive import decode_arrays, encode_arrays
-from kvsim.store.inputs import read_document
+from kvsim.store.inputs import decode_arrays, encode_arrays, read_document
 from kvsim.sweeps.cells import Outcome
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.tasks import Task

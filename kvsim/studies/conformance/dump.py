@@ -22,7 +22,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import DumpError, KvsimError, error_line, local_path
 from kvsim.files import published, read_input
 from kvsim.schema import NEVER
-from kvsim.store.archive import decode_arrays, encode_arrays
+from kvsim.store.inputs import decode_arrays, encode_arrays
 
 #: Columns of the table: one line for each entry that stays after the event after a row.
 COLUMNS = ("layer", "head", "row", "pos")
