@@ -27,7 +27,7 @@ from kvsim.experiment import Experiment
 from kvsim.policies import ACCESS, CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.samples import SAMPLES, sample_trace
-from kvsim.store.index import find
+from kvsim.store.opening import find
 
 from . import cache, elements
 

@@ -74,7 +74,7 @@ def info(
 
 def _in_folder(given: str) -> list[Path]:
     """Return the traces of a folder that is none itself."""
-    from kvsim.store.index import find
+    from kvsim.store.opening import find
 
     path = Path(given)
     whole = not path.is_dir() or (path / "zarr.json").exists()

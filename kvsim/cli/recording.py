@@ -97,7 +97,7 @@ def capture(
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder.capturing import capture as record
     from kvsim.recorder.prompts import file_name
-    from kvsim.store.index import check_target
+    from kvsim.store.opening import check_target
     from kvsim.store.verification import describe
 
     path = local_path(out, OptionError)

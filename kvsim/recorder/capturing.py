@@ -39,7 +39,7 @@ from kvsim.recorder.prompts import (
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
-from kvsim.store.index import check_target
+from kvsim.store.opening import check_target
 
 
 @takes_options(Options)

@@ -25,8 +25,8 @@ from kvsim.errors import TraceError, local_path
 from kvsim.files import drafted, put_in_place, sync_tree, unbroken, writing
 from kvsim.schema import AXES, CHUNK, axes_of
 from kvsim.store.group import create_array, create_group, seal_group
-from kvsim.store.index import check_target
 from kvsim.store.layout import StoredArray, cut_shape, pos_axis, stored_arrays
+from kvsim.store.opening import check_target
 from kvsim.store.projections import Facts, move_projections, store_projections
 from kvsim.store.reader import StoredTrace, attributes_of
 

@@ -12,7 +12,7 @@ from damage import edit_header, flip, reseal
 from kvsim.core.digest import array_fingerprint
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.store.index import find
+from kvsim.store.opening import find
 from kvsim.store.projections import Facts, move_projections, store_projections
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import describe, verify

@@ -65,7 +65,7 @@ def test_a_trace_that_appears_at_the_last_moment_stays(tmp_path, monkeypatch):
     """Between the last look and the renaming another process publishes: its trace is kept."""
     record(tmp_path / "a.zarr")
     before = (tmp_path / "a.zarr" / "zarr.json").stat()
-    for home in ("store.index", "store.writer", "recorder.capturing"):
+    for home in ("store.opening", "store.writer", "recorder.capturing"):
         monkeypatch.setattr(f"kvsim.{home}.check_target", lambda *_, **__: None)
 
     with pytest.raises(OutputError, match=r"a\.zarr cannot be written"):
