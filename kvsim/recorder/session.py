@@ -304,7 +304,6 @@ class Session:
                 self.out,
                 **arrays,
                 like=path,
-                layer_ids=self.layer_ids,
                 store_dtype=self.options.store_dtype,
                 overwrite=self.options.overwrite,
             )

@@ -41,7 +41,6 @@ class TraceWriter:
         path: where the trace is published.
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
-        layer_ids: the model's number of each layer.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
         left_out: rows that are never appended to q, attn_out, lse and gate.
@@ -59,7 +58,6 @@ class TraceWriter:
         *,
         shapes: Mapping[str, tuple[int, ...]],
         source_dtypes: Mapping[str, str],
-        layer_ids: Sequence[int],
         store_dtype: str | None = None,
         overwrite: bool = False,
         left_out: LeftOut = None,
@@ -68,7 +66,6 @@ class TraceWriter:
     ) -> None:
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
-        self.layer_ids, self.n_pos = tuple(layer_ids), shapes["q"][2]
         self._digest, self._left_out, self._like = ContentDigest(), left_out, like
         self._arrays: dict[str, tuple[StoredArray, zarr.Array[Any]]] = {}
         self._next: dict[str, list[int]] = {}
@@ -96,7 +93,6 @@ class TraceWriter:
 
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; last blocks that are not full must come after this."""
-        self.n_pos = n_pos
         for name, (each, array) in self._arrays.items():
             cut = replace(each, shape=cut_shape(name, each.shape, n_pos, self._left_out))
             with self._writing():
@@ -140,7 +136,7 @@ class TraceWriter:
         """Store arrays of a trace: positions before `n_pos`, and all of those without positions."""
         for name in names:
             parts = held_parts(name, range(n_pos), self._left_out)
-            for layer in range(len(self.layer_ids)):
+            for layer in range(self._arrays[name][0].shape[0]):
                 only = slice(layer, layer + 1)
                 if "pos" not in AXES[name]:
                     self.write_layer(name, layer, source.read(name, only, slice(None))[0])
@@ -265,7 +261,6 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         target,
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
-        layer_ids=header.layer_ids,
         store_dtype="float16" if narrow else None,
         overwrite=overwrite,
         left_out=header.left_out,

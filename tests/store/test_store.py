@@ -104,7 +104,6 @@ def test_the_bits_of_a_bfloat16_model_are_stored(tmp_path):
             tmp_path / "b.zarr",
             shapes=dict.fromkeys("qkv", (1, 2, 4, 8)),
             source_dtypes=dict.fromkeys("qkv", "bfloat16"),
-            layer_ids=[0],
         ) as writer,
         pytest.raises(TraceError, match=r"q of layer 0 is float32, expected bfloat16"),
     ):
@@ -165,7 +164,6 @@ def test_chunks_of_another_trace_are_links(saved, tmp_path):
         path,
         shapes=shapes,
         source_dtypes=dict.fromkeys("qkv", "float32"),
-        layer_ids=trace.layer_ids,
         like=saved,
     ) as writer:
         writer.copy(trace.source, "qk", trace.n_pos)

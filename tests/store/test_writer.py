@@ -92,7 +92,6 @@ def test_a_missing_block_is_not_published(tmp_path):
         tmp_path / "a.zarr",
         shapes=shapes,
         source_dtypes=dict.fromkeys(shapes, "float32"),
-        layer_ids=[0],
     ) as writer:
         for name, shape in shapes.items():
             writer.append(name, 0, torch.ones(shape[1], 256, 8))
@@ -108,7 +107,6 @@ def test_a_writer_refuses_what_is_not_finite_or_too_large(tmp_path):
     options = {
         "shapes": shapes,
         "source_dtypes": dict.fromkeys(shapes, "float32"),
-        "layer_ids": [0, 1, 2],
     }
     bad = torch.zeros(1, 256, 8)
     bad[0, 100] = torch.nan
