@@ -103,6 +103,7 @@ class LiveSource(Source):
         readers: the layers that attend to the entries: those of the block, or all that read the
             one of it. Methods that concern one of them take its place here (`index`).
         room: rows before the next event.
+        padded: heads hold different numbers of entries.
         run: rows that went through each of the readers.
     """
 
@@ -145,7 +146,7 @@ class LiveSource(Source):
         self._first_queries = self._queries.rows  # of the first rows of the text
         # after the last event that acted
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
-        self._padded, self._count = False, 0
+        self.padded, self._count = False, 0
 
     @property
     def keys(self) -> Tensor:
@@ -256,23 +257,17 @@ class LiveSource(Source):
         """Free the memory of all entries but those in slots [L, H, n]."""
         self._compact(slots, live)
         self._live, self._count = live, int(live.sum())
-        self._padded = self._count < live.numel()
+        self.padded = self._count < live.numel()
 
     def _compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
         for table in {x for x in (self._keys, self._values, self._exact) if x is not None}:
             table.gather(slots, live)
         if self.rotated:
-            ragged = not bool(live.all())
-            self._keys.rows.copy_(self._to_slots(self._keys.rows, slots, ragged=ragged))
+            self._keys.rows.copy_(self._to_slots(self._keys.rows, slots))
 
-    def _to_slots(self, keys: Tensor, slots: Tensor, *, ragged: bool) -> Tensor:
+    def _to_slots(self, keys: Tensor, slots: Tensor) -> Tensor:
         """Return keys that stood in slots [L, H, n], rotated to their new ones."""
-        if ragged:
-            raise PolicyError(
-                "heads hold different numbers of entries, and keys are rotated to their slots; "
-                "expected as many entries in all heads, or positions='absolute'"
-            )
         to = torch.arange(slots.shape[-1], device=slots.device)
         return self.rope.rotate(self.rope.unrotate(computable(keys), slots), to)
 
@@ -295,14 +290,14 @@ class LiveSource(Source):
         index = min(index, len(self.layers) - 1)
         rows, n = query.shape[2], self._keys.length(index)
         chooses = reads is not None and reads.chooses(layer, start + rows)
-        if not self._padded and not chooses:
+        if not self.padded and not chooses:
             if n == run + rows and not self.dropped:
                 return given
             if rows == 1:
                 return None
         visible = torch.ones(1, 1, rows, n, dtype=torch.bool, device=query.device).tril(n - rows)
         (keys, values, live), weights = self.entries(index), None
-        if self._padded:
+        if self.padded:
             visible = visible & live.repeat_interleave(self._group, dim=0).unsqueeze(1)
         if reads is not None and chooses:
             keys = keys if self._exact is None else self._exact.of_layer(index)

@@ -287,10 +287,10 @@ class Decoding:
         slots = {source.n_slots for _, source in self._blocks}
         if self._positions == "absolute":
             return 0
-        if len(slots) > 1:
+        if len(slots) > 1 or any(source.padded for _, source in self._blocks):
             raise PolicyError(
-                f"{self.policy.name}: layers hold {sorted(slots)} entries, and keys are rotated to "
-                "their slots; expected as many in all layers, or positions='absolute'"
+                f"{self.policy.name}: layers or heads hold different numbers of entries, and keys "
+                "are rotated to their slots; expected as many in all, or positions='absolute'"
             )
         return start - slots.pop()
 

@@ -108,7 +108,7 @@ class PagedSource(LiveSource):
             self._sequences.tables[index],
             self._sequences.lengths[index],
             self.formula,
-            self._pads[index] if self._padded else None,
+            self._pads[index] if self.padded else None,
             self.formula.sink(query, self._heads) if self.formula.sinks else None,
         )
         return out.flatten(0, 1).transpose(0, 1)[None]
@@ -125,10 +125,8 @@ class PagedSource(LiveSource):
             blocks = len(self._sequences.tables[index]) * self.paging.size
             empty += blocks * self._heads - int(of_heads.sum())
         self.paging.padded_bytes = max(self.paging.padded_bytes, empty * self._entry_bytes)
-        if self.rotated:
-            ragged = bool(self._pads.any()) or len({*self._sequences.lengths}) > 1
-            keys = self._to_slots(self._rows(0), slots, ragged=ragged)
-            for index, of_layer in enumerate(keys):
+        if self.rotated and bool(live.all()):
+            for index, of_layer in enumerate(self._to_slots(self._rows(0), slots)):
                 self._sequences.replace(index, of_layer.transpose(0, 1))
 
     @property

@@ -11,15 +11,18 @@ Written for lm-eval 0.4.13 (https://github.com/EleutherAI/lm-evaluation-harness)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvsim.core.policy import PolicyLike
 from kvsim.errors import PolicyError, missing_extra
 from kvsim.policies import as_policy
-from kvsim.recorder.choice import OF_DRAWS, Choice, stop_tokens
 from kvsim.runner.decoding import Decoding, RunningModel, check_live
 
 try:
@@ -34,7 +37,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
     """The harness's own model of transformers, whose cache a policy compresses.
 
     The context of a request is the prompt of a live run, and its continuation or response follows
-    row by row. One request runs at a time, with greedy decoding.
+    row by row. One request runs at a time, without beams; the harness chooses tokens.
 
     Args:
         model: a decoder model of transformers.
@@ -47,7 +50,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         options: the keywords of `lm_eval.models.huggingface.HFLM`.
 
     Raises:
-        PolicyError: a policy that a running model cannot follow; a task that draws tokens.
+        PolicyError: a policy that a running model cannot follow; in an evaluation, a task of beams.
         BudgetError: in an evaluation, the policy has no rule for the budget.
     """
 
@@ -63,14 +66,9 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         **options: Any,
     ) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, **options)
-        self._policy, self._size = as_policy(policy), budget
-        check_live(self._policy)
-        self._running, self._events = RunningModel(model), (interval, prefill)
-
-    def _decoding(self, prompt_len: int, n_pos: int) -> Decoding:
-        interval, prefill = self._events
-        how: dict[str, Any] = {"prompt_len": prompt_len, "n_pos": n_pos, "interval": interval}
-        return Decoding(self._running, self._policy, self._size, **how, prefill=prefill)
+        check_live(rule := as_policy(policy))
+        how: dict[str, Any] = {"interval": interval, "prefill": prefill}
+        self._decoding = partial(Decoding, RunningModel(model), rule, budget, **how)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
@@ -81,7 +79,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         for texts, context, continuation in requests:
             tokens = [*context, *continuation][-(self.max_length + 1) :][:-1]
             prompt_len = len(tokens) - len(continuation) + 1
-            with self._decoding(prompt_len, len(tokens)) as decoding:
+            with self._decoding(prompt_len=prompt_len, n_pos=len(tokens)) as decoding:
                 logits = decoding.feed(tokens, len(continuation))
             logprobs = logits.float().log_softmax(-1)
             expected = torch.tensor(continuation, device=logprobs.device)
@@ -92,35 +90,39 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
                 self.cache_hook.add_partial("loglikelihood", texts, results[-1])
         return results
 
-    @torch.inference_mode()
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
-        """Return context and response, [1, n]."""
-        prompt, eos = context[0].tolist(), options.get("eos_token_id")
-        ends = {
-            *stop_tokens(self.model, self.tokenizer),
-            *(eos if isinstance(eos, list) else [eos]),
-        }
-        temperature = options.pop("temperature", None)
-        if temperature == 0 or temperature is options.get("do_sample") is None:
-            options["do_sample"] = False  # as in the harness
-        given = {key: x for key, x in options.items() if key not in ("attention_mask", *OF_DRAWS)}
-        choice = Choice(self.model, ends - {None}, **given)
-        if choice.others:
-            raise PolicyError(
-                f"the task or the model's generation_config has {', '.join(choice.others)}, "
-                "expected greedy decoding, one token after the other"
-            )
-        choose = choice.begin(len(prompt), max_length - len(prompt))
-        written: list[int] = []
-        with self._decoding(len(prompt), max_length) as decoding:
-            logits = decoding.feed(prompt)[-1]
-            while len(prompt) + len(written) < max_length:
-                written.append(choose(logits, [*prompt, *written]))
-                text = self.tokenizer.decode(written)
-                if written[-1] in ends or any(each in text for each in stop if each):
-                    break
-                if len(prompt) + len(written) < max_length:
-                    logits = decoding.feed(written[-1:])[-1]
-        return torch.tensor([[*prompt, *written]], device=context.device)
+        """Return context and response, [1, n], as the harness writes it."""
+        sizes: dict[str, Any] = {"prompt_len": context.shape[1], "n_pos": max_length}
+        with self._decoding(**sizes) as decoding, _feeding(decoding):
+            out: Tensor = super()._model_generate(context, max_length, stop, **options)
+        return out
+
+
+@contextmanager
+def _feeding(decoding: Decoding) -> Iterator[None]:
+    """Let forwards of the model be those of a live run, as long as the block lasts."""
+    model = decoding.running.model
+    forward, within = model.forward, False
+
+    @wraps(forward)
+    def fed(*args: Any, **options: Any) -> Any:
+        nonlocal within
+        if within:  # of the live run itself
+            return forward(*args, **options)
+        ids, *others = options["input_ids"].tolist()
+        if others:
+            raise PolicyError(f"{1 + len(others)} sequences run at once; expected one: no beams")
+        new = ids[len(decoding.tokens) :] if len(ids) > len(decoding.tokens) else ids
+        within = True
+        logits = decoding.feed(new)[None]
+        within = False
+        cache = {x: y for x, y in options.items() if x in ("cache", "past_key_values")}
+        return CausalLMOutputWithPast(logits=logits, **cache)
+
+    vars(model)["forward"] = fed
+    try:
+        yield
+    finally:
+        del model.forward
