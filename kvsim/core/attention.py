@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_fields
+from kvsim.core.parameters import Above, AtLeast, Finite, check_fields
 from kvsim.errors import NeedsError, TraceError
 from kvsim.schema import NEVER
 
@@ -133,8 +133,6 @@ class Rope:
     @classmethod
     def default(cls, dim: int, theta: float = 10_000.0) -> Rope:
         """The unscaled rotation of a head of `dim` dimensions with base `theta`."""
-        Parameter("dim", Annotated[int, AtLeast(1)], MISSING).value(dim, "rope", TraceError)
-        Parameter("theta", _Positive, MISSING).value(theta, "rope", TraceError)
         return cls(tuple(theta ** (-2.0 * i / dim) for i in range(dim // 2)))
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
