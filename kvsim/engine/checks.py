@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 from kvsim.core.arguments import share_of
@@ -154,11 +155,9 @@ class Setup:
                     f"rows; expected at least {least}; use a longer prompt, another schedule or "
                     "other parameters"
                 )
-        inner = policy.scorer, policy.allocator, policy.layer_budgets, policy.propagation
-        for piece in (*inner, policy.sparse, policy.storage):
-            if piece is not None:
-                seen = ended(trace, self.ends[0]) if piece is policy.sparse else trace
-                piece.check(Run(trace.n_layers, schedule, seen))
+        for piece in chain(*policy.levels):
+            seen = ended(trace, self.ends[0]) if piece is policy.sparse else trace
+            piece.check(Run(trace.n_layers, schedule, seen))
         layers_per_block(self.by_set, policy, memory)
         return self
 
@@ -191,7 +190,7 @@ class Setup:
     def remarks(self, descent: Descent | None) -> Iterator[str]:
         """Yield remarks for readers of a Record: on what stays, and on the trace."""
         trace, policy, schedule = self.trace, self.policy, self.schedule
-        budget, events = self.budget, self.events
+        budget = self.budget
         fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
         fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
         if policy.bounded and fires and budget >= trace.n_pos:
@@ -201,11 +200,9 @@ class Setup:
             )
             return
         if budget < trace.n_pos and policy.bounded and fires and self.evicting is None:
-            first = f"; the first event fires after row {events[0]}" if events else ""
             yield (
                 f"{policy.name}: nothing is evicted at budget {budget}, because no event fires "
-                f"while more is held ({trace.n_pos} tokens{first}); give an interval that fits the "
-                "trace"
+                f"while more is held; give an interval that fits the {trace.n_pos} tokens"
             )
             return
         if of_policy := remark_of(policy, self.first_budget):

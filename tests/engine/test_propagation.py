@@ -236,20 +236,6 @@ def test_remarks_tell_what_had_no_effect(trace):
     assert "nothing is evicted" not in fits.remark
 
 
-def test_the_scorer_of_the_caches_shares_the_window():
-    """Bare names have one window for both; an explicit one inside is its own."""
-    both = kvsim.policy("asl", window=16, pool="max")
-    named = kvsim.policy("asl+snapkv", window=16, pool="max")
-    inside = kvsim.policy("asl", window=16, scorer__window=8)
-    preset = kvsim.policy("asl+snapkv@kvpress", window=16)
-
-    assert both.scorer.window == 16
-    assert both.scorer.pool == "max"
-    assert named.scorer == both.scorer
-    assert (inside.propagation.window, inside.scorer.window) == (16, 8)
-    assert (preset.propagation.window, preset.scorer.window) == (16, 64)
-
-
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
