@@ -90,7 +90,7 @@ REFUSED = {
     "prompts --out file": "exists; give another --out, or --overwrite",
     "prompts --length 512": "error: --length is an option of models for real text, as smollm2, but",
     f"{TEXTS} --level 1": "error: --level is an option of tiny and tiny-deep, but",
-    f"{TEXTS} --task walk": "error: --task is 'walk'; expected needle, needles",
+    f"{TEXTS} --task walk": "error: task is 'walk', expected one of needle, needles",
     f"{TEXTS} --length x": "error: --length is 'x'; expected numbers",
     f"{TEXTS} --depth 2 --length 900": "error: depth is 2.0, expected a number",
     # ------------------------------------------------------------------------------------ plot

@@ -14,8 +14,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+from kvsim.core.parameters import Between, check_fields
 from kvsim.studies.language.ledger import LedgerError, Retrieval, last_sum, solve
 from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, NODES
 
@@ -27,16 +28,36 @@ PERIOD = {"check": 4, "wait": 8}
 
 MAX_KINDS = min(len(domain.kinds) for domain in DOMAINS.values())
 
-# Ranges of sizes.
-_SIZES = {
-    "facts": (2, len(NODES)),
-    "lines": (1, len(COUNTERS)),
-    "kinds": (1, MAX_KINDS),
-    "filler": (0, 64),
-    "report": (1, len(COUNTERS)),
-    "cycle": (1, len(NODES)),
-    "level": (1, 5),
-}
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a sample.
+
+    Attributes:
+        facts: number of facts.
+        lines: number of lines in the response, those of the agenda not counted. `get`, `join` and
+            `needle` name each node at most once, so there it is capped at ``facts``; `check` takes
+            one line more where the agenda would begin with the first line.
+        kinds: number of kinds in the key; `wait` needs one for each entry of its agenda and takes
+            that many where there are fewer.
+        filler: filler sentences before a fact, on average.
+        cycle: length in nodes of the cycle that a walk runs on, so a fact recurs every ``cycle``
+            lines; without it, 4 to 16.
+        report: number of sums in the report; without it, 1 to 4.
+
+    Raises:
+        LedgerError: a size outside its range.
+    """
+
+    facts: Annotated[int, Between(2, len(NODES))]
+    lines: Annotated[int, Between(1, len(COUNTERS))]
+    kinds: Annotated[int, Between(1, MAX_KINDS)] = 8
+    filler: Annotated[float, Between(0, 64)] = 0.0
+    cycle: Annotated[int | None, Between(1, len(NODES))] = None
+    report: Annotated[int | None, Between(1, len(COUNTERS))] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a prompt", LedgerError)
 
 
 @dataclass(frozen=True)
@@ -145,54 +166,31 @@ def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> l
     return [*words, "."]
 
 
-def _check(**given: float | str | None) -> None:
-    """Raise LedgerError for an unknown task or domain, or a size outside its range."""
-    names = {"task": TASKS, "domain": tuple(DOMAINS)}
-    for name, value in given.items():
-        if name in names and value not in names[name]:
-            raise LedgerError(f"{name} is {value!r}, expected one of {', '.join(names[name])}")
-        low, high = _SIZES.get(name, (0, 0))
-        if name in _SIZES and value is not None and not low <= float(value) <= high:
-            raise LedgerError(f"{name} is {value}, expected {low} to {high}")
-
-
 def make(
     rng: random.Random,
     *,
     task: str,
-    facts: int,
-    lines: int,
     domain: str | None = None,
-    filler: float = 0.0,
-    kinds: int = 8,
-    report: int | None = None,
-    cycle: int | None = None,
     level: int | None = None,
+    **sizes: Any,
 ) -> Sample:
     """Draw one sample.
 
     Args:
         rng: source of all randomness.
         task: one of `TASKS`.
-        facts: number of facts, 2 to 160.
-        lines: number of lines in the response, 1 to 128, those of the agenda not counted. `get`,
-            `join` and `needle` name each node at most once, so there it is capped at ``facts``;
-            `check` takes one line more where the agenda would begin with the first line.
         domain: one of `DOMAINS`; without it, any.
-        filler: filler sentences before a fact, on average, 0 to 64.
-        kinds: number of kinds in the key, 1 to 20; `wait` needs one for each entry of its agenda
-            and takes that many where there are fewer.
-        report: number of sums in the report; without it, 1 to 4.
-        cycle: length in nodes of the cycle that a walk runs on, so a fact recurs every ``cycle``
-            lines; without it, 4 to 16.
         level: the level of the sample; it does not change sizes.
+        sizes: those of `Size`.
 
     Raises:
         LedgerError: no such task or domain, or a size outside its range.
     """
-    domain = domain or rng.choice(list(DOMAINS))
-    sizes = {"kinds": kinds, "filler": filler, "report": report, "cycle": cycle}
-    _check(task=task, domain=domain, facts=facts, lines=lines, **sizes)
+    domain, size = domain or rng.choice(list(DOMAINS)), Size(**sizes)
+    for value, known in ((task, TASKS), (domain, DOMAINS)):
+        if value not in known:
+            raise LedgerError(f"there is no {value!r}, expected one of {', '.join(known)}")
+    facts, lines, kinds = size.facts, size.lines, size.kinds
     verb = "get" if task == "needle" else task
     listed = verb in ("get", "join")
     if listed:
@@ -202,14 +200,14 @@ def make(
     if verb == "wait":
         kinds = max(kinds, (lines - 1) // PERIOD["wait"])
     nodes = rng.sample(NODES, facts)
-    cycle = min(facts, cycle or rng.randint(min(4, facts), min(16, facts)))
+    cycle = min(facts, size.cycle or rng.randint(min(4, facts), min(16, facts)))
     successor = _successors(nodes, cycle, rng)
     used = rng.sample(DOMAINS[domain].kinds, kinds)
     key = {kind: rng.choice(DIGITS) for kind in used}
 
     words = ["facts", ":"]
     for node in rng.sample(nodes, facts):
-        for _ in range(int(filler + rng.random())):
+        for _ in range(int(size.filler + rng.random())):
             words += _sentence(rng, domain)
         words += [node, successor[node], rng.choice(used), "."]
     words += ["key", ":"]
@@ -228,23 +226,11 @@ def make(
         words += _agenda(rng, verb, lines, key)
     # A line with a check has two digits that follow its counter; the report leaves it out.
     free = [k for k in range(1, lines) if verb != "check" or k % PERIOD["check"]]
-    reports = min(rng.randint(1, 4) if report is None else report, len(free) + 1)
+    reports = min(size.report or rng.randint(1, 4), len(free) + 1)
     reported = [*rng.sample(free, reports - 1), 0]
     words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
     prompt = " ".join(words)
     return Sample(task, domain, level, prompt, *solve(prompt), facts, lines)
-
-
-@dataclass(frozen=True)
-class Size:
-    """The sizes of one task at one level; see `make`."""
-
-    facts: int
-    lines: int
-    kinds: int
-    filler: float
-    cycle: int | None = None
-    report: int = 3
 
 
 _FACTS = (16, 28, 44, 64, 96)
@@ -254,7 +240,7 @@ _CYCLES = (5, 9, 16, 32, 64)
 
 
 def _sizes(lines: Sequence[int]) -> tuple[Size, ...]:
-    return tuple(map(Size, _FACTS, lines, _KINDS, _FILLER, _CYCLES))
+    return tuple(map(Size, _FACTS, lines, _KINDS, _FILLER, _CYCLES, [3] * 5))
 
 
 #: Sizes of levels 1 to 5 for each task.
@@ -265,12 +251,12 @@ LEVELS: dict[str, tuple[Size, ...]] = {
     "check": _sizes((19, 32, 48, 68, 88)),
     "wait": _sizes((21, 36, 54, 75, 96)),
     "fork": _sizes((24, 40, 60, 84, 108)),
-    "needle": tuple(Size(8, 2, 6, filler) for filler in (4, 7, 11, 16, 22)),
+    "needle": tuple(Size(8, 2, 6, filler, report=3) for filler in (4, 7, 11, 16, 22)),
 }
 #: Tokens of a sequence, response included, at levels 1 to 5 of any task: from, to.
 TOKENS = ((200, 330), (330, 510), (520, 760), (780, 1110), (1120, 1470))
 #: Sizes without a level: sequences of about 500 tokens. A needle has the sizes of its level 3.
-DEFAULT = Size(facts=32, lines=48, kinds=12, filler=0.1)
+DEFAULT = Size(facts=32, lines=48, kinds=12, filler=0.1, report=3)
 
 
 def prompts(
@@ -292,21 +278,19 @@ def prompts(
             with a level.
     """
     given = {name: size for name, size in sizes.items() if size is not None}
-    _check(level=level)
-    if level is not None and given:
+    if level is not None and (given or level not in range(1, 1 + len(TOKENS))):
         raise LedgerError(
-            f"level {level} and {', '.join(given)} are given, expected a level, which sets all "
-            "sizes, or sizes"
+            f"level is {level}, and of sizes {', '.join(given) or 'none'} are given; expected 1 to "
+            f"{len(TOKENS)}, which sets all sizes, or sizes"
         )
     rng = random.Random(f"ledger {seed}")
     samples = []
     for index in range(n):
         name = task or TASKS[index % len(TASKS)]
-        _check(task=name)
-        if level is not None:
-            size = LEVELS[name][level - 1]
-        else:
-            size = replace(LEVELS[name][2] if name == "needle" else DEFAULT, **given)
+        levels = LEVELS.get(name, LEVELS["walk"])
+        size = levels[(level or 3) - 1]
+        if level is None:
+            size = replace(size if name == "needle" else DEFAULT, **given)
         subject = domain or list(DOMAINS)[index % len(DOMAINS)]
         samples.append(make(rng, task=name, domain=subject, level=level, **asdict(size)))
     return samples
