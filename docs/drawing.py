@@ -33,15 +33,14 @@ ROOT = DOCS.parent
 LARGEST, ALL, WIDTH = 50_000, 1_000_000, 1000
 #: Pictures that a script of their own makes, and what it is.
 OTHERS = {
-    "figures/results.png": "docs/results.py",
-    "figures/results-smollm2.png": "docs/results.py",
-    "figures/results-8k.png": "docs/results.py",
-    "figures/results-qwen-1.5b.png": "docs/results.py",
-    "figures/results-qwen-1.5b-8k.png": "docs/results.py",
-    "figures/results-qwen-1.5b-sheets.png": "docs/results.py",
+    **dict.fromkeys(
+        (
+            f"figures/leaderboard-{board}.png"
+            for board in ("8k", "qwen-1.5b", "qwen-1.5b-8k", "qwen-1.5b-sheets", "smollm2", "tiny")
+        ),
+        "docs/leaderboard.py",
+    ),
     "figures/answer.png": "docs/answer.py",
-    "figures/results-ranking.png": "docs/results.py",
-    "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/knowledge.png": "docs/learned.py of kvsim 0.1.0",
     "figures/access.png": "docs/access.py of kvsim 0.1.0",
     "figures/scoring.png": "docs/scoring.py",

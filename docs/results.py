@@ -1,18 +1,16 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
-"""Replay every policy on traces of a model: results.md; test what the papers claim: claims.md.
+"""Measure every policy on the prompts of a board, and test what the papers claim: claims.md.
 
     python docs/results.py                   tiny, 24 prompts: six minutes on two cores
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
     python docs/results.py --model smollm2   46 prompts of up to 1,024 tokens: hours; resumes
     python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
     python docs/results.py --model qwen-1.5b --file FILE.gguf    answers of Qwen2.5-Coder; resumes
-    python docs/results.py --model qwen-smollm2    the same answers on its page; also qwen-0.5b
-    python docs/results.py --model qwen-1.5b-sheets --file FILE.gguf    long answers; resumes
-    python docs/results.py --stored          the pages of the values that are there: seconds
+    python docs/results.py --stored          the page of claims, of the values that are there
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
-The values of every prompt are in a file beside the page, `docs/results.parquet`; every number of
-the pages follows from it, every verdict by `kvsim.studies.claims`, as in `kvsim report`. What was
+The values of every prompt are in `docs/results*.parquet`; the page of claims follows from it by
+`kvsim.studies.claims`, as in `kvsim report`, and docs/leaderboard.py ranks policies by it. What was
 measured of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a
 policy added later is all that is measured. The work is done in docs/results_page.
 """
@@ -34,20 +32,15 @@ import polars as pl
 import torch
 
 from results_page.claims import claims_page
-from results_page.long import long_page
 from results_page.plan import PLANS, SMALLEST, Plan
-from results_page.policies import table_policies
-from results_page.ranking import figures, rows
 from results_page.statistics import Results, read_values, write_values
 from results_page.tables import measure_prompt
-from results_page.text import page
 from results_page.timing import cost
 from results_page.traces import record, weights
 
-ROOT = Path(__file__).resolve().parent.parent
-CLAIMS_PAGE = ROOT / "docs" / "claims.md"
-PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
-#: Pages of all policies, and those whose values claims are tested on.
+DOCS = Path(__file__).resolve().parent
+CLAIMS_PAGE, TRACES = DOCS / "claims.md", DOCS.parent / "traces" / "results"
+#: Plans of all policies, and those whose values claims are tested on.
 WHOLE = ("tiny", "smollm2")
 CLAIMED = (*WHOLE, "qwen-1.5b", "qwen-1.5b-8k")
 
@@ -72,13 +65,13 @@ def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, unless the values are there, and write the page and its figures."""
+    """Measure, unless the values are there, and write the page of claims beside the values."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=PLANS, default="tiny")
     parser.add_argument("--smallest", action="store_true", help="two short prompts, one budget")
-    parser.add_argument("--stored", action="store_true", help="write the page of the values there")
+    parser.add_argument("--stored", action="store_true", help="write the page of claims alone")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "results", metavar="DIR")
+    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 2 by default")
     parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of them")
     parser.add_argument("--file", type=Path, metavar="FILE.gguf", help="the model, if it is Qwen")
@@ -88,54 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = SMALLEST[args.model] if args.smallest else PLANS[args.model]
     plan = replace(plan, prompts=args.prompts or plan.prompts)
     plan = replace(plan, file=args.file, device=args.device)
-    out = args.out or PAGES[plan.name]
-    if plan.beside and not (base := values(PLANS[plan.beside], out)).exists():
-        parser.error(f"{base} does not exist; measure --model {plan.beside} there first")
+    out = args.out or DOCS / plan.values
     if not args.stored:
-        measure_all(plan, args.traces, values(plan, out), args.jobs)
-    plan = PLANS[plan.beside] if plan.beside else plan
-    results = {plan.name: write(plan, out)}
-    if out == PAGES[plan.name]:
-        results = committed(CLAIMED)
+        measure_all(plan, args.traces, out, args.jobs)
     if plan.name in CLAIMED:
+        results = {plan.name: read_values(out, plan)} if args.out else committed()
         out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
-    print(f"{out} written after {time.perf_counter() - start:.0f} s")
+    print(f"{out}: done after {time.perf_counter() - start:.0f} s")
 
 
-def committed(names: Sequence[str]) -> dict[str, Results]:
-    """The values of those pages that are in the repository."""
-    files = {name: PAGES[name].with_suffix(".parquet") for name in names}
-    return {name: read_values(path, PLANS[name]) for name, path in files.items() if path.exists()}
-
-
-def values(plan: Plan, page: Path) -> Path:
-    """The file of the values of a plan, beside the page."""
-    return page.with_name(plan.values) if plan.beside else page.with_suffix(".parquet")
-
-
-def write(plan: Plan, out: Path) -> Results:
-    """Write the page of the values beside it, and its figures."""
-    results = read_values(values(plan, out), plan)
-    wanted = table_policies(plan, "prefix:64")  # the labels alone
-    policies = {label: one for label, one in wanted.items() if results.has(label)}
-    by_budget = rows(results, policies)
-    image = out.parent / "figures" / f"{out.stem}.png"
-    figures(by_budget, image, every=not plan.only)
-    link = image.relative_to(out.parent).as_posix()
-    if plan.only:
-        known = committed([name for name in CLAIMED if name != plan.name])
-        compared = [known[name] for name in WHOLE if name in known]
-        if plan.once or plan.sheets:
-            same = [x for x in known.values() if x.plan.model == plan.model]
-            compared = same if plan.model in WHOLE else same + compared
-        smaller = [each for each in PLANS.values() if each.beside == plan.name]
-        files = ((values(each, out), each) for each in smaller)
-        compared = [read_values(*of) for of in files if of[0].exists()] + compared
-        text = long_page(results, by_budget, link, compared)
-    else:
-        text = page(results, policies, by_budget, link)
-    out.write_text(text, "utf-8")
-    return results
+def committed() -> dict[str, Results]:
+    """The values in the repository that claims are tested on."""
+    return {name: read_values(DOCS / PLANS[name].values, PLANS[name]) for name in CLAIMED}
 
 
 if __name__ == "__main__":

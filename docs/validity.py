@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from study import correlated, markdown
 
 import kvsim
 from kvsim.analysis.attention.agreement import spearman
@@ -37,7 +38,6 @@ from results_page.answers import auc, live_answers
 from results_page.plan import PLANS, SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.rank_correlation import rank_correlation
-from results_page.ranking import correlated, markdown
 from results_page.statistics import read_values
 from results_page.traces import samples
 

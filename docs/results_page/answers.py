@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from study import read
+from study import correlated, read
 
-from kvsim.analysis.arrays import Bools
-from results_page.best import values
-from results_page.rank_correlation import rank_correlation
-from results_page.ranking import correlated
+from kvsim.analysis.arrays import Bools, Ints
 from results_page.statistics import Floats, Results
 from results_page.traces import ANSWERS, samples
 
@@ -18,6 +15,14 @@ from results_page.traces import ANSWERS, samples
 POLICIES = (
     *("streaming_llm", "snapkv", "h2o", "tova", "expected_attention", "keydiff", "rkv", "gkv"),
 )
+
+
+def values(r: Results, policies: Sequence[str], budget: int) -> tuple[Floats, Ints]:
+    """KL [prompt, policy] of the prompts that have all, by digest, and the places of these."""
+    kl = np.stack([r.of(label, budget, "response_kl") for label in policies], axis=1)
+    order = np.argsort(np.array(r.digests), kind="stable")
+    order = order[~np.isnan(kl[order]).any(1)]
+    return kl[order], order
 
 
 def pairs(kl: Floats, wrong: Bools) -> Floats:
@@ -56,24 +61,3 @@ def live_answers(
     both = [(at, asked.index(known[p])) for at, p in enumerate(prompts) if known[p] in asked]
     at, of = np.array(both).T
     return kl, wrong, kl[at], wrong[of]
-
-
-def right_answers(r: Results, policies: Sequence[str]) -> str:
-    """Whether KL orders policies by their wrong answers, and tells these from right ones."""
-    between, within = [], []
-    for budget in r.plan.budgets:
-        kl, wrong, own, lost = live_answers(r, policies, budget)
-        found = rank_correlation(kl, wrong.astype(np.float64), same=False)
-        between.append(f"{correlated(*found)} at {budget}")
-        within.append(f"{auc(own, lost)} at {budget}")
-    return (
-        f"Of [{len(wrong)} live answers](qwen.md#answers-under-policies), the share of wrong ones "
-        f"orders the {len(policies)} policies as judged KL here with a rank correlation of "
-        f"{', '.join(between)} entries; in brackets the 95 % interval for other policies and "
-        "prompts, which leaves all open. Of pairs of a wrong and a right answer under one policy, "
-        f"on the {len(lost)} questions that both have, the wrong one has the larger KL in a share "
-        f"of {', '.join(within)} (chance is 0.50). A row of the recorded answer counts the same "
-        "whether the answer depends on it or not, KL does not see whether a wrong step is mended "
-        "later, and answers that ran into the limit of 600 tokens count as they stand: under "
-        "`tova` 46 and 34 of 48."
-    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from study import markdown
+
 from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.studies.claims import CLAIMS
 from kvsim.studies.claims.claim import ALL, HOLDS, MATTERS, MOST, NOT, OPEN, Claim
-from results_page.ranking import markdown
 from results_page.statistics import Results
 
 #: Where events are on a page of few policies, by whether there is only one.
@@ -28,7 +29,7 @@ def claims_page(results: Mapping[str, Results]) -> str:
 
 def _rules(results: Mapping[str, Results]) -> str:
     prompts = ", ".join(
-        f"{r.plan.prompts} prompts of [{model}]({r.plan.page})" for model, r in results.items()
+        f"{r.plan.prompts} prompts of [{model}](leaderboard.md)" for model, r in results.items()
     )
     return (
         f"Which claims hold on {prompts}? A claim that fails on models this small and texts this "
@@ -54,7 +55,7 @@ def _rules(results: Mapping[str, Results]) -> str:
         "Schedule and parameters are those of the results; Expected Attention is tested at one "
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
-        f" Claims on policies that a page does not have are not tested; {_where(results)}."
+        f" Claims on policies that were not replayed are not tested; {_where(results)}."
     )
 
 
@@ -86,28 +87,6 @@ def _table(by_model: ByModel) -> str:
         results = [_result(claim) for claim in of_models]
         lines.append([first.number, first.says, first.where, number, *results])
     return _rows(lines)
-
-
-def differing(r: Results, shorter: Results) -> str:
-    """What claims that are decided on results say, where not the same as on shorter answers."""
-    both = [
-        pair
-        for claims in CLAIMS.values()
-        for pair in zip(claims(r.evidence), claims(shorter.evidence), strict=True)
-    ]
-    verdicts = [claim.verdict for claim, _ in both if claim.n]
-    rows = [
-        [claim.number, claim.says, _result(other), _result(claim)]
-        for claim, other in both
-        if claim.verdict not in (OPEN, other.verdict)
-    ]
-    text = (
-        f"Of the [claims of the papers](claims.md), {verdicts.count(HOLDS)} hold on these answers, "
-        f"{verdicts.count(NOT)} do not, and {verdicts.count(OPEN)} are not decided. Decided here, "
-        f"and otherwise than on [{shorter.plan.prompts} shorter answers]({shorter.plan.page}):"
-    )
-    lines = [["", "claim", "shorter answers", "here"], ["---"] * 4, *rows]
-    return f"{text}\n\n{_rows(lines)}"
 
 
 def _result(claim: Claim) -> str:

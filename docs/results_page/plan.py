@@ -94,24 +94,9 @@ class Plan:
         return self.called or self.model
 
     @property
-    def page(self) -> str:
-        """The file of its page."""
-        shown = self.beside or self.name
-        return "results.md" if shown == "tiny" else f"results-{shown}.md"
-
-    @property
     def values(self) -> str:
-        """The file of its values, beside the page of another plan."""
-        return f"results-{self.name}.parquet"
-
-    @property
-    def option(self) -> str:
-        """Options of docs/results.py for this plan."""
-        given = "" if self.name == "tiny" else f" --model {self.name}"
-        if self == SMALLEST[self.name]:
-            return given + " --smallest"
-        given += " --file FILE.gguf" * self.model.startswith("Qwen")
-        return given + f" --prompts {self.prompts}" * (self != PLANS[self.name])
+        """The file of its values."""
+        return "results.parquet" if self.name == "tiny" else f"results-{self.name}.parquet"
 
     def __str__(self) -> str:
         usual = vars(Plan())

@@ -18,7 +18,6 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.schema import FIDELITY
 from kvsim.studies.claims.evidence import Evidence, Seconds, of
 from results_page.plan import Plan
-from results_page.stages import MEASURED
 
 Floats = NDArray[np.float64]
 
@@ -34,8 +33,7 @@ _LAYERED = ("segment_count", "sparsity_compressed")
 class Results:
     """The values of every trace; digests and sizes (tokens, of these prompt) of the traces.
 
-    made: the weights of the model, and what computed the values. stages: rows of the time
-    and memory of stages.
+    made: the weights of the model, and what computed the values.
     """
 
     plan: Plan
@@ -43,7 +41,6 @@ class Results:
     digests: Sequence[str] = ()
     sizes: Sequence[tuple[int, int]] = ()
     made: Mapping[str, str] = field(default_factory=dict)
-    stages: pl.DataFrame = field(default_factory=pl.DataFrame)
 
     def of(
         self,
@@ -54,11 +51,11 @@ class Results:
         layer: int | None = None,
     ) -> Floats:
         """A value for each prompt, NaN where there is none."""
-        return self.evidence.value(metric, variant, layer, of=(self._result(label), str(budget)))
+        return self.evidence.value(metric, variant, layer, of=(self.result(label), str(budget)))
 
     def chance(self, label: str, budget: int, metric: str) -> Floats:
         """Values of chance alone; [prompt]."""
-        return self.evidence.value(metric, of=(self._result(label), str(budget)), chance=True)
+        return self.evidence.value(metric, of=(self.result(label), str(budget)), chance=True)
 
     @property
     def layers(self) -> int:
@@ -69,7 +66,7 @@ class Results:
         """Whether a policy was measured."""
         return bool(self._found(label))
 
-    def _result(self, label: str) -> Result:
+    def result(self, label: str) -> Result:
         """The row of the tables; of policies that drop rows, the one after the prompt."""
         found = self._found(label)
         if not found:
@@ -149,8 +146,6 @@ def read_values(path: Path, plan: Plan) -> Results:
         ).items()
     }
     rows = rows.filter(~events)
-    of_stages = pl.col("metric").is_in(MEASURED)
-    stages, rows = rows.filter(of_stages), rows.filter(~of_stages)
     traces = rows.unique("prompt", keep="first", maintain_order=True)
     return Results(
         plan,
@@ -158,5 +153,4 @@ def read_values(path: Path, plan: Plan) -> Results:
         traces["digest"].to_list(),
         traces.select("tokens", "prompt_tokens").rows(),
         json.loads(written["made"]),
-        stages,
     )

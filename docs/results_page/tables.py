@@ -26,6 +26,7 @@ from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.studies.layers.ranking import curves
 from kvsim.sweeps import replay_all
+from results_page.kept_answers import ANSWER, answered
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,
@@ -34,7 +35,6 @@ from results_page.policies import (
     table_policies,
     variants,
 )
-from results_page.stages import ANSWER, MEASURED, Stages, answered
 from results_page.statistics import STORED, stored_rows
 from results_page.traces import in_memory, judge_of, record, samples, weights
 
@@ -96,7 +96,7 @@ class Replays:
         return {_hash(*decides, metrics): metrics for metrics in pieces}
 
     def measure(
-        self, trace: Trace, judge: Judge, missing: Collection[str], stages: Stages
+        self, trace: Trace, judge: Judge, missing: Collection[str]
     ) -> Iterator[tuple[str, pl.DataFrame]]:
         """Replay the policies of missing pieces; name and Table of each piece."""
         budgets = self.fitting(trace.n_pos)
@@ -111,15 +111,13 @@ class Replays:
             judged = (*JUDGED, ANSWER)
             replayed = [name for name in metrics if name not in judged] or ["entries_seen"]
             options = {**self.options, "device": self.device}
-            with stages.on("replay"):
-                run = replay_all([trace], policies, budgets, metrics=replayed, **options)
+            run = replay_all([trace], policies, budgets, metrics=replayed, **options)
             if run.failures:
                 raise SystemExit(f"a replay failed: {run.failures[0]}")
             records = [one for one in run.records if not unjudged(one)]
             of_model = []
             if not set(JUDGED).isdisjoint(metrics):
-                with stages.on("judge"):
-                    outcomes = [answered(trace, each) for each in judge.outcomes(records)]
+                outcomes = [answered(trace, each) for each in judge.outcomes(records)]
                 of_model = [measure_live(trace, records, outcomes, judged)]
             values = pl.concat([run.table, *of_model])
             for policy in policies:
@@ -139,24 +137,21 @@ def measure_prompt(
     noticed: remove both.
     """
     torch.set_num_threads(1)
-    prompt = samples(plan)[number]
-    said = prompt.content, prompt.response
-    name = f"{prompt.id}-{_hash(said, weights(plan), calibration.name)}"
+    name = key(plan, number)
     stored = folder / "measured" / f"{name}.parquet"
     rows = {}
     for file in (values, stored):
         if file.exists():
             of_prompt = stored_rows(file).filter(prompt=name)
             rows |= {str(each["piece"][0]): each for each in of_prompt.partition_by("piece")}
-    stages = Stages()
     if rows:
         tokens = next(iter(rows.values()))["tokens"][0]
     else:
-        (path,) = record(plan, folder, [number], stages)
+        (path,) = record(plan, folder, [number])
         tokens = open_trace(path).n_pos
     replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
     replays = [each for each in replays if each.fitting(tokens)]
-    of_trace = _of_trace(plan, stages)
+    of_trace = _of_trace(plan)
     pieces = (piece for each in replays for one in each.policies for piece in each.pieces(one))
     wanted = [*dict.fromkeys(pieces), *of_trace]
     missing = set(wanted).difference(rows)
@@ -164,7 +159,7 @@ def measure_prompt(
         (path,) = record(plan, folder, [number])
         trace, digest = in_memory(path), open_trace(path).digest
         judge = judge_of(plan, trace)
-        new = dict(pair for each in replays for pair in each.measure(trace, judge, missing, stages))
+        new = dict(pair for each in replays for pair in each.measure(trace, judge, missing))
         new |= {piece: make(trace) for piece, make in of_trace.items() if piece in missing}
         for piece, table in new.items():
             of_piece = (name, piece, digest, trace.n_pos, trace.prompt_len)
@@ -178,6 +173,16 @@ def measure_prompt(
             # a run that ends meanwhile leaves no half of a trace under its name
             shutil.rmtree(path.rename(path.with_suffix(f".{os.getpid()}")))
     return pl.concat(rows[piece] for piece in wanted)
+
+
+def key(plan: Plan, number: int) -> str:
+    """Return the name of a prompt, with a digest of its text, its response and the weights."""
+    calibration, prompt = (
+        ("" if plan.only else f"{samples(plan)[0].id}.zarr"),
+        samples(plan)[number],
+    )
+    said = prompt.content, prompt.response
+    return f"{prompt.id}-{_hash(said, weights(plan), calibration)}"
 
 
 def _hash(*decides: Any) -> str:
@@ -235,11 +240,10 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     ]
 
 
-def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.DataFrame]]:
+def _of_trace(plan: Plan) -> dict[str, Callable[[Trace], pl.DataFrame]]:
     """Return the metrics of a trace alone, by the names of the pieces."""
-    costs = {_hash(MEASURED): lambda _: stages.table()} if plan.only else {}
     if not plan.claimed:
-        return costs
+        return {}
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
 
     def of_prompt(trace: Trace) -> pl.DataFrame:
@@ -248,7 +252,7 @@ def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.Data
         analysis = Analysis(trace, given=given)
         return kvsim.measure(analysis, metrics=_OF_PROMPTS)
 
-    return costs | {
+    return {
         _hash(_OF_TRACES): lambda trace: kvsim.measure(trace, metrics=_OF_TRACES),
         _hash(_OF_PROMPTS, plan.budgets, rule): of_prompt,
     }

@@ -21,7 +21,6 @@ from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
 from results_page.plan import Plan
-from results_page.stages import Stages
 
 #: Tasks of the prompts for tiny, in turn: those whose response is long enough for events.
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")
@@ -133,9 +132,7 @@ def _real(plan: Plan, number: int) -> Prompt:
     )
 
 
-def record(
-    plan: Plan, folder: Path, numbers: Sequence[int], stages: Stages | None = None
-) -> list[Path]:
+def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
     """The traces of some prompts; those that an earlier run left in the folder are used again."""
     wanted = [samples(plan)[number] for number in numbers]
     paths = [folder / f"{prompt.id}.zarr" for prompt in wanted]
@@ -144,8 +141,7 @@ def record(
         model, tokenizer = _model(plan)
         most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
         most |= {"sensitivity": False} if plan.only else {"probe": "repeat"}
-        with (stages or Stages()).on("capture"):
-            capture_many(model, tokenizer, missing, folder, o_proj=True, **most)
+        capture_many(model, tokenizer, missing, folder, o_proj=True, **most)
     for prompt, path in zip(wanted, paths, strict=True):
         recorded = open_trace(path).meta["text"]
         if prompt.content not in (recorded["prompt"], recorded["messages"]):
