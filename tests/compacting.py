@@ -1,4 +1,4 @@
-"""Traces without the rows that are long before the response (docs/compact-traces.md)."""
+"""Traces without the rows that are long before the response (docs/record.md)."""
 
 from __future__ import annotations
 

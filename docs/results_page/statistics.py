@@ -145,7 +145,7 @@ def read_values(path: Path, plan: Plan) -> Results:
             "policy", as_dict=True, maintain_order=True
         ).items()
     }
-    rows = rows.filter(~events)
+    rows = rows.filter(~events).drop_nulls("trace")  # files of 0.1.0 have what stages took
     traces = rows.unique("prompt", keep="first", maintain_order=True)
     return Results(
         plan,

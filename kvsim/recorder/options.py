@@ -115,7 +115,7 @@ class Options:
         Help(
             "'response' stores queries and outputs of the response, of the 512 rows before it "
             "('response+N': of N rows) and of the first 256, and sums over the others, which most "
-            "policies and metrics read instead (docs/compact-traces.md). Before a question behind "
+            "policies and metrics read instead (docs/record.md). Before a question behind "
             "a context if there is one. All rows by default.",
             "response[+N]",
         ),

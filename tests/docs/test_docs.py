@@ -22,7 +22,7 @@ PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
 ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read_text("utf-8"))]
 
 #: Pages that readers type through first; blocks of other pages run in the deep tier.
-FIRST = ("README", "quickstart", "add-a-policy", "policies", "sweeps", "conform")
+FIRST = ("README", "quickstart", "record", "add-a-policy", "policies", "sweeps", "conform")
 RUN = [
     name if Path(name).stem in FIRST else pytest.param(name, marks=pytest.mark.deep)
     for name in sorted({block.page for block in ALL if block.how == "run"})

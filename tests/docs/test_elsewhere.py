@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_outputs_become_prompts(tmp_path, monkeypatch):
     """Ids where there are some, chats as messages, and the engine's sampling as the writer."""
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "text-made-elsewhere.md"
+    page = ROOT / "docs" / "record.md"
     names = {}
     for block in blocks("page", page.read_text("utf-8")):
         if block.file is not None:

@@ -78,7 +78,7 @@ def test_a_policy_is_measured_on_the_prompts_of_a_board(tmp_path, capsys):
 
 def test_another_prompt_is_refused(tmp_path, monkeypatch):
     """A board of other weights or prompts says so before anything is recorded."""
-    monkeypatch.setattr(leaderboard, "key", lambda plan, number: "another")
+    monkeypatch.setattr(leaderboard, "key", lambda *_: "another")
 
     with pytest.raises(SystemExit, match="prompt 1"):
         leaderboard.stand(BOARDS[-1], "tova", 1, tmp_path, None)

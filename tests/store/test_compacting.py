@@ -24,7 +24,7 @@ from kvsim.store.verification import describe, verify
 PROMPT, CONTEXT, TOKENS, STAY = 850, 840, 890, 300
 LEFT_OUT = (256, 512)
 
-#: Policies that read more rows of the prompt than stay; `docs/compact-traces.md` names them.
+#: Policies that read more rows of the prompt than stay; `docs/record.md` names them.
 REFUSED = {"infllm", "infllm@release", "compactor", "compactor@attention"}
 
 #: Metrics that read them.
@@ -259,7 +259,7 @@ def test_rows_that_are_no_whole_blocks_are_refused(left_out):
 
 
 def test_the_page_names_all_that_is_refused():
-    """`docs/compact-traces.md` has every policy and metric that the tests above find."""
-    page = (Path(__file__).parents[2] / "docs" / "compact-traces.md").read_text()
+    """`docs/record.md` has every policy and metric that the tests above find."""
+    page = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
 
     assert [name for name in (*REFUSED, *REFUSED_METRICS) if f"`{name}`" not in page] == []

@@ -1,0 +1,135 @@
+"""docs/findings.md: each number follows from a stored file."""
+
+import json
+import re
+
+import polars as pl
+import pytest
+
+import leaderboard
+from answer import wilson
+from kvsim.studies.claims import CLAIMS
+from results import DOCS, committed
+
+pytestmark = pytest.mark.deep
+
+TEXT = {
+    int(line.partition(".")[0]): line
+    for line in (DOCS / "findings.md").read_text("utf-8").splitlines()
+    if re.match(r"\d+\. ", line)
+}
+
+
+def percent(right, n):
+    """Wilson's interval as the page has it."""
+    low, high = (f"{100 * x:.0f}" for x in wilson(right, n))
+    return f"[{low}, {high}]"
+
+
+def test_answers_by_workload():
+    """Of the live runs and of the needles that judged rows keep."""
+    live = pl.DataFrame(map(json.loads, (DOCS / "qwen-live.jsonl").read_text().splitlines()))
+    live = live.filter(budget=128, model="qwen2.5-coder-1.5b-instruct")
+    right = dict(live.group_by("policy").agg(pl.col("right").sum()).iter_rows())
+    needles = leaderboard.table("qwen-1.5b-8k").filter(metric="answer_kept", budget=512)
+    kept = dict(needles.group_by("policy").agg(pl.col("value").sum()).iter_rows())
+
+    assert max(right, key=right.get) == "expected_attention"
+    assert len(right) == 8
+    assert (
+        f"{right['expected_attention']} of 48 questions right (83 % {percent(40, 48)})" in TEXT[1]
+    )
+    assert (kept["expected_attention"], kept["snapkv"], needles["trace"].n_unique()) == (0, 6, 6)
+    assert f"({percent(0, 6)} %)" in TEXT[1]
+    assert f"({percent(6, 6)} %)" in TEXT[1]
+
+
+def test_transfer_of_rankings():
+    """As on the leaderboard."""
+    table = leaderboard.transfer()
+
+    for text, policies in (("0.38 [-0.33, 0.85]", 13), ("0.25 [-0.13, 0.57]", 37)):
+        assert f"| {policies} | {text} |" in table
+        assert f"{policies} policies" in TEXT[2]
+        assert text in TEXT[2]
+
+
+def test_ranks_of_random():
+    """Of the leaderboard's comparison."""
+    for board, budget, ranks, n in (
+        ("qwen-1.5b", "128", (3, 7), 40),
+        ("qwen-1.5b-8k", "256", (14, 14), 12),
+    ):
+        rows = leaderboard.compared(leaderboard.table(board)).overall
+        (row,) = rows.filter(policy="random", requested=budget).to_dicts()
+        assert (row["rank_low"], row["rank_high"], row["n"]) == (*ranks, n)
+        assert rows.filter(requested=budget)["rank"].max() == 14
+
+
+def test_scorers_and_protection():
+    """As the page on scoring says."""
+    page = (DOCS / "scoring.md").read_text("utf-8")
+    for count in ("48 of 60", "26 of 60", "12 of 24"):
+        assert count in page
+        assert count in TEXT[4]
+    (row,) = (line for line in page.splitlines() if line.startswith("| R1 "))
+    for policy, p in (("h2o", "0.003"), ("lagkv", "0.009")):
+        assert f"p = {p}, `{policy}`" in row
+        assert f"`{policy}`" in TEXT[5]
+        assert f"p = {p}" in TEXT[5]
+
+
+def test_numbers_that_rank():
+    """Of the tables of docs/fidelity.md, which docs/generate.py keeps fresh."""
+    page = (DOCS / "fidelity.md").read_text("utf-8").partition("Answers of up to 24 tokens")[0]
+
+    def cells(name):
+        found = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        return [[float(x.split(",")[0].split()[0]) for x in row.split("|")[2:5]] for row in found]
+
+    smollm2, tiny = cells("`output_error`")
+    assert {x for row in cells("judged KL") for x in row} == {0.99, 1.0}
+    assert f"{min(smollm2):.2f} to {max(smollm2):.2f} on SmolLM2" in TEXT[8]
+    assert f"{min(tiny):.2f} to {max(tiny):.2f} on `tiny`" in TEXT[8]
+    weighted = [x for row in cells("`weighted_error`") for x in row]
+    assert f"{min(weighted):.2f} to {max(weighted):.2f}" in TEXT[8]
+    for row in ("0.26 [-0.79, 0.99]", "0.85 [0.23, 1.00]"):
+        assert row in page
+        assert row in TEXT[7]
+
+
+def test_claims_of_papers():
+    """Counted over the stored values of SmolLM2."""
+    results = committed()
+    verdicts = [
+        claim
+        for claims in CLAIMS.values()
+        for claim in claims(results["smollm2"].evidence)
+        if claim.n
+    ]
+    counts = [
+        sum(c.verdict == x for c in verdicts) for x in ("holds", "does not hold", "not decided")
+    ]
+
+    assert (len(verdicts), *counts) == (64, 22, 17, 25)
+    for number in (64, *counts):
+        assert str(number) in TEXT[9]
+    contrary = [
+        next(c for c in CLAIMS["AMS, arXiv 2605.23200"](r.evidence) if c.number == "Q1")
+        for name, r in results.items()
+        if name != "qwen-1.5b-8k"
+    ]
+    assert [c.verdict for c in contrary] == ["does not hold"] * 3
+    assert max(c.n for c in verdicts) == 46
+
+
+def test_room_above_policies():
+    """Means of the leaderboard on SmolLM2's documents at 128 entries."""
+    rows = leaderboard.compared(leaderboard.table("smollm2")).overall.filter(requested="128")
+    values = {row["policy"]: row for row in rows.to_dicts()}
+
+    assert rows.filter(pl.col("rank") == 1)["policy"].item() == "dropkv"
+    for policy, form in (("oracle", ".3f"), ("dropkv", ".2f"), ("kvzip", ".3f")):
+        mean, low, high = (f"{values[policy][x]:{form}}" for x in ("mean", "low", "high"))
+        assert f"{mean} [{low}, {high}]" in TEXT[10]
+        assert values[policy]["n"] == 42
