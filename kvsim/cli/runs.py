@@ -25,9 +25,6 @@ _OPEN_LOOP = (
     "from layer to layer and the model may generate other tokens."
 )
 
-#: Columns of the table whose names do not say what they are.
-_EXPLAINED = ("wipeout", "layer_error", "weighted_error", "regret", "possible_share", "peak_share")
-
 
 def document_of(
     parameters: Mapping[str, Any],
@@ -105,20 +102,15 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     import polars as pl
 
     from kvsim.analysis.overview import PREDICTIONS
-    from kvsim.analysis.registry import METRICS
     from kvsim.analysis.results import of_model
 
-    values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
-    traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
-    counts = show.counts(dict(traces.iter_rows()), "trace")
-    over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
-    over = "layers, heads and the traces of each model" if of_model(table) else over
-    parts = [f"Means over {over}, of rows over those after the prompt"]
-    if not set(PREDICTIONS).isdisjoint(shown):
-        parts.append("of tokens over those of the recorded response")
-    measured = {*traces["metric"]}
-    parts += [f"{name}: {METRICS[name].summary}" for name in _EXPLAINED if name in measured]
-    return f"{'; '.join(parts)}."
+    traces = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))["trace"]
+    over = "the traces of each model" if of_model(table) else plural(traces.n_unique(), "trace")
+    tokens = "" if {*PREDICTIONS}.isdisjoint(shown) else "; of tokens over the recorded response"
+    return (
+        f"Means over layers, heads and {over}, of rows over those after the prompt{tokens}. "
+        "`kvsim metrics NAME` defines each."
+    )
 
 
 def fidelity_line(table: pl.DataFrame) -> str:

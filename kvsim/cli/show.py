@@ -135,17 +135,6 @@ def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
     return dict(sorted(shares_of(table).select("fidelity", "share").iter_rows()))
 
 
-def counts(of_metrics: Mapping[str, int], what: str) -> str:
-    """Return the number of traces or prompts with values, and which metrics have fewer."""
-    most = max(of_metrics.values(), default=0)
-    fewer: dict[int, list[str]] = {}
-    for name, count in of_metrics.items():
-        fewer.setdefault(count, []).append(name)
-    parts = (f"{n} of {', '.join(names)}" for n, names in fewer.items() if n < most)
-    text = "; ".join(parts)
-    return plural(most, what) + (f" ({text})" if text else "")
-
-
 def brackets(prompts: int) -> str:
     """Return the meaning of brackets behind a mean over prompts; empty where it has none."""
     from kvsim.analysis.significance import FEWEST

@@ -65,7 +65,7 @@ REFUSED = {
     "info nowhere.zarr": "nowhere.zarr does not exist, expected a trace",
     "compare BROKEN": "broken.parquet",
     "compare RUN --by stages": "--by is 'stages'; expected stage, layer, turn, task",
-    "compare RUN --by level": "no value of entries_seen, output_error, wipeout has one",
+    "compare RUN --by level": "no value of entries_seen, output_error, wipeout has level",
     "compare RUN --metric regret,wipeout": "regret: the runs have no value of it; they",
     "compare RUN --metric eror,wipeout": "unknown metric 'eror'",
     "compare RUN --by layer --margin 1": "--margin is of one metric that ranks",

@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-import re
 import shutil
 
 import polars as pl
@@ -85,17 +84,19 @@ def test_rows_of_the_prompt_behind_an_event_are_shown_by_variant(run, tmp_path):
     assert {*shown} == {"", "rows=prompt"}
 
 
-def test_a_table_has_a_column_per_metric(run, folder):
-    """With chance next to the IoU and the fidelity below."""
+def test_a_table_has_a_row_per_metric(run, folder):
+    """With chance, prompts and the fidelity next to it."""
     asked = ["--by", "stage", "--metric", "retained_iou,output_error", "--budget", "25%"]
-    head, *rows = run("compare", folder, *asked)[1].splitlines()
+    lines = [line.split() for line in run("compare", folder, *asked)[1].splitlines()]
 
-    assert head.split("  ")[0] == "stage"
-    assert re.search(r"retained_iou +retained_iou chance +output_error", head)
-    assert rows[0].split()[:3] == ["early", "tova", "25%"]
-    assert rows[3 * 2] == ""
-    assert rows[-1].startswith("Means over up to 3 prompts")
-    assert "Fidelity, the weakest of the values in a mean: open." in rows[-1]
+    assert lines[0] == [
+        "stage",
+        *["policy", "budget", "metric", "mean", "chance", "prompts", "fidelity"],
+    ]
+    assert lines[1][:4] == ["early", "tova", "25%", "retained_iou"]
+    assert lines[1][-4:] == ["3", "of", "3", "open"]
+    assert [len(line) for line in lines[1:13]] == [10] * 12
+    assert lines[13] == []
 
 
 def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
@@ -109,4 +110,4 @@ def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
 
     assert shown[0] == 0
     assert status == 2
-    assert "a metric that this version knows; they have values of later" in one_line(error)
+    assert "a metric that this version knows has task; the runs have later" in one_line(error)
