@@ -128,9 +128,9 @@ def test_imports_are_declared():
 
 
 def test_every_extra_is_explained():
-    """Errors know the extra of each library; the quickstart says what each extra is for."""
+    """Errors know the extra of each library; the page of commands says what each extra is for."""
     extras = PYPROJECT["project"]["optional-dependencies"]
-    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
     table = page.partition("## Extras\n")[2].partition("\n## ")[0]
 
     assert [name for name in extras if f"`{name}`" not in table] == []

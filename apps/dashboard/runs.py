@@ -32,7 +32,7 @@ from kvsim.errors import KvsimError, OutputError, PolicyError
 from kvsim.policies import ACCESS, names
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.terms import INTERVAL
+from kvsim.sweeps.grid import INTERVAL
 
 from . import cache, controls, elements
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.store.forecast import Forecast
-    from kvsim.sweeps.outcome import Failure
+    from kvsim.sweeps.tasks import Failure
 
 #: Formats of values by unit.
 _FORMATS = {"share": ".1%", "signed share": "+.1%", "entries": ".0f", "bytes": ",.0f"}

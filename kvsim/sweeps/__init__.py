@@ -1,6 +1,6 @@
 """Policies times budgets times traces."""
 
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.outcome import Run
+from kvsim.sweeps.folder import Run
 
 __all__ = ["Run", "replay_all"]

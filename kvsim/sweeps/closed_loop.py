@@ -32,12 +32,10 @@ from kvsim.runner.decoding import Decoding, RunningModel, check_live
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces
-from kvsim.sweeps.cells import Cell, Outcome, Progress, compute
 from kvsim.sweeps.driver import Plan, describe, refusals
-from kvsim.sweeps.grid import grid_of
-from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.tasks import Task, tasks_of
-from kvsim.sweeps.terms import described, params_of
+from kvsim.sweeps.folder import Run
+from kvsim.sweeps.grid import described, grid_of, params_of
+from kvsim.sweeps.tasks import Cell, Outcome, Progress, Task, compute, tasks_of
 
 
 @with_bar("cells")

@@ -23,14 +23,23 @@ from kvsim.errors import ConfigError, KvsimError
 from kvsim.experiment import ReplayOptions, SweepOptions
 from kvsim.progress import with_bar
 from kvsim.store.opening import Traces
-from kvsim.sweeps.cells import Cell, Outcome, Progress, failure, in_cell_order
 from kvsim.sweeps.code import code_of, of_kvsim
-from kvsim.sweeps.folder import Parts
-from kvsim.sweeps.grid import EVERYTHING, Grid, grid_of
-from kvsim.sweeps.outcome import Failure, Run, provenance
+from kvsim.sweeps.folder import Parts, Run, provenance
+from kvsim.sweeps.grid import EVERYTHING, Grid, described, grid_of, params_of
 from kvsim.sweeps.pool import IN_MEMORY, in_processes, in_this_process, on_executor, processes
-from kvsim.sweeps.tasks import Compute, Task, flops_of, replayed, tasks_of
-from kvsim.sweeps.terms import described, params_of
+from kvsim.sweeps.tasks import (
+    Cell,
+    Compute,
+    Failure,
+    Outcome,
+    Progress,
+    Task,
+    failure,
+    flops_of,
+    in_cell_order,
+    replayed,
+    tasks_of,
+)
 
 
 @with_bar("cells")

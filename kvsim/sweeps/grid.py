@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -22,22 +23,29 @@ from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import ConfigError, OutputError, local_path, suggest
+from kvsim.errors import ConfigError, OutputError, PolicyError, local_path, suggest
 from kvsim.experiment import SweepOptions, numbers_in
 from kvsim.files import read_input
 from kvsim.policies import as_policy, variants
 from kvsim.policies.fit import fitted
 from kvsim.samples import SAMPLES
-from kvsim.schema import is_url, size_in_bytes
+from kvsim.schema import PREFILL, Compress, is_url, schedule, size_in_bytes
 from kvsim.store.opening import paths_of
 from kvsim.store.reader import open_trace
-from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.folder import check_output
-from kvsim.sweeps.terms import PAPER, Terms, check_names, shared_terms
+from kvsim.sweeps.tasks import Cell
 
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
+#: Rows between events of policies that are compared, unless an interval is given.
+INTERVAL = 32
+#: The interval that stands for each policy's own schedule.
+PAPER = "paper"
+
+#: What replaces the schedules of policies: interval, prefill, compress and prefill_chunk, each None
+#: where a policy's own stays.
+Terms = tuple[int | None, bool | None, Compress | None, int | None]
 #: Metrics as options that stand for all that traces have the arrays for.
 EVERYTHING = ("all",)
 
@@ -156,6 +164,56 @@ def adapted(given: Iterable[Policy], *, fit: bool = False, protect: object = Non
     policies = [replace(each, protect=each.protect | common) for each in fitting]
     check_names(policies)
     return [each for place, each in enumerate(policies) if each not in policies[:place]]
+
+
+def described(terms: Terms) -> dict[str, Any]:
+    """What replaces the schedules of policies, ready for JSON."""
+    return dict(zip(("interval", "prefill", *PREFILL), terms, strict=True))
+
+
+def shared_terms(
+    policies: Sequence[Policy], interval: int | str | None, options: Mapping[str, Any]
+) -> tuple[Terms, str]:
+    """One schedule for policies that are compared, and a remark if none was given.
+
+    Without an interval, two or more policies act after the prompt and every `INTERVAL` rows,
+    whichever they are, so that the numbers of one do not depend on the others; one policy keeps
+    that of its paper, and all do with the interval `paper`. An interval stands for one schedule, so
+    it brings the prefill event along for all policies, unless `prefill` decides.
+    """
+    prefill, compress, chunk = (options[name] for name in ("prefill", *PREFILL))
+    if interval == PAPER or (interval is None and all(x == policies[0] for x in policies)):
+        return (None, prefill, compress, chunk), ""
+    rows = INTERVAL if interval is None else int(interval)
+    prefill = True if prefill is None else prefill
+    ends = compress or "prompt"
+    after = schedule(rows, prefill=prefill, compress=ends, prefill_chunk=chunk)
+    remark = (
+        f"all policies act on one schedule ({after}): --interval N gives another, --interval "
+        "paper each that of its paper"
+    )
+    return (rows, prefill, compress, chunk), remark * (interval is None)
+
+
+def check_names(policies: Sequence[Policy]) -> None:
+    """Raise PolicyError where two policies differ in neither name nor parameters, and yet do."""
+    by_name: dict[str, Policy] = {}
+    for policy in policies:
+        label = f"{policy.name} {json.dumps(policy.params, sort_keys=True)}"
+        if by_name.setdefault(label, policy) != policy:
+            raise PolicyError(
+                f"two different policies are called {policy.name!r} and have the same parameters, "
+                "so that results could not be told apart; replay them one by one or name them "
+                "differently"
+            )
+
+
+def params_of(policies: Sequence[Policy]) -> dict[str, Any]:
+    """The parameters of policies by name, in a list where several have one."""
+    by_name: dict[str, list[Any]] = {}
+    for policy in policies:
+        by_name.setdefault(policy.name, []).append(policy.params)
+    return {name: each[0] if len(each) == 1 else each for name, each in by_name.items()}
 
 
 class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types

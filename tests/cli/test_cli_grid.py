@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from kvsim.analysis.folder import read_run
-from kvsim.sweeps.cells import Replays
 from kvsim.sweeps.driver import sweep
+from kvsim.sweeps.tasks import Replays
 
 GRID = """
 traces: [sample, sample-smollm2]

@@ -39,7 +39,7 @@ def small_tasks(monkeypatch):
 @pytest.fixture
 def replays(monkeypatch):
     """Counts the cells that are replayed; `stop` raises at one of them."""
-    from kvsim.sweeps.cells import Replays
+    from kvsim.sweeps.tasks import Replays
 
     class Counter:
         calls, stop, error = 0, None, KeyboardInterrupt

@@ -56,7 +56,7 @@ def test_turns_that_fill_the_context_of_the_model(tmp_path):
     prompt = Prompt("a", ids(40), turns=(Turn([1, 2, 3, 4]),))
     trace = kvsim.capture(model, None, prompt, max_new_tokens=8, out=tmp_path / "a.zarr")
 
-    plan, _ = plan_live(
+    plan = plan_live(
         lambda _: (model, None), traces=trace, policies="tova", budgets=24, max_new_tokens=8
     )
 

@@ -21,7 +21,7 @@ from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.errors import OutputError, PolicyError
 from kvsim.files import lock, replace_file
 from kvsim.store.records import read_records
-from kvsim.sweeps import cells, folder, tasks
+from kvsim.sweeps import folder, tasks
 from kvsim.sweeps.driver import Plan, replay_all
 from kvsim.sweeps.folder import Parts
 from kvsim.sweeps.grid import grid_of
@@ -88,7 +88,7 @@ def test_an_interrupt_before_the_first_cell_leaves_nothing(tmp_path, replays):
 
 def test_an_interrupt_while_measuring_loses_one_task(tmp_path, monkeypatch, whole, small_tasks):
     """No record is without values; the resumed run computes the task again."""
-    table, calls = cells.Replays.table, []
+    table, calls = tasks.Replays.table, []
 
     def interrupted(self, *given):
         calls.append(1)
@@ -97,7 +97,7 @@ def test_an_interrupt_while_measuring_loses_one_task(tmp_path, monkeypatch, whol
         return table(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cells.Replays, "table", interrupted)
+        patch.setattr(tasks.Replays, "table", interrupted)
         first = run(tmp_path / "x")
     assert (len(first.records), first.interrupted) == (3, True)
 
@@ -108,7 +108,7 @@ def test_an_interrupt_while_measuring_loses_one_task(tmp_path, monkeypatch, whol
 
 def test_cells_that_cannot_be_measured_together_are_measured_alone(monkeypatch):
     """One of them fails; the values of the others are those that they have without it."""
-    original, given = cells.measure, {"traces": [make_trace()], "metrics": ["wipeout"]}
+    original, given = tasks.measure, {"traces": [make_trace()], "metrics": ["wipeout"]}
     alone = run(**given, budgets=[16])
 
     def fails(trace, records, *given, **options):
@@ -116,7 +116,7 @@ def test_cells_that_cannot_be_measured_together_are_measured_alone(monkeypatch):
             raise PolicyError("no rule")
         return original(trace, records, *given, **options)
 
-    monkeypatch.setattr(cells, "measure", fails)
+    monkeypatch.setattr(tasks, "measure", fails)
     done = run(**given, budgets=[16, 20])
 
     assert {(each.budget, each.error) for each in done.failures} == {(20, "measuring: no rule")}
