@@ -44,13 +44,10 @@ class OutputDeviation:
         if not rows:
             return self
 
-        def part(of: slice) -> OutputDeviation:
-            added = None if self.added is None else self.added[..., of]
-            return replace(
-                self, error=self.error[..., of], missing=self.missing[..., of], added=added
-            )
-
-        return replace(part(slice(rows, None)), before=part(slice(rows)))
+        names = ("error", "missing", "added")
+        arrays = {name: x for name in names if (x := getattr(self, name)) is not None}
+        before = replace(self, **{name: x[..., :rows] for name, x in arrays.items()})
+        return replace(self, **{name: x[..., rows:] for name, x in arrays.items()}, before=before)
 
     @property
     def mass(self) -> NDArray[np.float32]:
@@ -95,15 +92,14 @@ class Forced:
         if not rows:
             return self
 
-        def part(tokens: slice, of: slice) -> Forced:
-            names = ("nll", "full_nll", "kl", "agreement")
-            values = {name: getattr(self, name)[tokens] for name in names}
-            return Forced(**values, stream_error=self.stream_error[:, of])
-
+        names = ("nll", "full_nll", "kl", "agreement")
+        tokens = {name: getattr(self, name) for name in names}
         output = None if self.output is None else self.output.parted(rows)
-        before = part(slice(rows - 1), slice(rows))
-        rest = part(slice(rows - 1, None), slice(rows, None))
-        return replace(rest, output=output, before=before)
+        before = {name: x[: rows - 1] for name, x in tokens.items()}
+        rest = {name: x[rows - 1 :] for name, x in tokens.items()}
+        part = Forced(**before, stream_error=self.stream_error[:, :rows])
+        moved = self.stream_error[:, rows:]
+        return replace(self, **rest, stream_error=moved, output=output, before=part)
 
 
 @dataclass(frozen=True)

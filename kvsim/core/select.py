@@ -162,15 +162,9 @@ def _fill(total: Tensor, weight: Tensor, room: Tensor) -> Tensor:
 def in_rounds(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
     """Allocate one unit per round to each share below its cap, until none is left or all are full.
 
-    In closed form: the number of whole rounds is found by bisection.
-
-    Args:
-        total: units, int [...].
-        cap: most units of each share, int [..., S].
-        priority: order within a round, the highest first, ties by lower index; [..., S].
-
-    Returns:
-        The units of each share, int [..., S].
+    total int [...]; cap int [..., S], most units of each share; priority [..., S], the order within
+    a round, the highest first, ties by lower index. Returns int [..., S]. Whole rounds are found by
+    bisection.
     """
     low = torch.zeros_like(total)
     high = cap.amax(-1).expand_as(total).clone()

@@ -58,11 +58,6 @@ class Event:
         return 2 * self.g * keys**2 * self.d
 
 
-def _capkv(p: Any, e: Event) -> Any:
-    """Per query head: cosines 2 n d, A 2 n d^2 and leverage 2 n d^2."""
-    return 2 * e.h * e.n * e.d + 4 * e.h * e.n * e.d**2
-
-
 def _compactor(p: Any, e: Event) -> Any:
     """Of m new rows: 2 H d for each pair in a chunk; X^T X and leverage, 2 G m d^2 each."""
     m = e.since
@@ -87,16 +82,6 @@ def _expected_attention(p: Any, e: Event) -> Any:
     return total
 
 
-def _kvzip(p: Any, e: Event) -> Any:
-    """At the prompt: 2 H P (C + P) d for each chunk, with P = C rows."""
-    return 2 * e.h * sum(2 * c**2 for c in chunk_lengths(e.n)) * e.d if e.prompt else 0
-
-
-def _oracle(p: Any, e: Event) -> float | None:
-    """Weights of all later rows; unknown of the optimum, whose steps depend on the weights."""
-    return None if p.by == "optimum" else 2 * e.h * e.later * e.n * e.d
-
-
 def _ams(p: Any, e: Event) -> Any:
     """Attention of the window, summed by a product."""
     w = max(1, min(e.w, e.budget, int(e.n) - 1))
@@ -109,39 +94,36 @@ def _pyramidinfer(p: Any, e: Event) -> Any:
     return e.attention(rows) + 2 * rows * (e.n - rows)
 
 
-def _triattention(p: Any, e: Event) -> Any:
-    """A series per query head, 2 n d for each distance, and the norm of d / 2 pairs, n d."""
-    series = len(triattention.OFFSETS) if p.offsets == "max" else 1
-    return (2 * series + 1) * e.h * e.n * e.d
-
-
-def _one_row(p: Any, e: Event) -> Any:
-    """The attention of the last row."""
-    return e.attention(1)
-
-
 #: By the names of kvsim's classes.
 _FORMULAS: Mapping[str, Callable[[Any, Event], float | None]] = {
     "AMS": _ams,
     "CakeBudgets": lambda _, __: 0,  # of the attention that the score has computed
-    "CapKV": _capkv,
+    # per query head: cosines, 2 n d, and A and leverage, 2 n d^2 each
+    "CapKV": lambda _, e: e.attention(1) * (1 + 2 * e.d),
     "Compactor": _compactor,
     "CriticalKV": lambda _, e: 2 * e.h * min(e.n, e.since) * e.d * e.model.hidden,  # W_o v
     "DropKV": lambda _, e: 3 * e.attention(e.w),  # outputs, and their products with values
     "ExpectedAttention": _expected_attention,
     "GKV": lambda p, e: e.attention(e.w) + (e.similarity(e.n) if p.scale == "signed" else 0),
-    "GemFilter": _one_row,
+    **dict.fromkeys(["GemFilter", "TOVA"], lambda _, e: e.attention(1)),
     "H2O": lambda _, e: e.received(),
-    **dict.fromkeys(["KVzip", "KVCompose"], _kvzip),
+    # at the prompt: each chunk again, whose rows see the chunk before them, too
+    **dict.fromkeys(
+        ["KVzip", "KVCompose"],
+        lambda _, e: 4 * e.h * e.d * sum(c**2 for c in chunk_lengths(e.n)) if e.prompt else 0,
+    ),
     "ObservedAttention": lambda _, e: e.received() if e.prompt else e.attention(1),
-    "Oracle": _oracle,
+    # all later rows; the steps of the optimum depend on the weights
+    "Oracle": lambda p, e: None if p.by == "optimum" else e.attention(e.later),
     "PyramidInfer": _pyramidinfer,
     "QFilter": lambda _, e: 2 * e.g * e.n * e.d,
     # the redundancy of all keys, or of the candidates'
     "RKV": lambda p, e: e.attention(e.w) + e.similarity(e.n - (e.w if p.variant == "ams" else 0)),
     "RaaS": lambda p, e: e.attention(min(p.query_buffer, e.since, e.seen)),
-    "TOVA": _one_row,
-    "TriAttention": _triattention,
+    # a series for each distance, 2 n d, and the norm of d / 2 pairs, n d
+    "TriAttention": lambda p, e: e.attention(
+        (len(triattention.OFFSETS) if p.offsets == "max" else 1) + 0.5
+    ),
 }
 
 
