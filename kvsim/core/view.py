@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import starmap
 from typing import Any, TypeVar
 
-from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
+from kvsim.core.attention import Reduction, reduce_group
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.moments import SINKS, moments
@@ -46,6 +46,15 @@ class View:
     ) -> None:
         self._source, self._entries = source, entries
         self._padded = entries.padded  # whether a slot may hold no live entry
+        #: absolute position of each entry, ascending, -1 on pads, int [L, H, n]; where only some
+        #: rows of the prompt are propagated, the place among these
+        self.pos = entries.pos
+        #: False on pads; bool [L, H, n]
+        self.live = entries.live
+        #: the model's rotary embedding
+        self.rope = source.rope
+        #: attention formula of the layers
+        self.formula = source.formula
         #: row of the last event that acted on each layer, -1 before the first; int [L]
         self.since = since
         self._rounded_after = rounded_after  # the row after which each key was, int32 [L, H, T]
@@ -105,23 +114,9 @@ class View:
             declared = ", ".join(self._entries.columns) or "none"
             raise PolicyError(
                 f"{self.setting.policy}: reads a column {column!r} that it does not declare; it "
-                f"declares {declared}; add {column!r} and the value of a new entry to `columns`, "
-                f"see {GUIDE}"
+                f"declares {declared}; add it to `columns`, see {GUIDE}"
             )
         return self._entries.columns[column]
-
-    @property
-    def pos(self) -> Tensor:
-        """Absolute position of each entry, ascending, -1 on pads; int [L, H, n].
-
-        In layers that have only some rows of the prompt, the places among these rows.
-        """
-        return self._entries.pos
-
-    @property
-    def live(self) -> Tensor:
-        """False on pads; bool [L, H, n]."""
-        return self._entries.live
 
     @property
     def count(self) -> Tensor:
@@ -133,16 +128,6 @@ class View:
         """Place of each entry among the live ones of its head, negative on pads; int [L, H, n]."""
         n = self.pos.shape[-1]
         return torch.arange(n, device=self.pos.device) - (n - self.count).unsqueeze(-1)
-
-    @property
-    def rope(self) -> Rope:
-        """The model's rotary embedding."""
-        return self._source.rope
-
-    @property
-    def formula(self) -> Formula:
-        """Attention formula of the layers."""
-        return self._source.formula
 
     def array(self, name: str) -> Tensor:
         """Return an array that the scorer's `reads.arrays` names, as `Source.array` has it."""

@@ -99,24 +99,19 @@ class RowView(View):
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
-        self._live = block.entries.pos < start
+        self.live = block.entries.pos < start
         # the same as numbers: bool times float takes a slow path
-        self._open = self._live.to(block.source.keys.dtype)
-
-    @property
-    def live(self) -> Tensor:
-        """Which slots hold a live entry, bool [L, H, n]."""
-        return self._live
+        self._open = self.live.to(block.source.keys.dtype)
 
     @property
     def count(self) -> Tensor:
         """Live entries of each head; int [L, H]."""
-        return self._live.sum(-1)
+        return self.live.sum(-1)
 
     @property
     def slot(self) -> Tensor:
         """Place of each entry among the live ones of its head, negative for others; [L, H, n]."""
-        return (self._live.cumsum(-1) - 1).masked_fill_(~self._live, -1)
+        return (self.live.cumsum(-1) - 1).masked_fill_(~self.live, -1)
 
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
@@ -124,18 +119,18 @@ class RowView(View):
         self.since.fill_(row - 1)  # every layer acted after the row before
         self._windows.clear()
         self._gathered.clear()
-        self._live.select(-1, slot).fill_(value=True)
+        self.live.select(-1, slot).fill_(value=True)
         self._open.select(-1, slot).fill_(1.0)
 
     def close(self, slot: Tensor) -> None:
         """The entries at slot [L, H, 1] have left."""
-        self._live.scatter_(-1, slot, value=False)
+        self.live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
 
     def _gather(self, name: str, stored: Tensor) -> Tensor:
         if name not in self._gathered:
             at = gather(stored, self._block.entries)
-            self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
+            self._gathered[name] = at.masked_fill(~self.live.unsqueeze(-1), 0.0)
         return self._gathered[name]
 
     def attn(
@@ -160,7 +155,7 @@ class RowView(View):
         total = weight.sum(-1, keepdim=True)
         if float(total.min()) < _FAINT:
             z = self._block_logits(self.row, self.row + 1)[:, :, 0]
-            return z.masked_fill_(~self._live.unsqueeze(2), -torch.inf).softmax(-1)
+            return z.masked_fill_(~self.live.unsqueeze(2), -torch.inf).softmax(-1)
         return weight.mul_(total.reciprocal_())
 
     @cached_property
