@@ -290,8 +290,11 @@ class Wrapper(Scorer):
                 "because a wrapper computes with the scores themselves"
             )
 
+    #: columns beside those of the scorer inside
+    adds: ClassVar[Mapping[str, float]] = {}
+
     # those of the scorer inside
-    columns: ClassVar[Any] = property(attrgetter("scorer.columns"))
+    columns: ClassVar[Any] = property(lambda self: {**self.scorer.columns, **self.adds})
     reads: ClassVar[Any] = property(attrgetter("scorer.reads"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import nan
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
@@ -40,10 +40,8 @@ class CriticalKV(Wrapper):
         reads: Inputs = self.scorer.reads
         return reads | Inputs(arrays=frozenset({"o_proj"}))
 
-    @property
-    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and its
-        """The scorer's, and the projected size of the value as it is stored."""
-        return {**self.scorer.columns, "projected": nan}
+    #: the projected size of the value as it is stored
+    adds: ClassVar[Mapping[str, float]] = {"projected": nan}
 
     def score(self, view: View) -> Scores:
         """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""

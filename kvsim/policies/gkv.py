@@ -148,16 +148,12 @@ class Global(Wrapper):
     decay: Annotated[float, Between(0, 1)] = 0.8
 
     label: ClassVar[str] = "global"
+    adds: ClassVar[Mapping[str, float]] = {"fused": nan}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "fused" in self.scorer.columns:
             raise PolicyError("global: what is inside is a global score already; expected it once")
-
-    @property
-    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and F
-        """The scorer's, and F."""
-        return {**self.scorer.columns, "fused": nan}
 
     def score(self, view: View) -> Scores:
         """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""

@@ -58,18 +58,6 @@ def test_what_is_given_and_other_parts_are_not_scaled():
         kvsim.policy("tova@scaled")
 
 
-def test_lengths_that_fit_stay_as_they_are():
-    """Half of the budget holds them; layers with less than the budget keep the paper's share."""
-    fitting = {"snapkv": 64, "gkv": 32, "morphkv": 32, "ams": 512}
-
-    for name, budget in fitting.items():
-        paper, policy = kvsim.policy(name), kvsim.policy(f"{name}@scaled")
-        assert policy.at(budget).levels == paper.levels
-        assert policy.at(budget - 2).levels != paper.levels
-        assert "--set fit=true" not in remark_of(paper, budget)
-    assert kvsim.policy("pyramidkv@kvpress@scaled").at(128).scorer.window == 26
-
-
 def test_a_sweep_fits_policies_under_one_label():
     """At every budget the same name and parameters, and remarks with the values."""
     policies = [kvsim.policy(name) for name in ("ams+snapkv", "tova")]
@@ -100,15 +88,3 @@ def test_scaled_lengths_mend_what_a_remark_is_on(name):
     assert "--set fit=true" not in remark_of(fitted(policy), 30)
     if name == "snapkv":
         assert "(window=32)" in remark_of(policy, 30)
-
-
-@pytest.mark.parametrize("name", ["ams@scaled", "snapkv@scaled", "pyramidkv@scaled"])
-def test_protection_is_that_of_the_scaled_lengths(name):
-    """What is protected at a budget is what a replay protects, and a budget that works is known."""
-    policy = kvsim.policy(name)
-    explicit = {one.name: one.at(24) for one in policy.lengths if one.name != "rows"}
-
-    paper = kvsim.policy(name.partition("@")[0], **explicit)
-    assert policy.at(24).protection(24) == paper.protection(24)
-    record = kvsim.replay(make_trace(), policy, 24, interval=8)
-    assert (record.evicted_at[..., -1] > 70).all()

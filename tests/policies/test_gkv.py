@@ -105,17 +105,6 @@ def test_redundancy_equals_the_matrix(kind, threshold, else_first, blocks, monke
         assert not found[layer, head, ~there].any()
 
 
-def test_redundancy_of_many_keys_in_float32_equals_the_matrix():
-    """Blocks of their real size, several of each kind."""
-    keys = keys_of("common", n=700, heads=5, dim=32).float()
-    keys[0] -= keys[0].mean(1, keepdim=True)  # and a layer in which few keys match
-    among = torch.ones(keys.shape[:3], dtype=torch.bool)
-    found = mean_similarity(keys, among, threshold=0.5, epsilon=1e-8, else_first=True)
-    for layer, head in ((0, 1), (1, 4)):
-        expected = similarity(keys[layer, head], 0.5, 1e-8, else_first=True)
-        np.testing.assert_allclose(found[layer, head], expected, atol=1e-6)
-
-
 def replay_searching(name, kind, monkeypatch, search):
     """Replay a policy of redundancy with ten events; search stands in for `mean_similarity`."""
     monkeypatch.setattr(redundancy, "_NARROW", 2)

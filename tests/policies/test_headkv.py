@@ -53,12 +53,3 @@ def test_each_head_keeps_what_snapkv_keeps_at_its_number(plan, case):
         alone = kvsim.policy("snapkv", window=WINDOW)
         record = kvsim.replay(trace, alone, int(kept[layer, head].sum()))
         assert (record.retained(trace.prompt_len - 1)[layer, head] == kept[layer, head]).all()
-
-
-def test_what_a_head_has_not_goes_to_the_others(plan, case):
-    """A score whose share is more than the prompt leaves the rest to the other heads."""
-    held = replayed(case.trace(), plan, budget=50, beta=1)[..., : case.prompt_len].sum(-1)
-
-    assert held.sum() == 6 * 50
-    assert held.max() == 60
-    assert held[0, 0] == held[1, 1] == 60

@@ -61,15 +61,6 @@ def test_what_follows_the_context_stays_before_it_and_the_newest_first():
     assert (early[:, :12].sum(-1) == 4).all()
 
 
-def test_what_stands_around_it_decides_how_many_stay():
-    """An allocator or a wrapper replaces the shared budget; what drops rows is refused."""
-    names = {"kvzip": "Pooled", "adakv+kvzip": "AdaKV", "union+kvzip": "Uniform"}
-    for name, allocator in names.items():
-        assert type(kvsim.policy(name).allocator).__name__ == allocator
-    with pytest.raises(PolicyError, match="drops rows of the prompt"):
-        kvsim.policy("fastkv+kvzip")
-
-
 def test_layers_with_sinks_of_their_own_are_refused_with_a_variant_that_takes_them():
     """As in gpt-oss: one ranking needs layers that compute alike, equal heads do not."""
     case = make_case("normal", layers=2, heads=2, n=20, prompt_len=15, seed=3)

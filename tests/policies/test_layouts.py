@@ -1,7 +1,5 @@
 """One set for all heads or layers, and whole pages, by hand and by what they promise."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ from kvsim.testing.strategies import make_case
 SCORES = [[[5, 1, 2, 0, 1.5], [1, 3, 2, 4, -9]], [[0, 8, 1, 2, 3], [6, 0, 2, 1, 7]]]
 
 
-@dataclass(frozen=True)
 class Given(Scorer):
     """Scores by layer and head; those of protected entries mean nothing."""
 

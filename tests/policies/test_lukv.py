@@ -151,21 +151,6 @@ def test_a_layer_that_reads_the_entries_of_another_has_its_shares():
     assert scores[49].min() > 0
 
 
-def test_the_release_keeps_its_first_protected_entries(folder):
-    """A head whose number is below sinks and window keeps the first; others keep these, too."""
-    ratios = uniform(1, 3)
-    ratios[49] = [0.95, 0.9, 0.0]
-    case = make_case("sharp", layers=1, heads=3, n=41, prompt_len=40)
-    policy = kvsim.policy(written(folder, ratios), exact=False)
-    kept = kvsim.replay(case.trace(), policy, 20).retained(39)[0]
-    assert kept.sum(-1).tolist() == [2, 4, 40]
-    assert np.flatnonzero(kept[0]).tolist() == [0, 1]
-    assert np.flatnonzero(kept[1]).tolist() == [0, 1, 2, 3]
-    exact = kvsim.replay(case.trace(), policy.name, 20).retained(39)[0]
-    assert exact.sum(-1).tolist() == [10, 10, 40]
-    assert exact[:, [0, 1, 2, 3, 39]].all()
-
-
 def test_files_of_the_authors_are_plans(folder):
     """An array of shares goes with Expected Attention at epsilon 0.02; what is no such is refused.
 

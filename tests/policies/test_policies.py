@@ -14,7 +14,7 @@ from kvsim.core.policy import Protection, Schedule
 from kvsim.core.record import bounds_of
 from kvsim.engine.checks import check_budget
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
-from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
+from kvsim.policies import CATALOGUE, describe, names, parameters
 from kvsim.policies.naming import parts_of
 from kvsim.testing.strategies import make_case
 
@@ -92,16 +92,6 @@ def test_parameters_of_an_eviction_with_sparse_attention_make_it_again(behind):
 
         assert kvsim.policy(policy.name, **policy.params) == policy
         assert set(policy.params) == set(parameters(policy.name))
-
-
-def test_papers_are_those_that_files_name_first():
-    """An entry has the paper of its file; what has no paper has none, whatever its file cites."""
-    papers = {name: entry.paper for name, entry in {**CATALOGUE, **ACCESS}.items()}
-    assert papers["dropkv"] == "openreview UVbaJoD3Qa"
-    assert papers["pyramidkv"] == "arXiv 2406.02069"
-    assert papers["observed_attention"] == "arXiv 2306.14048"
-    assert (papers["morphkv"], papers["gkv"]) == ("arXiv 2503.00979", "arXiv 2512.00504")
-    assert papers["quest"] == "arXiv 2406.10774"
 
 
 @pytest.mark.parametrize(

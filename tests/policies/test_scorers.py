@@ -1,7 +1,7 @@
 """Calibration, CriticalKV around other scorers, and pooled neighbours."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,7 +122,6 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     torch.testing.assert_close(scores(QFilter(other), view), expected)
 
 
-@dataclass(frozen=True)
 class _Quantile(Calibrated):
     """A scorer of the user's own, whose parameter decides about what it learns."""
 

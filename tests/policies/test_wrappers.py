@@ -1,7 +1,5 @@
 """Wrappers say what they cannot rank; shares of a budget are those of exact numbers."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from torch import Tensor
@@ -16,7 +14,6 @@ from kvsim.policies.knorm import Knorm
 from traces import random_trace
 
 
-@dataclass(frozen=True)
 class Undeclared(Scorer):
     """Negative scores, which it does not declare."""
 
