@@ -25,7 +25,7 @@ from kvsim.core.left_out import LeftOut, Sums
 from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
-from kvsim.recorder.modules import unrecordable
+from kvsim.recorder.modules import as_largest, unrecordable
 from kvsim.recorder.positions import (
     NO_ROPE,
     UNKNOWN,
@@ -33,7 +33,6 @@ from kvsim.recorder.positions import (
     rope_candidates,
     rotation_tolerance,
 )
-from kvsim.recorder.sizes import as_largest, size_of
 from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
 
@@ -56,7 +55,7 @@ class _Layer:
         self.factors: list[float] = []
         self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
         self.keys: Tensor | None = call.k  # in the first forward
-        self.shape = size_of(call)
+        self.shape = call.size
         self.pieces: list[dict[str, Tensor]] = []
         self.sums: Sums | None = None  # of rows up to those that are left out
         self.start = self.filled = 0
@@ -215,7 +214,7 @@ class BlockRecorder:
         return layer
 
     def _check_shapes(self, call: KernelCall) -> None:
-        shape = size_of(call)
+        shape = call.size
         sizes = self.sizes or tuple(layer.shape for layer in self.layers.values())[:1]
         expected = sizes[self.layer_ids.index(call.layer) if self.sizes else 0] if sizes else shape
         if shape != expected or shape[0] % shape[1]:

@@ -30,6 +30,7 @@ from kvsim.recorder.models import unwrapped
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import (
     Labels,
+    Needle,
     Prompt,
     PromptLike,
     file_name,
@@ -38,7 +39,6 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
-from kvsim.recorder.spans import Needle
 from kvsim.store.opening import check_target
 
 

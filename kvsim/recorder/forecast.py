@@ -21,13 +21,12 @@ from kvsim.recorder.counting import ModelSize
 from kvsim.recorder.head import LOGITS
 from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.loading import load_outline
-from kvsim.recorder.modules import attention_modules, kernel_name, kernel_sizes
+from kvsim.recorder.modules import attention_modules, kernel_name, kernel_sizes, layer_size
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt, naming
 from kvsim.recorder.sensitivity import LOGITS as SENSITIVITY
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
-from kvsim.recorder.sizes import layer_size
 from kvsim.recorder.steps import Projections, Stream
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, resident_bytes

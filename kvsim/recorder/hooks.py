@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
+from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.latent import Latents
 from kvsim.recorder.modules import (
@@ -90,6 +91,11 @@ class KernelCall:
     def start(self) -> int:
         """Position of the first new row, of a cache that holds all rows before it."""
         return self.k.shape[1] - self.q.shape[1]
+
+    @property
+    def size(self) -> Size:
+        """Numbers of query heads, KV heads, dimensions, and dimensions of values."""
+        return self.q.shape[0], self.k.shape[0], self.k.shape[2], self.v.shape[2]
 
     @property
     def rotated(self) -> int:

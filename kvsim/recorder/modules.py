@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvsim.core.sources import Size
+from kvsim.core.sources import Size, is_sized, padded
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.head import Head
+from kvsim.recorder.latent import absorbed_size
 from kvsim.schema import first_of
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -120,6 +121,42 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
 def kernel_sizes(model: PreTrainedModel) -> dict[int, Size]:
     """Return the query heads, KV heads and dimensions of keys and values that each kernel gets."""
     return _measured(model)[2]
+
+
+def layer_size(model: PreTrainedModel, layer: int) -> Size:
+    """Return the size of a layer's calls (`KernelCall.size`), of latents where it has them."""
+    return absorbed_size(attention_modules(model)[layer], kernel_sizes(model)[layer])
+
+
+def layer_sizes(
+    model: PreTrainedModel, layers: Collection[int], *whole: object
+) -> tuple[Size, ...]:
+    """Return the size of each layer, in order; empty where all have the same.
+
+    whole: rows that repeat the context and rows left out, as far as they are wanted; what is stored
+    of them has one shape for all layers, so that CaptureError is raised where these differ.
+    """
+    found = [layer_size(model, layer) for layer in sorted(layers)]
+    if len({*found}) == 1:
+        return ()
+    if any(whole):
+        raise CaptureError(
+            "rows that repeat the context, and sums over rows that are left out, are those of "
+            "layers of one size, and layers of the model differ in heads or dimensions; choose "
+            "layers (--layers), or do without them"
+        )
+    return tuple(found)
+
+
+def largest(sizes: Sequence[Size]) -> Size:
+    """Return the largest of each number."""
+    qheads, heads, dim, value_dim = (max(of_layers) for of_layers in zip(*sizes, strict=True))
+    return qheads, heads, dim, value_dim
+
+
+def as_largest(name: str, part: Tensor, sizes: Sequence[Size]) -> Tensor:
+    """Return an array of one layer, padded with zeros to the largest size; no sizes: as it is."""
+    return padded(name, part[None], largest(sizes))[0] if sizes and is_sized(name) else part
 
 
 def head_of(model: PreTrainedModel) -> Head:

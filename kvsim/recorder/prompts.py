@@ -17,7 +17,6 @@ from kvsim.core.header import fits_label
 from kvsim.core.parameters import AtLeast, check_fields
 from kvsim.errors import CaptureError, TextError, error_line
 from kvsim.files import DOCUMENT
-from kvsim.recorder.spans import Needle, needle_parts
 from kvsim.schema import LABELS
 from kvsim.store.inputs import decode_document
 from kvsim.text.answers import check_answer
@@ -25,6 +24,12 @@ from kvsim.text.answers import check_answer
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
+
+#: First token, and the one behind the last.
+Span = tuple[int, int]
+
+#: One text or several, or token spans.
+Needle = str | Sequence[str] | Sequence[Sequence[int]]
 
 #: What a label may be.
 _LABELS = dict.fromkeys(LABELS, "text or a whole number of 64 bits")
@@ -219,6 +224,23 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
             )
         joined.append({**message, "content": content} if content is not None else {**message})
     return joined
+
+
+def needle_parts(needle: Any) -> tuple[str, ...] | tuple[Span, ...]:
+    """Return a needle as several; raise CaptureError for anything else than texts or spans."""
+    parts = [needle] if isinstance(needle, str) else needle
+    if isinstance(parts, list | tuple):
+        if all(isinstance(part, str) and part.strip() for part in parts):
+            return tuple(parts)
+        if all(
+            isinstance(part, list | tuple) and len(part) == 2 and {*map(type, part)} == {int}
+            for part in parts
+        ):
+            return tuple((start, end) for start, end in parts)
+    raise CaptureError(
+        f"needle is {reprlib.repr(needle)}, expected a text that is in the prompt, a list of such "
+        "texts, or for token ids a list of [start, end]"
+    )
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -20,10 +20,9 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.forward import chunk_rows, evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.modules import attention_modules
+from kvsim.recorder.modules import attention_modules, layer_sizes
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
-from kvsim.recorder.sizes import layer_sizes
 from kvsim.recorder.tokenization import knows, rendered
 from kvsim.schema import REPETITION
 

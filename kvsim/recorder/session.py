@@ -35,7 +35,7 @@ from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, run
 from kvsim.recorder.generation import generate, score, stop_search
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name, model_notes
-from kvsim.recorder.modules import attention_modules, head_of, kernel_name
+from kvsim.recorder.modules import attention_modules, head_of, kernel_name, largest, layer_sizes
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import fitting_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt
@@ -46,7 +46,6 @@ from kvsim.recorder.provenance import (
     versions,
 )
 from kvsim.recorder.sink import MemorySink
-from kvsim.recorder.sizes import largest, layer_sizes, size_of
 from kvsim.recorder.steps import STEPS, Step
 from kvsim.recorder.tokenization import response_text, token_strings
 from kvsim.schema import LOGPROBS, SUMS, axes_of, object_at
@@ -277,7 +276,7 @@ class Session:
         dtypes = {"k": of_entries, "v": of_entries, "q": source, "attn_out": DTYPES[call.out.dtype]}
         dtypes["lse"] = "float64" if source == "float64" else "float32"
         sizes = {"layer": len(self.layer_ids), "pos": self.limit}
-        of_heads = largest(self.sizes or [size_of(call)])
+        of_heads = largest(self.sizes or [call.size])
         sizes |= zip(("qhead", "head", "dim", "value_dim"), of_heads, strict=True)
         if self.left_out is not None:
             sizes |= {"before": self.left_out[1], "moment": 1 + sizes["dim"]}

@@ -18,10 +18,9 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.forward import device_of, evaluating, run_model
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting
 from kvsim.recorder.layers import Residual
-from kvsim.recorder.modules import attention_modules
+from kvsim.recorder.modules import as_largest, attention_modules, layer_sizes
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
-from kvsim.recorder.sizes import as_largest, layer_sizes
 from kvsim.schema import CHUNK, REPETITION
 from kvsim.store.projections import KEY, Facts
 

@@ -7,7 +7,7 @@ import pytest
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, read_prompts
-from kvsim.recorder.spans import located
+from kvsim.recorder.encoding import located
 from kvsim.store.verification import describe
 from small_model import bytes_tokenizer, small, words_tokenizer
 
