@@ -87,10 +87,10 @@ def check_writable(folder: Path) -> None:
         with TemporaryFile(dir=nearest, prefix=_PREFIX) as file:
             file.write(_TRIAL)
     except OSError as error:
-        problem = f"cannot be written to ({error.strerror or error}), expected a writable folder"
-        if isinstance(error, NotADirectoryError):
-            problem = "is a file; expected a folder to write to"
-        raise OutputError(f"{nearest} {problem}; give another output path") from error
+        raise OutputError(
+            f"{nearest} cannot be written to ({error.strerror or error}), expected a writable "
+            "folder; give another output path"
+        ) from error
 
 
 def write_file(path: Path, content: bytes | str, *, overwrite: bool = False) -> None:

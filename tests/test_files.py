@@ -139,7 +139,7 @@ def test_what_is_in_the_way_is_one_line_before_any_work(run, ran, tmp_path):
     cases = {
         "folder": "is not a file",
         "pipe": "is not a file",
-        "file/r.html": "is a file; expected a folder",
+        "file/r.html": "(Not a directory), expected a writable folder",
         "n" * 300: "File name too long",
     }
     for name, message in cases.items():

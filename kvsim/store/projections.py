@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
-from kvsim.store.group import create_array, create_group, open_group, reading, seal_group
+from kvsim.store.group import create_array, create_group, damaged, open_group, reading, seal_group
 
 ARRAY = "o_proj"
 
@@ -75,7 +74,8 @@ class StoredProjections:
         self.array = arrays[ARRAY]
         found = root["attributes"].get(KEY), self.array.shape, self.array.dtype.name
         if found != (asdict(facts), tuple(facts.shape), facts.dtype):
-            raise self._changed(f"they are {self.array.dtype} {self.array.shape}, or others")
+            what = f"{self.array.dtype} {self.array.shape}"
+            raise damaged(f"{path}: {what} are not the output projections of the trace")
 
     def read(self, layers: slice) -> Tensor:
         """Return some layers [layer, qhead, dim, hidden] as stored."""
@@ -89,13 +89,7 @@ class StoredProjections:
         digest = ContentDigest()
         digest.update(ARRAY, 0, self.read(slice(layer, layer + 1))[0].numpy())
         if digest.checksums()[ARRAY] != [self.facts.checksums[layer]]:
-            raise self._changed(f"layer {layer} has another checksum than the trace names")
-
-    def _changed(self, what: str) -> TraceError:
-        return TraceError(
-            f"{self.where}: {what}, so these are not the output projections of the trace; copy the "
-            "folder again, or remove it and record a trace of the model again"
-        )
+            raise damaged(f"{self.where}: layer {layer} has another checksum than the trace names")
 
 
 def find_projections(
@@ -105,12 +99,9 @@ def find_projections(
     facts = Facts.named(meta, where)
     if facts is None:
         return None
-    if not is_url(path):
-        folder = Path(os.path.realpath(path)).parent / facts.folder
-        return StoredProjections(facts, folder) if folder.is_dir() else None
+    real = str(path).rstrip("/") if is_url(path) else Path(os.path.realpath(path)).as_posix()
     with suppress(TraceNotFoundError):
-        url = str(path).rstrip("/").rpartition("/")[0]
-        return StoredProjections(facts, f"{url}/{facts.folder}")
+        return StoredProjections(facts, f"{real.rpartition('/')[0]}/{facts.folder}")
     return None
 
 
@@ -156,6 +147,5 @@ def move_projections(draft: Path, folder: Path) -> None:
         try:
             path.rename(target)
         except OSError:
-            if not target.exists():
+            if not target.exists():  # else another process was faster
                 raise
-            shutil.rmtree(path)  # another process was faster

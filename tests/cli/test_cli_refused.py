@@ -82,7 +82,7 @@ REFUSED = {
     f"{CAPTURE} --prompt walk --device tpu": "--device is 'tpu'; expected cpu, cuda",
     f"{CAPTURE} --prompt walk --seed x": "see kvsim capture --help",
     f"{CAPTURE} --prompt walk --model ./no": "no model folder at './no'",
-    f"{CAPTURE} --prompt walk --out file/t.zarr": "is a file; expected a folder",
+    f"{CAPTURE} --prompt walk --out file/t.zarr": "expected a writable folder",
     f"{CAPTURE} --prompt walk --layers x": "--layers is 'x'",
     f"{CAPTURE} --prompt walk --device-map auto --device cpu": "expected one of them",
     # --------------------------------------------------------------------------------- prompts

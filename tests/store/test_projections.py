@@ -73,7 +73,7 @@ def test_other_layers_and_types_are_other_projections(tmp_path):
 
 
 def test_another_capture_that_is_faster_is_no_error(tmp_path):
-    """Both have written the folder: the first one stays, and nothing is left of the second."""
+    """Both have written the folder: the first one stays."""
     drafts = [tmp_path / name for name in ("one", "two")]
     given = (2, 4, 8, 32), weights().__getitem__, "float32"
     for draft in drafts:
@@ -82,7 +82,6 @@ def test_another_capture_that_is_faster_is_no_error(tmp_path):
         move_projections(draft, tmp_path)
 
     assert len(folders(tmp_path)) == 1
-    assert [folders(draft) for draft in drafts] == [[], []]
 
 
 def test_a_capture_without_them_stores_none(tmp_path):

@@ -92,8 +92,11 @@ def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("file/a.zarr", "file is a file; expected a folder to write to"),
-        ("file/deeper/a.zarr", "file is a file; expected a folder to write to"),
+        ("file/a.zarr", "file cannot be written to (Not a directory)"),
+        (
+            "file/deeper/a.zarr",
+            "file cannot be written to (Not a directory)",
+        ),
         ("taken.zarr", "taken.zarr exists, expected a free path"),
     ],
 )
