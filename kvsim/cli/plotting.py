@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -126,8 +125,6 @@ def plot(
     keywords["layers"] = None if shown is None else [shown]
     chosen = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data[key] for key in figure.inputs]
-    if figure.prepare:
-        inputs = [getattr(import_module(figure.module), figure.prepare)(traces)]
     written = plots.save(getattr(plots, name)(*inputs, **chosen), out)
     typer.echo(f"Written to {written}.")
     for remark in merged(remarks):

@@ -40,7 +40,6 @@ def figure(
     inputs: tuple[str, ...] = (),
     source: str = "kvsim",
     requires: str = "",
-    prepare: str = "",
 ) -> Callable[[Function], Function]:
     """Declare a function that returns a matplotlib Figure as a figure of `kvsim plot`.
 
@@ -50,10 +49,8 @@ def figure(
         inputs: what its positional arguments are (`REPLAYS`, or traces), by default their names.
         source: the paper and figure that it follows, or "kvsim".
         requires: what a trace or a policy must have, for users.
-        prepare: a function of its file that computes its only argument from the traces, where it is
-            not the input itself.
     """
-    del inputs, source, requires, prepare  # `declared_in` reads them
+    del inputs, source, requires  # `declared_in` reads them
     return lambda function: function
 
 
@@ -70,7 +67,6 @@ class Figure:
     options: tuple[str, ...] = ()
     source: str = "kvsim"
     requires: str = ""
-    prepare: str = ""
 
     @property
     def replay(self) -> Literal["records", "plans", "once"] | None:

@@ -15,22 +15,25 @@ from kvsim.analysis.axes import checked_index
 from kvsim.core.trace import Trace
 from kvsim.plots.registry import figure
 from kvsim.plots.style import caption, colour_bar, label, panels
-from kvsim.studies.expectation.expectation import STEPS, Expectation, expected_and_observed
+from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12
 
 
-@figure(inputs=("trace",), source="Expected Attention, Fig. 10", prepare="_expected")
-def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None = None) -> Figure:
+@figure(source="Expected Attention, Fig. 10")
+def expected_observed(
+    trace: Trace, *, layers: Sequence[int] | None = None, cut: int | None = None
+) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
     arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
     expected attention sums to 1 over the keys, observed attention to the share that they get.
 
     The head of each layer is that with the median Spearman correlation of the last step, the lower
-    one of two. layers: all by default.
+    one of two. layers: all by default. cut: as `expected_and_observed` has it.
     """
+    expectation = expected_and_observed(trace, cut)
     count, _, keys = expectation.observed.shape
     wanted = range(count) if layers is None else layers
     shown = [checked_index("layer", at, count, expectation.trace) for at in wanted]
@@ -68,11 +71,6 @@ def expected_observed(expectation: Expectation, *, layers: Sequence[int] | None 
     what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
     caption(figure, what, ["exact"])
     return figure
-
-
-def _expected(traces: Sequence[Trace]) -> Expectation:
-    """Return expected and observed attention of the first trace."""
-    return expected_and_observed(traces[0])
 
 
 def _around(values: Floats) -> tuple[float, float]:

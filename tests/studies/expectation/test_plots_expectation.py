@@ -18,27 +18,21 @@ def made(seed, name, size=1.0):
     return random_trace(seed=seed, name=name, size=size, n=60)
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Two prompts, cut at row 24."""
-    return [expected_and_observed(made(seed, name), 24) for seed, name in enumerate("ab")]
-
-
-def test_a_panel_has_the_attention_of_each_key(found):
+def test_a_panel_has_the_attention_of_each_key():
     """Rows are layers and columns steps; each says both of its correlations."""
-    figure = expected_observed(found[0])
+    figure, found = (x(made(0, "a"), cut=24) for x in (expected_observed, expected_and_observed))
     panels, bar = figure.axes[:-1], figure.axes[-1]
-    heads = [ranks.argsort()[(len(ranks) - 1) // 2] for ranks in found[0].spearman[-1]]
+    heads = [ranks.argsort()[(len(ranks) - 1) // 2] for ranks in found.spearman[-1]]
 
     assert len(panels) == 8
     for place, panel in enumerate(panels):
         layer, step = divmod(place, 4)
         head = heads[layer]
-        observed = np.exp(found[0].observed[layer, head])
+        observed = np.exp(found.observed[layer, head])
         (points,) = panel.collections
         x, y = points.get_offsets().data.T
         assert x == pytest.approx(observed)
-        assert y == pytest.approx(np.exp(found[0].expected[step, layer, head]))
+        assert y == pytest.approx(np.exp(found.expected[step, layer, head]))
         assert list(points.get_array()) == list(range(4, 24))
         *name, said = panel.get_title().split("\n")
         rank, logs = spearmanr(x, y).statistic, np.corrcoef(np.log(x), np.log(y))[0, 1]
