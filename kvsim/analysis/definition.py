@@ -40,7 +40,7 @@ class Metric:
     stands for all events in a Table that does not list them; of "each" all are listed, and no
     summary has it. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only
-    if it is named. beside: the record with which it compares, that of an optimum on the same terms,
+    if it is named. beside: "optimum" where it compares with the optimum on the same terms,
     which is computed on request. notes: what it reads of the notes of
     allocators at events (`Plan.notes`, `kvsim.replay(..., internals=...)`). layers: what
     stands for all layers in a summary, the mean of their values or the sum. arrays: what a trace
@@ -57,7 +57,7 @@ class Metric:
     over_events: Literal["last", "mean", "each"] = "mean"
     main: str = ""
     default: bool = True
-    beside: Literal["", "optimum", "unprotected"] = ""
+    beside: Literal["", "optimum"] = ""
     notes: frozenset[str] = frozenset()
     layers: Literal["mean", "sum"] = "mean"
     arrays: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -24,9 +24,6 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.store.opening import TraceLike, as_trace
 
-#: Records that metrics compare with (`Metric.beside`).
-BESIDE = ("optimum", "unprotected")
-
 #: Metrics of rows that a live run has, next to metrics of sets and of kind "live".
 LIVE_ROWS = ("output_error", "layer_error")
 
@@ -42,7 +39,6 @@ def measure(
     events: bool = False,
     device: str = "cpu",
     optima: Sequence[Record | None] | None = None,
-    unprotected: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
 ) -> pl.DataFrame:
     """Measure one record or many of the same trace, or a trace alone.
@@ -60,7 +56,6 @@ def measure(
         device: cpu, cuda or auto; of an `Analysis` its own.
         optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
             `kvsim.sweep(metrics="regret")` computes them.
-        unprotected: for `possible_share`, the same with nothing protected.
         progress: called with (metrics done, metrics, current metric).
 
     Returns:
@@ -80,10 +75,8 @@ def measure(
     device = resolve_device(device)
     records = [record] if isinstance(record, Record) else record
     trace = trace if isinstance(trace, Analysis) else as_trace(trace)
-    references = {"optimum": optima, "unprotected": unprotected}
-    _check_inputs(records, references)
-    beside = [name for name, given in references.items() if given is not None]
-    chosen = choose(metrics, beside=beside, records=records is not None)
+    _check_inputs(records, optima)
+    chosen = choose(metrics, optima=optima is not None, records=records is not None)
     if isinstance(trace, Analysis):
         analysis = trace
     else:
@@ -95,7 +88,7 @@ def measure(
     subjects: Sequence[Analysis | Subject] = [analysis]
     if records is not None:
         projected = any("o_proj" in entry.arrays for entry in chosen.values())
-        subjects = subjects_of(trace, records, references, device, projected=projected)
+        subjects = subjects_of(trace, records, optima, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
@@ -110,32 +103,31 @@ def measure(
     return table_of(blocks)
 
 
-def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
+def _check_inputs(records: Any, optima: Any) -> None:
     if records is not None and not all(isinstance(each, Record) for each in listed(records)):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    for given in references.values():
-        optima = listed(given or ())
-        certified = all(x is None or getattr(x, "internals", ()) for x in optima)
-        if given is not None and not (certified and len(optima) == len(records or ())):
-            raise PolicyError(
-                f"optima are {reprlib.repr(given)}; expected for each record None or a Record of "
-                "kvsim.analysis.output.optimum"
-            )
+    given = listed(optima or ())
+    certified = all(x is None or getattr(x, "internals", ()) for x in given)
+    if optima is not None and not (certified and len(given) == len(records or ())):
+        raise PolicyError(
+            f"optima are {reprlib.repr(optima)}; expected for each record None or a Record of "
+            "kvsim.analysis.output.optimum"
+        )
 
 
 def choose(
     metrics: Sequence[str] | None,
     *,
-    beside: Collection[str] = (),
+    optima: bool = False,
     records: bool = True,
     judged: bool = False,
     live: bool = False,
 ) -> dict[str, Metric]:
     """The metrics by name, or the default ones of records, of a trace alone, or of a live run.
 
-    judged: with those of a judge (`JUDGED`). beside: records to compare with (`Metric.beside`),
-    whose metrics are among the default ones then. Raises PolicyError for an unknown name, and for a
-    metric that has no value there.
+    judged: with those of a judge (`JUDGED`). optima: those of the optimum have values, and are
+    among the default ones. Raises PolicyError for an unknown name, and for a metric that has no
+    value there.
     """
 
     def reason(name: str, entry: Metric) -> str:
@@ -148,7 +140,7 @@ def choose(
             return f"is about a running model, and a replay runs none; {way}"
         if not records and entry.kind != "trace":
             return "is about a record, and only a trace was given; give one, or another metric"
-        if entry.beside and entry.beside not in beside:
+        if entry.beside and not optima:
             return "compares with the optimum, which was not replayed; give it to `kvsim replay`"
         return ""
 
@@ -204,18 +196,14 @@ def _has(trace: Trace, array: str) -> bool:
 def subjects_of(
     trace: Trace,
     records: Sequence[Record],
-    references: Mapping[str, Sequence[Record | None] | None],
-    device: str,
+    optima: Sequence[Record | None] | None = None,
+    device: str = "cpu",
     *,
-    projected: bool,
+    projected: bool = False,
 ) -> list[Subject]:
-    """Return a Subject of each record; they share walks over the trace and output errors.
-
-    references: by name (`Metric.beside`), what each record is compared with.
-    """
-    trace = trace.part()
-    beside = [references.get(name) or [None] * len(records) for name in BESIDE]
-    replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
+    """Return a Subject of each record; they share walks over the trace and output errors."""
+    trace, optima = trace.part(), optima or [None] * len(records)
+    replayed = list({id(r): r for r in chain(records, optima) if r is not None}.values())
     different = replayed[: len({id(record) for record in records})]
     for record in replayed:
         check_record(trace, record)
@@ -232,11 +220,7 @@ def subjects_of(
     return [
         Subject(
             *(trace, record, partial(result, record, error), partial(result, record)),
-            beside={
-                name: (other, partial(result, other, error))
-                for name, other in zip(BESIDE, others, strict=True)
-                if other is not None
-            },
+            optimum=None if best is None else (best, partial(result, best, error)),
         )
-        for record, *others in zip(records, *beside, strict=True)
+        for record, best in zip(records, optima, strict=True)
     ]

@@ -5,7 +5,7 @@ Each analysis is computed when a metric first reads it, and kept for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -78,16 +78,16 @@ LayerGroup = tuple[Layers, EvictedAt]
 class Subject(Subjected):
     """A trace, and a record of it with its output error.
 
-    walk: the result for this record of a walk over the trace that all records share. beside: by
-    name (`Metric.beside`), records that it is compared with, and their output errors. outcome: what
-    a model did under the record, live or judged. given: see `Subjected`.
+    walk: the result for this record of a walk over the trace that all records share. optimum: on
+    the same terms, and its output error. outcome: what a model did under the record, live or
+    judged. given: see `Subjected`.
     """
 
     trace: Trace
     record: Record
     output: Callable[[], OutputDeviation]
     walk: Callable[[Walk[Any]], Any]
-    beside: Mapping[str, tuple[Record, Callable[[], OutputDeviation]]] = field(default_factory=dict)
+    optimum: tuple[Record, Callable[[], OutputDeviation]] | None = None
     outcome: Outcome = NOTHING
     given: dict[Callable[[Any], Any], Any] = field(default_factory=dict)
 

@@ -91,7 +91,7 @@ GONE = {
     "--record-to": "kvsim capture records prompts, and kvsim live takes their traces",
     "--resume": "the same command continues",
     "--own-schedule": "--interval paper",
-    "--regret": "--metric regret,regret_gap,possible_share",
+    "--regret": "--metric regret,regret_gap",
     "--sink": "--set protect.sink=N",
     "--recent": "--set protect.recent=N",
     "--protect-prompt": "--set protect.prompt=true",

@@ -61,7 +61,7 @@ _SHOWN = (
     *OUTCOMES,
     *("output_error", "layer_error", "weighted_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen"),
-    *("needle_recall", "needle_wipeout", "regret", "possible_share"),
+    *("needle_recall", "needle_wipeout", "regret"),
 )
 
 

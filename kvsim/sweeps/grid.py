@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kvsim.analysis.measuring import BESIDE, available, check_arrays, choose
+from kvsim.analysis.measuring import available, check_arrays, choose
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
 from kvsim.core.arguments import listed, share_of, value_of
@@ -75,7 +75,7 @@ class Grid:
         if names == EVERYTHING:
             return [*choose(None, judged=judged)]
         names = available(SUMMARY, traces) if names is None else names
-        chosen = choose(names, beside=BESIDE, judged=judged)
+        chosen = choose(names, optima=True, judged=judged)
         for trace in traces:
             check_arrays(trace, chosen)
         return [*chosen]

@@ -160,27 +160,23 @@ class Replays:
         chosen = [METRICS[name] for name in metrics]
         self._trace, self._metrics, self._options = trace, metrics, options
         self._limits = {name: options[name] for name in ("memory", "device")}
-        self._beside = {metric.beside for metric in chosen if metric.beside}
+        self._compares = any(metric.beside for metric in chosen)
         self._notes = frozenset[str]().union(*(metric.notes for metric in chosen))
         self._optima: dict[Hashable, Record] = {}
-        self._compared: dict[int, dict[str, Record]] = {}
+        self._compared: dict[int, Record | None] = {}
 
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
         policy = cell.policy
         setup = Setup(cell.trace, policy, cell.budget, cell.schedule)
         record = run(setup, layers=cell.layers, internals=self._notes, **self._limits)
-        compared = self._compared[cell.number] = dict[str, Record]()
-        remarks = [record.remark]
-        if self._beside and policy.bounded:
+        remarks, best = [record.remark], None
+        if self._compares and policy.bounded:
             try:
-                for name in self._beside:
-                    options = {**self._limits, "protected": name == "optimum"}
-                    compared[name] = optimum(
-                        cell.trace, policy, record, known=self._optima, **options
-                    )
+                best = optimum(cell.trace, policy, record, known=self._optima, **self._limits)
             except KvsimError as error:
                 remarks.append(f"{policy.name}, budget {cell.budget}: no regret: {error}")
+        self._compared[cell.number] = best
         if "judge" in self._options:
             from kvsim.runner.full import uncompared  # noqa: PLC0415  transformers
             from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
@@ -194,11 +190,10 @@ class Replays:
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure records, next to their optima if a metric compares with them."""
-        compared = [self._compared[cell.number] for cell in cells]
+        optima = [self._compared[cell.number] for cell in cells]
         options = {name: self._options[name] for name in ("events", "device")}
-        for name in self._beside:
-            keyword = "optima" if name == "optimum" else name
-            options[keyword] = [each.get(name) for each in compared]
+        if self._compares:
+            options["optima"] = optima
         of_replay = [name for name in self._metrics if METRICS[name].kind != "live"]
         names = available(of_replay, [self._trace])
         table = measure(self._trace, records, names, **options)

@@ -34,7 +34,7 @@ def measure_live(
     only a replay has.
     """
     chosen, blocks = choose(metrics, live=True), list[RowArrays]()
-    subjects = subjects_of(trace, records, {}, "cpu", projected=False)
+    subjects = subjects_of(trace, records)
     for subject, outcome in zip(subjects, outcomes, strict=True):
         output = None if outcome.forced is None else outcome.forced.output
         live = replace(subject, outcome=outcome, output=partial(getattr, outcome.forced, "output"))

@@ -12,9 +12,6 @@ from kvsim.analysis.output.changed import prompt_parts
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
 
-# Share of attention by which the optimum must exceed chance: less is rounding of the mass.
-_LEAST_LEAD = 1e-5
-
 
 def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
     """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
@@ -53,20 +50,12 @@ def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
             yield Cells(layer, values, "head", variant)
 
 
-def _more(subject: Subject, reference: str) -> Floats | None:
-    """Return the mass that a reference retains beyond the record; [layer, qhead, row].
-
-    None without a reference, as of a policy that no budget binds: none is on the same terms.
-    """
-    if reference not in subject.beside:
-        return None
-    _, best = subject.beside[reference]
-    missing, least = (each().missing for each in (subject.output, best))
-    return missing.astype(np.float64) - least if missing.shape[-1] else None
-
-
 def _regret(subject: Subject) -> Iterator[Cells]:
-    if (more := _more(subject, "optimum")) is not None:
+    if subject.optimum is None:  # as of a policy that no budget binds: none is on the same terms
+        return
+    missing, least = (each().missing for each in (subject.output, subject.optimum[1]))
+    if missing.shape[-1]:
+        more = missing.astype(np.float64) - least  # [layer, qhead, row]
         for turn, rows in subject.trace.answers:
             values = mean_known(more[..., rows]).ravel()
             yield Cells(subject.record.layers, values, "qhead", turn=turn)
@@ -88,27 +77,11 @@ def _means(
 
 
 def _regret_gap(subject: Subject) -> Floats | None:
-    if "optimum" not in subject.beside or subject.trace.n_pos == subject.trace.prompt_len:
+    if subject.optimum is None or subject.trace.n_pos == subject.trace.prompt_len:
         return None
-    certificate = _certificate(subject, "optimum")
+    certificate = subject.optimum[0].internals[0].notes
     gap: Floats = certificate["bound"] - certificate["retained"]  # [layer, pool]
     return gap
-
-
-def _possible_share(subject: Subject) -> Floats | None:
-    more = _more(subject, "unprotected")
-    if more is None:
-        return None
-    certificate = _certificate(subject, "unprotected")
-    lead: Floats = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
-    share = np.full_like(lead, np.nan)
-    np.divide(lead - mean_known(more).mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
-    return share[:, None]
-
-
-def _certificate(subject: Subject, reference: str) -> Mapping[str, Floats]:
-    optimum, _ = subject.beside[reference]
-    return optimum.internals[0].notes
 
 
 def _added_weighted(subject: Subject) -> Floats:
@@ -164,11 +137,6 @@ METRICS: Mapping[str, Metric] = {
         "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
         "leaves that open",
         "rows", "share", "lower", "kvsim", _means(_regret_gap, turns=False), beside="optimum"),
-    "possible_share": Metric(
-        "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
-        "it, nothing protected in either, all heads of a layer together",
-        "rows", "signed share", "higher", "kvsim",
-        _means(_possible_share, turns=False), beside="unprotected"),
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
