@@ -126,7 +126,6 @@ REFUSED = {
     f"{COST} --model-config CONFIG": "no context is given; expected --context N",
     f"{COST} --model-config CONFIG --context much": "--context is 'much'",
     f"{COST_64} --policy asl --set first_layer=40": "layer is 40, the model has layers 0..31",
-    f"{COST_64} --dtype-bytes nan": "number_bytes is nan; expected a number from 1 to 8",
     # --------------------------------------------------------------------------------- listings
     "metrics wipout": "did you mean 'wipeout'",
     "help nonsense": "No such command 'nonsense'",

@@ -182,9 +182,9 @@ def estimate(
     )
 
 
-def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
-    """Time per output token: (weights + passes of cache) / (weights + full cache), in bytes."""
-    return (model.read_bytes + passes * kv) / (model.read_bytes + passes * full)
+def decode_ratio(model: Model, kv: float, full: float) -> float:
+    """Time per output token: (weights + cache) / (weights + full cache), in bytes."""
+    return (model.read_bytes + kv) / (model.read_bytes + full)
 
 
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:

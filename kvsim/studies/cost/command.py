@@ -60,10 +60,6 @@ def cost(
             "such as 23.9."
         ),
     ] = None,
-    dtype_bytes: Annotated[
-        float | None,
-        typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
-    ] = None,
     as_json: shared.Json = False,
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
@@ -78,9 +74,9 @@ def cost(
 
     opened = None if trace is None else open_trace(trace)
     if model_config is not None:
-        model = Model.from_config(model_config, number_bytes=dtype_bytes)
+        model = Model.from_config(model_config)
     elif opened is not None:
-        model = Model.from_trace(opened, number_bytes=dtype_bytes)
+        model = Model.from_trace(opened)
     else:
         raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
     contexts = [] if opened is None else [opened.n_pos]

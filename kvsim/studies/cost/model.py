@@ -1,7 +1,7 @@
 """The shape of a decoder model, and its parameters, bytes and FLOPs.
 
 A multiplication and an addition are 2 FLOPs, and a softmax 3 per weight (Hoffmann et al. 2022,
-arXiv 2203.15556, appendix F). Layers are counted with grouped queries and, unless said otherwise,
+arXiv 2203.15556, appendix F). Layers are counted with grouped queries and
 causal attention: row i of a prefill sees i + 1 entries. Normalisation, activations and rotary
 embedding are left out; they are linear in the hidden size where the rest is quadratic.
 """
@@ -117,15 +117,13 @@ class Model:
         """
         return pairs * self.n_qheads * (2 * self.entry_size + 3)
 
-    def layer_flops(self, rows: float, *, causal: bool = True) -> float:
-        """FLOPs of one layer over the rows of a prefill; causal: row i sees i + 1 of them."""
-        pairs = rows * (rows + 1) / 2 if causal else rows * rows
-        return 2 * rows * self.layer_matrices + self.attention_flops(pairs)
+    def layer_flops(self, rows: float) -> float:
+        """FLOPs of one layer over the rows of a prefill, of which row i sees i + 1."""
+        return 2 * rows * self.layer_matrices + self.attention_flops(rows * (rows + 1) / 2)
 
-    def prefill_flops(self, rows: float, *, causal: bool = True) -> float:
+    def prefill_flops(self, rows: float) -> float:
         """FLOPs of a prefill: all layers over all rows, and the logits of the last row."""
-        head = 2 * self.hidden * self.vocab
-        return self.n_layers * self.layer_flops(rows, causal=causal) + head
+        return self.n_layers * self.layer_flops(rows) + 2 * self.hidden * self.vocab
 
     def decode_flops(self, entries: float) -> float:
         """FLOPs of one generated token that sees so many entries per head, its own included."""
@@ -133,28 +131,23 @@ class Model:
         return self.n_layers * layer + 2 * self.hidden * self.vocab
 
     @classmethod
-    def from_config(
-        cls, config: str | Path | Mapping[str, Any], *, number_bytes: float | None = None
-    ) -> Model:
-        """The model that a Hugging Face configuration describes.
+    def from_config(cls, config: str | Path | Mapping[str, Any]) -> Model:
+        """The model that a Hugging Face configuration describes, in bfloat16 if it names no type.
 
-        config: its keys, the path of a config.json, or that of a folder with one. number_bytes: in
-        place of what the data type of the configuration takes (2 where it names none).
+        config: its keys, the path of a config.json, or that of a folder with one.
         """
         if isinstance(config, Mapping):
-            return _model(config, "config", number_bytes)
+            return _model(config, "config")
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
             keys = {**json.loads(read_input(path))}
         except (OSError, TypeError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} is no configuration ({error}); {_SAY}") from error
-        return _model(
-            keys, path.parent.name if path.name == "config.json" else path.stem, number_bytes
-        )
+        return _model(keys, path.parent.name if path.name == "config.json" else path.stem)
 
     @classmethod
-    def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
+    def from_trace(cls, trace: Trace) -> Model:
         """The model of a trace: its cache as it was recorded, its weights as by `from_config`."""
         model: Mapping[str, Any] = object_at(trace.meta, "model")
         config, name = model.get("config"), str(model.get("name") or "model")
@@ -170,7 +163,7 @@ class Model:
         typed = {"dtype": model.get("dtype")} if model.get("dtype") else {}
         layers = model.get("layers")
         return replace(
-            _model({**config, **typed}, name, number_bytes),
+            _model({**config, **typed}, name),
             n_layers=max(layers if type(layers) is int else 0, trace.n_layers),
             n_qheads=trace.n_qheads,
             n_heads=trace.n_heads,
@@ -179,7 +172,7 @@ class Model:
         )
 
 
-def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> Model:
+def _model(config: Mapping[str, Any], name: str) -> Model:
     """The configuration as a Model; that of the text where the model sees more than text."""
     import torch  # noqa: PLC0415  takes a while
 
@@ -191,20 +184,15 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
             raise ModelError(f"{name}: {key} is {text[key]!r}, {what}; {_SAY}")
     dtypes = (x.get(key) for x in (config, text) for key in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, dtypes), "bfloat16")).removeprefix("torch.")
-    size = getattr(getattr(torch, dtype, None), "itemsize", None)
-    if size is None and number_bytes is None:
-        raise ModelError(
-            f"{name}: dtype is {dtype!r}; expected one of torch's, or the bytes per number "
-            "(--dtype-bytes)"
-        )
+    if (size := getattr(getattr(torch, dtype, None), "itemsize", None)) is None:
+        raise ModelError(f"{name}: dtype is {dtype!r}; expected one of torch's")
     try:
         counts = {**count_model(config if "model_type" in config else text)}
     except KvsimError as error:
         raise ModelError(f"{name}: {error}; {_SAY}") from error
     others, config = counts.pop("others"), counts.pop("config")
     remarks = _remarks(config, others, shared=counts["read"] < counts["parameters"])
-    counts["number_bytes"] = size if number_bytes is None else number_bytes
-    return Model(name=name, **counts, remarks=remarks)
+    return Model(name=name, **counts, number_bytes=size, remarks=remarks)
 
 
 def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) -> tuple[str, ...]:
@@ -229,7 +217,5 @@ def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) 
     if shared:
         remarks.append("of experts those that a token passes are counted in FLOPs and bytes read")
     if config.get("quantization_config"):
-        remarks.append(
-            "quantised weights are counted at the size of the data type; use --dtype-bytes"
-        )
+        remarks.append("quantised weights are counted at the size of the data type")
     return tuple(remarks)

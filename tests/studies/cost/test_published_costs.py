@@ -36,7 +36,7 @@ def overhead(model):
 
 def by_bytes(model, passes=1):
     """Time per output token by bytes, 2048 of 131072 entries."""
-    return decode_ratio(model, model.kv_bytes(2048), model.kv_bytes(128 * K), passes=passes)
+    return decode_ratio(model, *(passes * model.kv_bytes(n) for n in (2048, 128 * K)))
 
 
 def ea_share(rows, *, reproject=False):
