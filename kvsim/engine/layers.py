@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import groupby
 from typing import NamedTuple
 
 from kvsim.core.budgets import sharing
@@ -52,27 +52,25 @@ def apart(policy: Policy) -> bool:
     return within and policy.storage is None and policy.layer_budgets.shared in ACROSS_LAYERS
 
 
-def _difference(trace: Trace, first: int, second: int) -> str:
-    """In what two layers that see the whole text differ; empty if a block may hold both."""
-    a, b = trace.formulas[first], trace.formulas[second]
-    a, b = a.within(trace.n_pos), b.within(trace.n_pos)
-    if a != b:
-        names = ("scale", "softcap", "sinks")
-        return next(name for name in names if getattr(a, name) != getattr(b, name))
-    return "" if trace.ropes[first] == trace.ropes[second] else "rotary embedding"
+def _computes(trace: Trace, layer: int) -> dict[str, object]:
+    """What a layer computes that sees the whole text, part by part."""
+    formula, rope = trace.formulas[layer], trace.ropes[layer]
+    parts = {name: getattr(formula, name) for name in ("scale", "softcap", "sinks")}
+    return {**parts, "rotary embedding": rope}
 
 
 def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
     """Raise PolicyError where layers that share a budget or a ranking cannot be one block."""
+    first = _computes(trace, chosen[0])
     for layer in chosen:
-        difference = _difference(trace, chosen[0], layer)
-        if difference:
-            example = "kvzip@uniform" if policy.allocator.shared in ACROSS_LAYERS else "snapkv"
-            raise PolicyError(
-                f"{policy.name}: its layers share one budget or ranking, and layers {chosen[0]} "
-                f"and {layer} of {trace.name} differ in their {difference}; take a policy that "
-                f"cuts each layer by itself, such as {example}"
-            )
+        for part, value in _computes(trace, layer).items():
+            if value != first[part]:
+                example = "kvzip@uniform" if policy.allocator.shared in ACROSS_LAYERS else "snapkv"
+                raise PolicyError(
+                    f"{policy.name}: its layers share one budget or ranking, and layers "
+                    f"{chosen[0]} and {layer} of {trace.name} differ in their {part}; take a "
+                    f"policy that cuts each layer by itself, such as {example}"
+                )
 
 
 def replay_bytes(trace: Trace, policy: Policy) -> int:
@@ -161,22 +159,19 @@ def runs(
     together = len(layers) if at_once else layers_per_block(trace, policy, memory)
     longest = len(layers) if policy.across_layers else together
 
-    def breaks(before: int, layer: int, count: int) -> bool:
-        """Whether a run of `count` layers ends before a layer."""
-        follows = layer == before + 1 or policy.across_layers
-        alone = trace.owners.count(before) > 1 or trace.owners.count(layer) > 1
-        alike = rows[before] is rows[layer] and (before < uncut) == (layer < uncut)
-        if count == longest or not follows or alone or not alike:
-            return True
-        return bool(_difference(trace, before, layer))
-
     rows = (None,) * trace.n_layers if descent is None else descent.rows
     uncut = 0 if descent is None else descent.uncut
-    run: list[int] = []
-    for layer, following in zip_longest(layers, layers[1:]):
-        run.append(layer)
-        if following is None or breaks(layer, following, len(run)):
-            of_run = rows[layer]
+
+    def kind(numbered: tuple[int, int]) -> tuple[object, ...]:
+        """What layers have in common that follow each other in one run."""
+        number, layer = numbered
+        alone = layer if trace.owners.count(layer) > 1 else None
+        place = None if policy.across_layers else layer - number
+        return _computes(trace, layer), id(rows[layer]), layer < uncut, alone, place
+
+    for _, alike in groupby(enumerate(layers), kind):
+        run = tuple(layer for _, layer in alike)
+        for first in range(0, len(run), longest):
+            of_run = rows[run[0]]
             part = trace if of_run is None else of_rows(trace, of_run)
-            yield LayerRun(tuple(run), part, layer < uncut, together)
-            run = []
+            yield LayerRun(run[first : first + longest], part, run[0] < uncut, together)
