@@ -210,7 +210,7 @@ def test_an_interrupted_capture_leaves_nothing(tmp_path, warm_kvsim):
     asked = ("--model", "tiny", "--prompt", prompt, "--out", tmp_path / "t.zarr")
     process = kvsim_process(warm_kvsim / "kvsim", "capture", *asked)
     deadline = time.monotonic() + 60
-    while not [*tmp_path.glob(".t.zarr.*/k")] and time.monotonic() < deadline:
+    while not [*tmp_path.glob(".t.zarr.*/t.zarr/k")] and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

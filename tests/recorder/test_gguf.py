@@ -11,7 +11,7 @@ import regex
 
 from kvsim.errors import CaptureError
 from kvsim.recorder import gguf as files
-from kvsim.recorder import gguf_tokenizer, load_model
+from kvsim.recorder import load_model
 from kvsim.recorder.provenance import describe_model
 from tests.small_gguf import HEADS, HIDDEN, LAYERS, LETTERS, TOKENS, write
 
@@ -111,7 +111,7 @@ def _endless(path):
         (lambda path: (write(path), _cut(path, -1)), "ends after"),
         (lambda path: write(path, architecture="clip"), "its architecture is clip"),
         (lambda path: write(path, architecture="t5"), "its architecture is t5"),
-        (lambda path: write(path, tokenizer=False), "has no tokenizer"),
+        (lambda path: write(path, tokenizer=False), "tokenizer.ggml.tokens is None, expected list"),
         (lambda path: write(path, omit=["blk.1.attn_v"]), "1 of its weights are missing, more"),
         (lambda path: write(path, extra=["rope_freqs"]), r"1 of its weights .*\(rope_freqs\."),
         (lambda path: write(path, numbers={"expert_count": 4}), "it has llama.expert_count"),
@@ -160,7 +160,7 @@ def _listed(path):
         (lambda path: write(path, numbers={"block_count": 10**6}), "block_count is 1000000"),
         (lambda path: write(path, numbers={"vocab_size": 1 << 31}), "1 of its weights"),
         (_shared, "is there twice, or is not where it can be"),
-        (_listed, "has no tokenizer"),
+        (_listed, "tokenizer.ggml.tokens is None, expected list"),
     ],
     ids=["wide", "deep", "vocabulary", "shared", "listed"],
 )
@@ -203,7 +203,7 @@ def test_words_are_those_of_llama_cpp(name):
     }
     text = "We'LL don't  HTTPServer aBc 1234567 x=y/2 //\r\n\n  end\t\n don'T  "
 
-    backend, _ = gguf_tokenizer.tokenizer(fields)
+    backend, _ = files.tokenizer(fields)
 
     words = backend.pre_tokenizer.pre_tokenize_str(text)
     expected = [match.group() for match in regex.finditer(EXPRESSIONS[name], text)]
