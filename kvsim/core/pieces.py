@@ -164,9 +164,10 @@ class Protection:
 _NOTHING = Protection()
 
 
-def _at_the_ends(piece: Piece) -> Protection:
-    """The entries that parameters `sink` and `recent` name."""
-    ends = {name: getattr(piece, name) for name in ("sink", "recent") if hasattr(piece, name)}
+def _named(piece: Piece) -> Protection:
+    """The entries that parameters `sink`, `recent` and `protect_prompt` name."""
+    names = {"sink": "sink", "recent": "recent", "prompt": "protect_prompt"}
+    ends = {end: getattr(piece, name) for end, name in names.items() if hasattr(piece, name)}
     return Protection(**ends) if ends else _NOTHING
 
 
@@ -260,8 +261,8 @@ class Scorer(Piece, ABC):
 
     @property
     def scale(self) -> Literal["positive", "signed", "log"]:
-        """Whether scores are 0 or more, of any sign, or logarithms, which can be -inf."""
-        return "positive"
+        """Whether scores are 0 or more, of any sign, or logarithms, as a parameter `log` says."""
+        return "log" if getattr(self, "log", False) else "positive"
 
     @property
     def across_layers(self) -> bool:
@@ -273,8 +274,8 @@ class Scorer(Piece, ABC):
         """Scores of the view's entries, [L, H, n]."""
 
     def protection(self, budget: int) -> Protection:
-        """Entries that the scorer cannot score; by default those of `sink` and `recent`."""
-        return _at_the_ends(self)
+        """Entries that the scorer cannot score; by default those that parameters name."""
+        return _named(self)
 
 
 class Wrapper(Scorer):
@@ -351,7 +352,7 @@ class Allocator(Sizing, ABC):
 
     def protection(self, budget: int) -> Protection:
         """Protection of the allocator itself, as a scorer's."""
-        return _at_the_ends(self)
+        return _named(self)
 
     @abstractmethod
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:

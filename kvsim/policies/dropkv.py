@@ -29,7 +29,6 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.pieces import Inputs
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, smooth
 
@@ -40,10 +39,7 @@ class DropKV(Windowed):
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11
 
-    @property
-    def reads(self) -> Inputs:
-        """The window, with one more copy of its attention."""
-        return Inputs(rows=self.window, copies=5)
+    copies = 5  # one more, of its attention
 
     def score(self, view: View) -> Tensor:
         """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""

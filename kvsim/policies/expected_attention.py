@@ -74,17 +74,16 @@ class ExpectedAttention(Scorer):
                 f"are left out; expected at least {self.sink + 2} rows"
             )
 
-    @property
-    def scale(self) -> Literal["positive", "log"]:
-        """Whether log is set."""
-        return "log" if self.log else "positive"
-
     def score(self, view: View) -> Tensor:
         """(mean over the group of a_j + epsilon) ||v_j||, or its logarithm; [L, H, n]."""
         start, stop, future = self._samples(view)
         _, mu, sigma = view.moments(range(start, stop), covariance=self.covariance)
-        kind = mixture_logits if self.rope == "mixture" else mean_logits
-        logits = kind(view.keys, mu, sigma, view.formula.scale, view.rope, future, self.n_future)
+        scale, count = view.formula.scale, self.n_future
+        if self.rope == "mixture":
+            logits = mixture_logits(view.keys, mu, sigma, scale, view.rope, future, count)
+        else:  # the transpose of the mean rotation is the mean over the opposite positions
+            back = view.rope.rotate_mean(view.keys, 1 - future - count, count)
+            logits = expected_logits(back, mu, sigma, scale)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
         logits.masked_fill_(~scored, -torch.inf)
         if self.log:
@@ -128,14 +127,6 @@ def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float
     """
     out = (mu @ keys.mT) * scale
     return out if sigma is None else out.add_(quadratic(keys, sigma), alpha=scale**2 / 2)
-
-
-def mean_logits(
-    keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
-) -> Tensor:
-    """`expected_logits` under the mean rotation over positions start..start+count-1."""
-    # whose transpose is the mean over the opposite positions
-    return expected_logits(rope.rotate_mean(keys, 1 - start - count, count), mu, sigma, scale)
 
 
 def mixture_logits(

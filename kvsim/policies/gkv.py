@@ -34,7 +34,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Inputs, Scorer, Scores, Wrapper, protected_by
+from kvsim.core.pieces import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.redundancy import mean_similarity
@@ -109,10 +109,7 @@ class GKV(Windowed):
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}
 
-    @property
-    def reads(self) -> Inputs:
-        """The window, and keys."""
-        return Inputs(rows=self.window)
+    copies = 4
 
     @property
     def scale(self) -> Literal["positive", "signed"]:

@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
-from kvsim.core.pieces import Inputs, Protection, Scorer, Scores
+from kvsim.core.pieces import Inputs, Scorer, Scores
 from kvsim.core.view import View
 from kvsim.policies.window import first_of
 
@@ -76,7 +76,3 @@ class RaaS(Scorer):
             least = ranked.gather(-1, (number - 1).clamp(min=0)).masked_fill(number == 0, torch.inf)
         stamped = visible & (weights >= least) & (rows > view.since.view(-1, 1, 1, 1))
         return torch.where(stamped, rows, -1).amax(2)
-
-    def protection(self, budget: int) -> Protection:
-        """The prompt, unless told otherwise."""
-        return Protection(prompt=self.protect_prompt)

@@ -37,7 +37,7 @@ from typing import Annotated, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.pieces import Inputs, Scores, protected_by
+from kvsim.core.pieces import Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_score
 from kvsim.policies.redundancy import mean_similarity
@@ -56,10 +56,7 @@ class RKV(Windowed):
     variant: Literal["gkv", "original", "ams"] = "gkv"
     slot_order: Literal["position", "topk"] = "position"
 
-    @property
-    def reads(self) -> Inputs:
-        """The window, and keys."""
-        return Inputs(rows=self.window)
+    copies = 4
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter

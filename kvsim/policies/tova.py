@@ -35,11 +35,6 @@ class TOVA(Scorer):
         """Whether rows can be replayed in blocks."""
         return not self.log
 
-    @property
-    def scale(self) -> Literal["positive", "log"]:
-        """Whether log is set."""
-        return "log" if self.log else "positive"
-
     def score(self, view: View) -> Tensor:
         """s_j = mean over query heads of a_e(j), or its logarithm; [L, H, n]."""
         if self.log:

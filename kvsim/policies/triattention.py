@@ -28,7 +28,7 @@ from typing import ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Protection, protected_by
+from kvsim.core.pieces import protected_by
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
 
@@ -77,10 +77,6 @@ class TriAttention(Calibrated):
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
         candidate = view.live & ~protected_by(self.protection, view)
         return standardised(scores, candidate.unsqueeze(2)).amax(2)
-
-    def protection(self, budget: int) -> Protection:
-        """The prompt where asked for."""
-        return Protection(prompt=self.protect_prompt)
 
 
 def standardised(scores: Tensor, among: Tensor) -> Tensor:

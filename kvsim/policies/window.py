@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
@@ -21,10 +21,13 @@ class Windowed(Scorer):
 
     window: Annotated[int, AtLeast(1)] = 32
 
+    #: of the keys that a score makes (`Inputs`)
+    copies: ClassVar[int] = 0
+
     @property
     def reads(self) -> Inputs:
         """Attention of the window."""
-        return Inputs(rows=self.window, copies=0)
+        return Inputs(rows=self.window, copies=getattr(self, "copies", 0))
 
     def protection(self, budget: int) -> Protection:
         """The window, and the sinks."""
