@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvsim.cli import plotting, shared, show
-from kvsim.cli.runs import fidelity_line
+from kvsim.cli.runs import budget_text, fidelity_line
 from kvsim.cli.shared import OptionError
 from kvsim.schema import LABELS, merged, plural
 
@@ -151,7 +151,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         share = share_of(row["requested"])
         ranks = dict.fromkeys(x for x in (row["rank_low"], row["rank_high"]) if x is not None)
         cells = {
-            "budget": show.budget_text(round(row["entries"]), share, row["per_query_head"]),
+            "budget": budget_text(round(row["entries"]), share, row["per_query_head"]),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
             "ranks": " to ".join(map(str, ranks)) or "-",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
-from kvsim.schema import object_at, plural, visible
+from kvsim.schema import PREFILL, object_at, plural, schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,6 +38,7 @@ def document_of(
 
     from kvsim.analysis.live.table import responses
     from kvsim.analysis.overview import PREDICTIONS, summarise
+    from kvsim.analysis.sentences import answer
     from kvsim.analysis.table import selection_fidelity
 
     measured = set(table["metric"])
@@ -45,9 +47,11 @@ def document_of(
     of_trace = of_trace.group_by("trace", "metric", "variant", maintain_order=True).agg(
         pl.col("value").mean(), pl.col("chance").mean()
     )
+    comparison, verdict_text = answer(table, shown)
     document = {
         **parameters,
-        **show.verdict(table, shown),
+        "verdict": [x.describe() for x in comparison.verdicts] if comparison else [],
+        "verdict_text": verdict_text,
         "cells": show.cells(summarise(table, shown)),
         "trace_metrics": of_trace.to_dicts(),
         "fidelity": show.fidelity_shares(table),
@@ -66,10 +70,11 @@ def echo_document(document: Mapping[str, Any], table: pl.DataFrame, shown: Seque
     """Print the results of a run."""
     from kvsim.analysis.overview import summarise
 
-    show.echo_verdict(document)
+    if document["verdict_text"]:
+        show.echo_text("\n".join(document["verdict_text"]) + "\n")
     summary = summarise(table, shown)
     if summary.height:
-        show.echo_results(summary.head(_LINES))
+        _echo_results(summary.head(_LINES))
         hidden = summary.height - _LINES
         show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
     if document["trace_metrics"]:
@@ -83,7 +88,7 @@ def echo_document(document: Mapping[str, Any], table: pl.DataFrame, shown: Seque
         )
         show.echo_text()
     if shown:
-        show.echo_text(means(table, shown))
+        show.echo_text(_means(table, shown))
         show.echo_text(fidelity_line(table))
     else:
         show.echo_text("No values: none of the metrics can be computed on these traces.")
@@ -97,7 +102,58 @@ def echo_document(document: Mapping[str, Any], table: pl.DataFrame, shown: Seque
     echo_responses(document["responses"])
 
 
-def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
+def _echo_results(summary: pl.DataFrame) -> None:
+    """Print the table of a sweep, a line per policy and budget.
+
+    Policies on which the budget has no effect are printed once.
+    """
+    import polars as pl
+
+    from kvsim.analysis.results import labelled
+    from kvsim.analysis.table import OF_RECORD
+
+    keys = (*OF_RECORD, "model")
+    shown = [name for name in summary.columns if name not in keys and summary[name].count()]
+    model = ["model"] if "model" in summary else []
+    once = pl.struct("policy", "params", *model).is_first_distinct()
+    summary = summary.filter(once | (pl.col("bounds") != ""))
+    labels = labelled(summary.with_columns(interval=None, prefill=None))["policy"]
+    rows = []
+    for row, label in zip(summary.to_dicts(), labels, strict=True):
+        bounded = bool(row["bounds"])
+        budget = budget_text(row["budget"], row["share"], row["per_query_head"])
+        params = json.loads(row["params"])
+        given = {name: params[name] for name in PREFILL if name in params}
+        after = schedule(row["interval"], prefill=row["prefill"], **given)
+        line = {
+            "policy": label,
+            "budget": budget if bounded else "-",
+            "evicts after": after if bounded else "never",
+        }
+        line |= {name: row[name] or "unknown" for name in model}
+        line |= {x.replace("_", "\n"): show.number(row[x], show.metric_format(x)) for x in shown}
+        rows.append(line)
+    common = {row["evicts after"] for row in rows} - {"never"}
+    if len(common) == 1:
+        show.echo_text(
+            f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n"
+        )
+        for row in rows:
+            del row["evicts after"]
+    show.echo_rows(rows, right=2 + ("evicts after" in rows[0]) + len(model))
+
+
+def budget_text(budget: int, share: str | None, per_query_head: bool = False) -> str:
+    """Return the entries, and the share of the trace if the budget was given as a share.
+
+    Those of a policy that keeps a set for each query head are marked: it holds several times as
+    many.
+    """
+    text = str(budget) if share is None else f"{budget} ({share})"
+    return text + " per query head" * per_query_head
+
+
+def _means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     """Return what the numbers of a table of these metrics are means over."""
     import polars as pl
 
@@ -167,7 +223,7 @@ def echo_responses(rows: list[dict[str, Any]]) -> None:
             trace = row["trace"]
             show.echo_text(f"\n{show.one_line(trace)}\n  full cache: {_verdict(row, 'full_')}")
             show.echo_text(_text(row["full_text"] or ""))
-        budget = show.budget_text(row["budget"], row["share"])
+        budget = budget_text(row["budget"], row["share"])
         where = f"{show.one_line(row['policy'])}, budget {budget}"
         show.echo_text(f"  {where}: {_verdict(row)}, the first {row['same_tokens']} the same")
         if row["same_tokens"] < max(row["tokens"], row["full_tokens"]):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal as size
 from rich.table import Table
 
-from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
+from kvsim.schema import merged, plural, rounded, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -113,21 +113,6 @@ def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
     return [{**row, "params": json.loads(row["params"])} for row in summary.to_dicts()]
 
 
-def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return for JSON which policies could be the best at each budget, and how sure that is."""
-    from kvsim.analysis.sentences import answer
-
-    comparison, lines = answer(table, metrics)
-    each = [] if comparison is None else comparison.verdicts
-    return {"verdict": [verdict.describe() for verdict in each], "verdict_text": lines}
-
-
-def echo_verdict(document: Mapping[str, Any]) -> None:
-    """Print the lines of a verdict, with which tables open, if there is one."""
-    if document["verdict_text"]:
-        echo_text("\n".join(document["verdict_text"]) + "\n")
-
-
 def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
     """Return for each fidelity label its share among the values of a run."""
     from kvsim.analysis.overview import fidelity_shares as shares_of
@@ -140,55 +125,6 @@ def brackets(prompts: int) -> str:
     from kvsim.analysis.significance import FEWEST
 
     return ", in brackets the 95 % interval over prompts" * (prompts >= FEWEST)
-
-
-def echo_results(summary: pl.DataFrame) -> None:
-    """Print the table of a sweep, a line per policy and budget.
-
-    Policies on which the budget has no effect are printed once.
-    """
-    import polars as pl
-
-    from kvsim.analysis.results import labelled
-    from kvsim.analysis.table import OF_RECORD
-
-    keys = (*OF_RECORD, "model")
-    shown = [name for name in summary.columns if name not in keys and summary[name].count()]
-    model = ["model"] if "model" in summary else []
-    once = pl.struct("policy", "params", *model).is_first_distinct()
-    summary = summary.filter(once | (pl.col("bounds") != ""))
-    labels = labelled(summary.with_columns(interval=None, prefill=None))["policy"]
-    rows = []
-    for row, label in zip(summary.to_dicts(), labels, strict=True):
-        bounded = bool(row["bounds"])
-        budget = budget_text(row["budget"], row["share"], row["per_query_head"])
-        params = json.loads(row["params"])
-        given = {name: params[name] for name in PREFILL if name in params}
-        after = schedule(row["interval"], prefill=row["prefill"], **given)
-        line = {
-            "policy": label,
-            "budget": budget if bounded else "-",
-            "evicts after": after if bounded else "never",
-        }
-        line |= {name: row[name] or "unknown" for name in model}
-        line |= {x.replace("_", "\n"): number(row[x], metric_format(x)) for x in shown}
-        rows.append(line)
-    common = {row["evicts after"] for row in rows} - {"never"}
-    if len(common) == 1:
-        echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
-        for row in rows:
-            del row["evicts after"]
-    echo_rows(rows, right=2 + ("evicts after" in rows[0]) + len(model))
-
-
-def budget_text(budget: int, share: str | None, per_query_head: bool = False) -> str:
-    """Return the entries, and the share of the trace if the budget was given as a share.
-
-    Those of a policy that keeps a set for each query head are marked: it holds several times as
-    many.
-    """
-    text = str(budget) if share is None else f"{budget} ({share})"
-    return text + " per query head" * per_query_head
 
 
 def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 from markupsafe import Markup
 
 from kvsim.analysis.registry import METRICS
@@ -35,18 +34,12 @@ def broken(texts: Iterable[str], lead: str = "") -> Markup:
 
 
 def metric_name(name: str) -> Markup:
-    """A metric as a heading: summary on hover, better direction, main variant."""
+    """A metric as a heading: summary on hover, better direction."""
     metric = METRICS[name]
     arrow = {"higher": " ↑", "lower": " ↓", None: ""}[metric.better]
-    heading = Markup('<span title="{}">{}</span>').format(
-        metric.summary, name.replace("_", " ") + arrow
+    return Markup('<span title="{}">{}{}</span>').format(
+        metric.summary, name.replace("_", " "), arrow
     )
-    return heading + (small(metric.main) if metric.main else "")
-
-
-def small(text: str) -> Markup:
-    """A line in small print."""
-    return Markup("<br>") + tag("small", text)
 
 
 def section(title: str, note: str, body: str) -> Markup:
@@ -90,14 +83,6 @@ def interval(row: dict[str, Any]) -> str:
 def chance(row: dict[str, Any]) -> str:
     """What random sets would reach; empty where no such number exists."""
     return "" if row["chance"] is None else f"{row['chance']:.3f}"
-
-
-def cell(part: pl.DataFrame) -> str:
-    """Mean and interval of at most one row, and below that chance."""
-    if not part.height:
-        return "-"
-    (row,) = part.to_dicts()
-    return interval(row) + (small(f"chance {chance(row)}") if chance(row) else "")
 
 
 def image(alt: str, draw: Callable[[], Any]) -> str:

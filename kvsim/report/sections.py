@@ -8,7 +8,7 @@ from functools import partial
 from types import FunctionType
 
 import polars as pl
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from kvsim.analysis.evidence import OUTCOMES, shared
 from kvsim.analysis.folder import Saved
@@ -22,7 +22,7 @@ from kvsim.plots.summary import ranking as ranked
 from kvsim.registry import Registry
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
-from kvsim.schema import FIDELITY_MEANING, merged, object_at, plural, schedule
+from kvsim.schema import FIDELITY_MEANING, merged, object_at, plural
 
 #: Sections of studies and packages: functions of the Table of all runs and traces that return
 #: HTML (`kvsim.report.html`), empty where they have nothing to say.
@@ -77,8 +77,8 @@ def _verdict(
     for name in (name for name in metrics if name in set(means["metric"])):
         head.append(html.metric_name(name))
         for row in rows:
-            part = means.filter(metric=name, requested=row[0], policy=row[1])
-            row.append(html.cell(part))
+            part = means.filter(metric=name, requested=row[0], policy=row[1]).to_dicts()
+            row.append("".join(map(html.interval, part)) or "-")
     one = comparison.table["requested"].n_unique() == 1
     draw = ranked if one else over_budgets
     figure = html.image("The metric that ranks", partial(draw, table, comparison.metric))
@@ -100,24 +100,18 @@ def _results(table: pl.DataFrame) -> str:
         "Metrics against the entries that rows really saw": pareto,
     }
     images = (html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
-    every = lines([_wide(means), *images])
+    columns = ("policy", "requested", "interval", "prefill", "metric")
+    every = lines([_means(means, columns), *images])
     return section("Results", note, details(every, "every metric"))
 
 
-def _wide(means: pl.DataFrame) -> str:
-    names = [name for name in _SHOWN if name in set(means["metric"])]
-    budgets = means["requested"].drop_nulls().unique(maintain_order=True)
-    head = ["policy", "budget", *(html.metric_name(name) for name in names)]
-    rows = []
-    for policy in means["policy"].unique(maintain_order=True):
-        for budget in budgets:
-            part = means.filter(policy=policy, requested=budget)
-            if part.height:
-                cells = [html.cell(part.filter(metric=name)) for name in names]
-                after = schedule(part["interval"][0], prefill=part["prefill"][0])
-                name = escape(policy) + html.small(f"after: {after}")
-                rows.append([name, budget, *cells])
-    return table_of(head, rows, right=2)
+def _means(means: pl.DataFrame, columns: Sequence[str]) -> str:
+    """Return a row for each mean: these columns, the mean with its interval, and chance."""
+    rows = [
+        [*(str(row[name]) for name in columns), html.interval(row), html.chance(row)]
+        for row in means.to_dicts()
+    ]
+    return table_of([*columns, "mean", "chance"], rows, right=len(columns))
 
 
 def _traces(traces: Sequence[Trace], table: pl.DataFrame) -> str:
@@ -137,12 +131,8 @@ def _traces(traces: Sequence[Trace], table: pl.DataFrame) -> str:
         for trace in traces
     ]
     head = ["trace", "model", "tokens", "of the prompt", "layers", "query heads", "digest"]
-    means = averages(table.filter(pl.col("policy").is_null()))
-    rows = [
-        [row["metric"], row["variant"], html.interval(row), html.chance(row)]
-        for row in means.with_columns(of=pl.lit(len(traces))).to_dicts()
-    ]
-    every = table_of(["metric", "variant", "mean", "chance"], rows, right=2)
+    means = averages(table.filter(pl.col("policy").is_null())).with_columns(of=len(traces))
+    every = _means(means, ("metric", "variant"))
     body = [details(table_of(head, of_traces), "the traces"), details(every, "every metric")]
     return section("What the traces say", note, lines(body))
 
