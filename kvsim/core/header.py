@@ -11,7 +11,7 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.left_out import held_parts
-from kvsim.core.parameters import check_fields
+from kvsim.core.parameters import check_fields, integer, is_finite
 from kvsim.core.probe import KEY as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.sources import Size
@@ -267,9 +267,9 @@ def fits_label(name: str, value: Any) -> bool:
     `length` is never text, and `depth` a number from 0 to 1.
     """
     if name == "depth":
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return abs(value) < 1 << 63 if whole else isinstance(value, str) and name != "length"
+        return is_finite(value) and 0 <= value <= 1
+    number = integer(value)
+    return isinstance(value, str) and name != "length" if number is None else abs(number) < 1 << 63
 
 
 def printable(text: str) -> str:

@@ -125,14 +125,12 @@ _PAST = 5
 class Expectation:
     """Attention on the keys of positions sink..cut-1, in logarithms.
 
-    observed [layer, qhead, key]: mean over the `rows` rows from `cut` on. expected [step, layer,
-    qhead, key]: sums to 1 over the keys.
+    observed [layer, qhead, key]: mean over the rows from `cut` on. expected [step, layer, qhead,
+    key]: sums to 1 over the keys.
     """
 
-    trace: str
     cut: int
     sink: int
-    rows: int
     observed: Floats = field(repr=False)
     expected: Floats = field(repr=False)
 
@@ -167,8 +165,7 @@ def expected_and_observed(
             source = TraceSource(trace, [layer], torch.device(device))
             layers.append([x.cpu().numpy() for x in _of_layer(source, cut, sink)])
     arrays = (np.stack(x, -3) for x in zip(*layers, strict=True))
-    rows = trace.n_pos - cut
-    return Expectation(trace.name, cut, sink, rows, *arrays)
+    return Expectation(cut, sink, *arrays)
 
 
 def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def expected_observed(
     expectation = expected_and_observed(trace, cut)
     count, _, keys = expectation.observed.shape
     wanted = range(count) if layers is None else layers
-    shown = [checked_index("layer", at, count, expectation.trace) for at in wanted]
+    shown = [checked_index("layer", at, count, trace.name) for at in wanted]
     size = len(shown) * len(STEPS)
     figure, axes = panels(size, columns=len(STEPS), size=(2.1, 2.0), share="row")
     at = np.arange(expectation.sink, expectation.cut)
@@ -67,8 +67,8 @@ def expected_observed(
     image = ScalarMappable(scale, "viridis")
     colour_bar(figure, image, axes, "position of the key", **layout)
     edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
-    what = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
-    what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
+    what = f"{trace.name}: {keys} keys before position {expectation.cut}, mean over "
+    what += f"{trace.n_pos - expectation.cut} later rows\ndotted: equal shares{edge}"
     caption(figure, what, ["exact"])
     return figure
 

@@ -76,7 +76,7 @@ def test_every_step_equals_the_definition(case, data):
 
     np.testing.assert_allclose(np.exp(found.observed), observed, rtol=1e-7, atol=1e-280)
     np.testing.assert_allclose(np.exp(found.expected), expected, rtol=1e-7, atol=1e-280)
-    assert (found.observed.shape[-1], found.rows) == (cut - sink, case.n - cut)
+    assert found.observed.shape[-1] == cut - sink
 
 
 @given(pairs=st.lists(st.tuples(*[st.integers(-3, 3).map(float)] * 2), min_size=2), data=st.data())
