@@ -31,7 +31,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from results_page.claims import claims_page
+from results_page.claims import cases, claims_page
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.statistics import Results, read_values, write_values
 from results_page.tables import measure_prompt
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if plan.name in CLAIMED:
         results = {plan.name: read_values(out, plan)} if args.out else committed()
         out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
+        cases(results).write_csv(out.with_name("claims.csv"))
     print(f"{out}: done after {time.perf_counter() - start:.0f} s")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import polars as pl
 from study import markdown
 
 from kvsim.analysis.significance import ALPHA, FEWEST
@@ -43,15 +44,15 @@ def _rules(results: Mapping[str, Results]) -> str:
         f"policies; *{MOST}* otherwise. A cell is right from {MATTERS:g} on. One test over the "
         "prompts that have all cells, by flips of signs, gives one p for the sentence and one for "
         "its contrary, which is the opposite in so many cells that the sentence is wrong.\n\n"
-        f"* **{HOLDS}**: p is at most {ALPHA:g}.\n"
-        f"* **{NOT}**: p of the contrary is at most {ALPHA:g}.\n"
-        f"* **{OPEN}**: otherwise, as always with fewer than {FEWEST} prompts. *Left out* are "
+        f"* *holds*: p is at most {ALPHA:g}.\n"
+        f"* **no**: p of the contrary is at most {ALPHA:g}.\n"
+        f"* *open*: otherwise, as always with fewer than {FEWEST} prompts. *Left out* are "
         f"policies that were not replayed, and cells with fewer than {FEWEST} prompts, with a "
         "window of more than half of the budget, and for claims on the mass of AMS with mass that "
         "is mostly filled in.\n\n"
         "Each claim is tested at 5 % on its own: of 20 wrong ones, one may hold here by chance. "
-        "Of each model: p of the sentence, or of its contrary, or of both; prompts; cells "
-        "whose mean is above 0; the least and the largest mean. "
+        "What was compared, p of the sentence and of its contrary, prompts, cells whose mean is "
+        "above 0, the least and the largest mean: `docs/claims.csv`. "
         "Schedule and parameters are those of the results; Expected Attention is tested at one "
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
@@ -77,26 +78,35 @@ def _count(tested: Mapping[str, ByModel]) -> str:
     return f"{said}\n\n{markdown(['paper', *models], lines)}"
 
 
+#: Verdicts in a table.
+_SHORT = {HOLDS: "holds", NOT: "**no**", OPEN: "open"}
+
+
 def _table(by_model: ByModel) -> str:
     """A row for each claim."""
-    titles = ["", "claim", "cells", "number", *by_model]
+    titles = ["", "claim", "cells", *by_model]
     lines = [titles, ["---"] * len(titles)]
     for of_models in zip(*by_model.values(), strict=True):
-        first = next((claim for claim in of_models if claim.n), of_models[0])
-        number = (first.tested if first.n else first.why).replace("KL to the full cache", "KL")
-        results = [_result(claim) for claim in of_models]
-        lines.append([first.number, first.says, first.where, number, *results])
-    return _rows(lines)
-
-
-def _result(claim: Claim) -> str:
-    """The verdict and its test."""
-    if claim.n:
-        return f"**{claim.verdict}**; {claim.result}"
-    return "; ".join(filter(None, ("not tested", claim.omitted)))
-
-
-def _rows(lines: Sequence[Sequence[str]]) -> str:
-    """The lines of a table; bars would end a cell."""
+        verdicts = [_SHORT[claim.verdict] if claim.n else "" for claim in of_models]
+        lines.append([of_models[0].number, of_models[0].says, of_models[0].where, *verdicts])
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def cases(results: Mapping[str, Results]) -> pl.DataFrame:
+    """Return a row for each claim and model: what was tested, the verdict, p, n and means."""
+    return pl.DataFrame(
+        {
+            "paper": paper,
+            "number": claim.number,
+            "claim": claim.says,
+            "cells": claim.where,
+            "tested": claim.tested if claim.n else claim.why,
+            "model": model,
+            "verdict": claim.verdict if claim.n else "not tested",
+            "result": claim.result if claim.n else claim.omitted,
+        }
+        for paper, claims in CLAIMS.items()
+        for model, r in results.items()
+        for claim in claims(r.evidence)
+    )

@@ -16,11 +16,10 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
-from kvsim.studies.claims import CLAIMS
-from kvsim.studies.claims.claim import OPEN
+from kvsim.studies.claims.claim import HOLDS, OPEN
 from results_page import tables as measuring
 from results_page.answers import pairs
-from results_page.claims import claims_page
+from results_page.claims import cases, claims_page
 from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
@@ -41,18 +40,6 @@ def smallest(model, folder):
 def values(tmp_path_factory):
     """What `--smallest` writes."""
     return smallest("tiny", tmp_path_factory.mktemp("results"))
-
-
-def tables(text):
-    """The rows of each table of a page, as lists of cells without marks, by the heading above."""
-    found, heading = {}, ""
-    for line in text.splitlines():
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        elif line.startswith("|"):
-            cells = [re.sub("[†‡]", "", cell.strip()) for cell in line.strip("|").split("|")]
-            found.setdefault(heading, []).append(cells)
-    return {heading: [rows[0], *rows[2:]] for heading, rows in found.items()}
 
 
 def test_every_policy_has_values_that_make_sense(values):
@@ -80,21 +67,19 @@ def test_every_policy_has_values_that_make_sense(values):
 
 def test_claims_of_two_prompts_are_not_decided(values):
     """A claim without a test lacks prompts, or what else it needs."""
-    found = tables(values.with_name("claims.md").read_text("utf-8"))
-    for paper in CLAIMS:
-        for number, says, _, test, result in found[paper][1:]:
-            if number == "Q13":  # of repetitions, which are more
-                continue
-            if result == "not tested":
-                lacking = ("yet", "three layers", "norms", "two budgets", "two numbers", "prompts")
-                assert any(x in test for x in lacking), says
-                continue
-            assert re.match(rf"\*\*{OPEN}\*\*; n=[12],|not tested; .* left out", result), says
+    found = pl.read_csv(values.with_name("claims.csv"), missing_utf8_is_empty_string=True)
+    for row in found.filter(pl.col("number") != "Q13").iter_rows(named=True):  # of repetitions
+        if row["verdict"] == "not tested" and not row["result"]:
+            lacking = ("yet", "three layers", "norms", "two budgets", "two numbers", "prompts")
+            assert any(x in row["tested"] for x in lacking), row["claim"]
+            continue
+        assert row["verdict"] in ("not tested", OPEN), row["claim"]
+        assert re.match(r"n=[12],|.* left out", row["result"]), row["claim"]
     for paper, letter, count in (
         ("AMS, arXiv 2605.23200", "Q", 13),
         ("G-KV, arXiv 2512.00504", "G", 14),
     ):
-        numbers = {row[0] for row in found[paper][1:]} - {""}
+        numbers = {*found.filter(paper=paper)["number"]} - {""}
         assert numbers == {f"{letter}{i}" for i in range(1, count + 1)}
 
 
@@ -194,8 +179,9 @@ def test_the_committed_claims_follow_from_the_values_of_all_models():
     """Each claim has its verdict on each model."""
     text = results.CLAIMS_PAGE.read_text("utf-8")
 
-    assert claims_page(results.committed()) == text
-    assert tables(text)["AMS, arXiv 2605.23200"][0][4:] == [*results.CLAIMED]
+    committed = results.committed()
+    assert claims_page(committed) == text
+    assert cases(committed).write_csv() == (results.DOCS / "claims.csv").read_text("utf-8")
 
 
 def test_a_claim_about_most_layers_follows_from_its_values():
@@ -216,12 +202,11 @@ def test_a_claim_about_most_layers_follows_from_its_values():
     assert sum(shares.mean(0) > least) == 19
     assert p_value(shares - least, 16) < 0.005  # at least 16 of 30
     assert p_value(-shares - least, 15) > 0.9
-    text = results.CLAIMS_PAGE.read_text("utf-8")
-    (row,) = (line for line in text.splitlines() if line.startswith("| G4 ") and "all keys" in line)
-    assert row.split(" | ")[5] == (
-        "**holds**; p=0.0022, n=46, 19/30 above 0, "
-        f"{shares.mean(0).min():+.3f} to {shares.mean(0).max():+.3f}"
-    )
+    rows = pl.read_csv(results.DOCS / "claims.csv").filter(number="G4", model="smollm2")
+    (row,) = rows.filter(pl.col("claim").str.contains("all keys")).to_dicts()
+    assert row["verdict"] == HOLDS
+    means = f"{shares.mean(0).min():+.3f} to {shares.mean(0).max():+.3f}"
+    assert row["result"] == f"p=0.0022, n=46, 19/30 above 0, {means}"
 
 
 @pytest.mark.parametrize("model", results.WHOLE)
