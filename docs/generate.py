@@ -206,6 +206,16 @@ def _help(command: Any, path: list[str]) -> str:
     return text.getvalue()
 
 
+#: Of reasons why a family is refused: parts that differ from family to family.
+_SHORTER = {
+    r"^\w+ (?=called|takes)": "",
+    r" layers? \d[\d, -]*": " a layer ",
+    r" by [\d.]+ ": " ",
+    r"was called by .*": "was called by several modules in a layer",
+    r"takes an? \w+ alone, expected .*": "takes a cache of its own",
+}
+
+
 def census() -> str:
     """Families of the last census: recorded, refused with the reason, and not built."""
     last_census = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
@@ -224,16 +234,21 @@ def census() -> str:
     recorded = [name for name, each in every.items() if each["result"] == "recorded"]
     plain = [name for name in recorded if not {"others", "notes"} & every[name].keys()]
     lines += [f"Recorded, all layers, with everything: {', '.join(f'`{x}`' for x in plain)}.", ""]
-    lines += ["| family | recorded | layers without attention, and what is left out |"]
-    lines += ["| --- | --- | --- |"]
+    grouped: dict[str, list[str]] = {}
     for name in (x for x in recorded if x not in plain):
-        other = ", ".join(dict.fromkeys(every[name].get("others", {}).values()))
-        notes = (note.partition(":")[0] for note in every[name].get("notes", ()))
-        lines.append(f"| `{name}` | yes | {'; '.join(filter(None, (other, *notes)))} |")
+        others = ["layers without attention"] * ("others" in every[name])
+        for note in (*others, *(x.partition(":")[0] for x in every[name].get("notes", ()))):
+            grouped.setdefault(note, []).append(name)
     for name, each in every.items():
         if each["result"] != "recorded":
-            reason = each["reason"].partition("; ")[0].replace("|", "or")
-            lines.append(f"| `{name}` | {each['result']} | {reason} |")
+            reason = each["reason"].partition("; ")[0]
+            for pattern, short in _SHORTER.items():
+                reason = re.sub(pattern, short, reason)
+            grouped.setdefault(f"{each['result']}: {reason}", []).append(name)
+    lines += ["| | families |", "| --- | --- |"]
+    for note, families in grouped.items():
+        names_of = ", ".join(f"`{name.partition('#vl')[0]}`" for name in dict.fromkeys(families))
+        lines.append(f"| {note.replace('|', 'or')} | {names_of} |")
     return "\n".join(lines)
 
 
