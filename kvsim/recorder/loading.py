@@ -212,22 +212,16 @@ def unreachable() -> str | None:
 
 def _located(name: str | Path) -> tuple[str, bool, Any]:
     """Return the path or hub id of a model, whether it is local, and the model of a GGUF file."""
-    text = os.path.expanduser(str(name))  # noqa: PTH111  these refuse no text
-    ends = text.lower().endswith(".gguf") and not os.path.isdir(text)  # noqa: PTH112
-    if text in tiny.MODELS:
-        return str(tiny.MODELS[text]), True, None
-    if text == SMOLLM2 or ends or os.path.isfile(text):  # noqa: PTH113
+    text = str(name)
+    folder = os.path.expanduser(text)  # noqa: PTH111  these refuse no text
+    if folder in tiny.MODELS:
+        return str(tiny.MODELS[folder]), True, None
+    if folder not in ("", SMOLLM2) and os.path.isdir(folder):  # noqa: PTH112
+        return folder, True, None
+    if folder == SMOLLM2 or folder.lower().endswith(".gguf") or os.path.isfile(folder):  # noqa: PTH113
         from kvsim.recorder.gguf import read_gguf  # noqa: PLC0415  other models do without
 
-        return text, True, read_gguf(text)
-    return *_place(name), None
-
-
-def _place(name: str | Path) -> tuple[str, bool]:
-    text = str(name)
-    folder = os.path.expanduser(text)  # noqa: PTH111  these two refuse no text
-    if text and os.path.isdir(folder):  # noqa: PTH112
-        return folder, True
+        return folder, True, read_gguf(folder)
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~"))
     misspelt = "" if "/" in text else suggest(text, _SHIPPED)  # no id of the hub is this close
     if looks_local or text.count("/") > 1 or "\\" in text or not text or misspelt:
@@ -235,7 +229,7 @@ def _place(name: str | Path) -> tuple[str, bool]:
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
             f"Qwen/Qwen3-0.6B, or {_NAMED}{misspelt}"
         )
-    return text, False
+    return text, False, None
 
 
 def auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory

@@ -217,21 +217,6 @@ class Options:
         """Tokens of the longest response that is generated."""
         return 512 if self.max_new_tokens is None else self.max_new_tokens
 
-    @property
-    def draws(self) -> dict[str, Any]:
-        """How tokens are drawn, as keywords of `kvsim.recorder.choice.Choice`."""
-        return {name: getattr(self, name) for name in ("temperature", "seed", "top_k", "top_p")}
-
-    @property
-    def generation(self) -> dict[str, Any]:
-        """The settings of generation that a trace notes."""
-        return {
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "max_new_tokens": self.longest,
-            "stop": list(self.stops),
-        }
-
 
 def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the layers to record among the model's `numbers`, in order.

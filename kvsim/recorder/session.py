@@ -89,7 +89,8 @@ class Session:
         if self.longest is None and prompt.max_new_tokens is not None:
             options = replace(options, max_new_tokens=prompt.max_new_tokens)
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
-        self.choice = Choice(model, stop_tokens(model, tokenizer), **options.draws)
+        draws = {x: getattr(options, x) for x in ("temperature", "seed", "top_k", "top_p")}
+        self.choice = Choice(model, stop_tokens(model, tokenizer), **draws)
         self.completed = stop_search(options.stops, tokenizer)
         self.turns, self.response = encoded.turns, encoded.given
         self.questions = [*encoded.questions]
@@ -143,8 +144,11 @@ class Session:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of generation; of a given response what wrote it, if that is known."""
-        given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
-        return given if self.response else self.options.generation | self.choice.settings
+        if self.response:
+            return {} if self.prompt.writer is None else {"writer": self.prompt.writer}
+        given: dict[str, Any] = {x: getattr(self.options, x) for x in ("temperature", "seed")}
+        given |= {"max_new_tokens": self.options.longest, "stop": [*self.options.stops]}
+        return given | self.choice.settings
 
     @property
     def steps(self) -> list[Step]:
