@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from kvsim.errors import CaptureError
 
 #: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
 _INV_FREQ = "inv_freq"
+
+#: What `has_rope` found, which is asked before every forward.
+_ROTARY: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 #: The end of the names of buffers with the frequencies that a model was loaded with.
 _FIRST = f"original_{_INV_FREQ}"
@@ -139,7 +143,9 @@ def _positions(model: PreTrainedModel) -> tuple[int, list[Mapping[str, Any]]]:
 
 def has_rope(model: PreTrainedModel) -> bool:
     """Return whether a model has frequencies of a rotary embedding."""
-    return any(name.endswith(_INV_FREQ) for name, _ in model.named_buffers())
+    if model not in _ROTARY:
+        _ROTARY[model] = any(name.endswith(_INV_FREQ) for name, _ in model.named_buffers())
+    return _ROTARY[model]
 
 
 def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:

@@ -26,7 +26,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.choice import APPLIED, Choice, stop_tokens
-from kvsim.recorder.forward import WHOLE, evaluating
+from kvsim.recorder.forward import WHOLE, evaluating, run_chunks
 from kvsim.recorder.generation import following
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
@@ -301,7 +301,8 @@ class ClosedLoop:
         logits, cache = self.running.full(self._ids[: trace.prompt_len])
 
         def feed(tokens: Sequence[int]) -> Tensor:
-            return self.running.run(tokens, cache, 1, step, cache.get_seq_length())[-1]
+            start, model = cache.get_seq_length(), self.running.model
+            return [x for _, x in run_chunks(model, cache, tokens, start, 1, step)][-1][-1]
 
         with torch.inference_mode(), evaluating(self.running.model):
             return [tuple(each.tokens) for each in self._answers(logits[-1], feed)]

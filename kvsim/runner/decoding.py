@@ -23,7 +23,7 @@ from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, record_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
-from kvsim.recorder.forward import evaluating
+from kvsim.recorder.forward import evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.repetition import repeat_context
 from kvsim.runner.cache import LiveLayer, LiveSource
@@ -224,8 +224,9 @@ class Decoding:
                 if descends:
                     parts.append(self._descend(piece)[:wanted])
                 else:
-                    back = self._back(start)
-                    parts.append(self.running.forward(piece, start, self.cache, wanted, back=back))
+                    at, model = start - self._back(start), self.running.model
+                    forwards = run_chunks(model, self.cache, piece, at, wanted, len(piece))
+                    parts += [part for _, part in forwards]
         return torch.cat(parts)
 
     def ask(self, stop: int) -> None:

@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache
 from kvsim.core.checks import compute_dtype
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.forward import chunk_rows, continues, device_of, evaluating, last_logits
-from kvsim.recorder.head import Head, check_logits
+from kvsim.recorder.cache import full_cache
+from kvsim.recorder.forward import chunk_rows, continues, device_of, evaluating, run_chunks
+from kvsim.recorder.head import Head
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.modules import head_of, kernel_name
@@ -81,26 +81,6 @@ class RunningModel:
                 "or fewer new tokens"
             )
 
-    def forward(
-        self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0
-    ) -> Tensor:
-        """Run the tokens of rows start, start + 1, ...; returns the logits of the last, [n, V].
-
-        back: how far behind its row the position of a token is. Raises CaptureError for logits that
-        are not finite.
-        """
-        at = torch.arange(start, start + len(ids), device=self.device)
-        out: Tensor = self.model(
-            torch.tensor([list(ids)], device=self.device),
-            position_ids=at[None] - back,
-            cache_position=at,
-            use_cache=True,
-            **cache_option(self.model, cache),
-            **last_logits(self.model, max(1, logits)),
-        ).logits[0]
-        out = out[max(0, len(out) - logits) :]
-        return check_logits(out, start + len(ids) - len(out))
-
     def full(
         self,
         ids: Sequence[int],
@@ -110,7 +90,7 @@ class RunningModel:
         begin: int = 0,
         receive: Callable[[KernelCall], None] | None = None,
     ) -> tuple[Tensor, Cache]:
-        """Run tokens with the full cache, those before `begin` being in it; logits as `forward`.
+        """Run tokens from row `begin` on with the full cache; returns the last logits, [n, V].
 
         receive: called with each call of the attention kernel.
         """
@@ -118,16 +98,9 @@ class RunningModel:
         chunk = chunk_rows(self.model, ids)[0] if ids else 1
         hooks = nullcontext() if receive is None else intercepting(self.model, receive)
         with torch.inference_mode(), evaluating(self.model), hooks:
-            return self.run(ids[begin:], cache, logits, chunk, begin), cache
-
-    def run(self, ids: Sequence[int], cache: Cache, logits: int, chunk: int, begin: int) -> Tensor:
-        """Run tokens behind `begin` rows, at most `chunk` in a forward; logits as `forward`."""
-        first, parts = len(ids) - logits, list[Tensor]()
-        for start in range(0, len(ids), chunk):
-            part = ids[start : start + chunk]
-            wanted = min(len(part), max(0, start + len(part) - first))
-            parts.append(self.forward(part, begin + start, cache, wanted))
-        return torch.cat(parts) if parts else torch.empty(0, 0)
+            forwards = run_chunks(self.model, cache, ids[begin:], begin, logits, chunk)
+            parts = [part for _, part in forwards]
+        return torch.cat(parts) if parts else torch.empty(0, 0), cache
 
 
 @dataclass(frozen=True)
