@@ -146,6 +146,9 @@ class Parametrised:
     it. What lists ABC among its bases, or has an `__init__`, declares no parameters.
     """
 
+    #: name in errors
+    label: ClassVar[str] = ""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for base in cls.__bases__:
@@ -155,6 +158,10 @@ class Parametrised:
         """An object of a class that is a dataclass by now."""
         _as_dataclass(cls)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
+        check_fields(self, self.label)
 
 
 def _as_dataclass(kind: type) -> None:

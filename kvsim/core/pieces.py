@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import AtLeast, AtMost, Parametrised, check_fields
+from kvsim.core.parameters import AtLeast, AtMost, Parametrised
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import GUIDE, NEVER, REPETITION, Compress, Spans
@@ -87,13 +87,10 @@ class Run(NamedTuple):
 
 
 class Piece(Parametrised):
-    """Base of all pieces: its annotated fields are the parameters.
+    """Base of all pieces; `label` is the file of a policy of kvsim, the class of a user's own.
 
     A subclass that checks how its parameters go together calls `super().__post_init__()` first.
     """
-
-    #: name in errors; by default the file of a policy of kvsim, the class of a user's own
-    label: ClassVar[str] = ""
 
     @property
     def reads(self) -> Inputs:
@@ -115,16 +112,11 @@ class Piece(Parametrised):
             package, _, file = cls.__module__.rpartition(".")
             cls.label = file if package == "kvsim.policies" else cls.__name__
 
-    def __post_init__(self) -> None:
-        """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
-        check_fields(self, self.label)
-
     def check(self, run: Run) -> None:
         """Raise PolicyError for a run that the piece has no rule for."""
 
 
-@dataclass(frozen=True)
-class Protection:
+class Protection(Parametrised):
     """Entries that are never evicted.
 
     The `sink` first positions, the `recent` last ones; with `prompt`, every position of the prompt.
@@ -134,8 +126,7 @@ class Protection:
     recent: Annotated[int, AtLeast(0)] = 0
     prompt: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, "protect")
+    label = "protect"
 
     def __or__(self, other: Protection) -> Protection:
         for each, rest in ((self, other), (other, self)):
@@ -184,8 +175,7 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(Parametrised):
     """When a policy acts: after rows prompt_len - 1 + m * interval.
 
     Attributes:
@@ -204,8 +194,7 @@ class Schedule:
     compress: Compress = "prompt"
     prefill_chunk: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, "schedule")
+    label = "schedule"
 
     def ends(self, prompt_len: int, context_len: int | None = None) -> list[int]:
         """Tokens before each prefill event, ascending; without a context it is the prompt."""

@@ -59,10 +59,6 @@ __all__ = [
 ]
 
 
-#: Parameters that the text of a policy shows.
-_SHOWN = 8
-
-
 def chain_of(scorer: Any) -> tuple[Scorer, ...]:
     """The scorers from the outside in: wrappers, and the innermost."""
     return (scorer, *(chain_of(scorer.scorer) if hasattr(scorer, "scorer") else ()))
@@ -160,8 +156,6 @@ class Policy:
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
-        if len(params) > _SHOWN:
-            params[_SHOWN:] = [f"{len(params) - _SHOWN} more"]
         after = f"after {schedule(**vars(self.schedule))!r}"
         return f"Policy({', '.join([repr(self.name), *params, after])})"
 
