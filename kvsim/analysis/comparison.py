@@ -7,7 +7,6 @@ changes nothing (`verdict`). Where tasks are labelled, each counts the same in a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +30,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of, task_labels
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, PREFILL, first_of, plural, schedule
+from kvsim.schema import FIDELITY, first_of, plural
 
 #: A policy is as good as the best that is worse by at most this share.
 MARGIN = 0.1
@@ -189,7 +188,11 @@ def compare(
         for _, x in each
         if x is not None and len(x.standings) > 1
     )
-    remarks += _remarks(rows, [name for name in names if name in outside])
+    if references := [name for name in names if name in outside]:
+        remarks.append(
+            f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
+            "or it looks ahead"
+        )
     results = table.drop_nulls(["policy", "value"]).with_columns(requested=REQUESTED)
     for name, column in (("budget", "requested"), ("prompt", "trace")):
         there = results[column].unique(maintain_order=True).drop_nulls()
@@ -357,23 +360,3 @@ def _against(
         elif corrected <= ALPHA:
             row["verdict"] = "better" if (gap.mean() > 0) == scale.higher else "worse"
     return found
-
-
-def _remarks(rows: pl.DataFrame, references: Sequence[str]) -> list[str]:
-    remarks = list[str]()
-    if references:
-        remarks.append(
-            f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
-            "or it looks ahead"
-        )
-    rows = rows.filter(pl.col("task").is_null()).drop_nulls("rank")
-    schedules: dict[str, dict[str, None]] = {}
-    columns = ("policy", "params", "interval", "prefill")
-    for name, params, interval, prefill in rows.select(columns).iter_rows():
-        given = {x: value for x, value in json.loads(params).items() if x in PREFILL}
-        after = schedule(interval, prefill=bool(prefill), **given)
-        schedules.setdefault(after, {})[name] = None
-    if len(schedules) > 1:
-        parts = "; ".join(f"{', '.join(names)} after {at}" for at, names in schedules.items())
-        remarks.append(f"policies evicted after different rows, which may show: {parts}")
-    return remarks

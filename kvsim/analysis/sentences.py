@@ -217,9 +217,6 @@ FEW = (
     "--prompts FILE.jsonl)"
 )
 
-#: Headers of `tabulated`.
-HEADERS = ("budget", "policy", "{metric}", "could be best", "worse by at most")
-
 
 def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Headers and a row for each policy and budget: the ranking number, and what is sure of it."""
@@ -233,4 +230,4 @@ def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         worse = bound(row["worse_by"], comparison.metric, comparison.scale)
         cells = [row["requested"], row["policy"], mean]
         rows.append([*cells, *(["reference", ""] if row["rank"] is None else [could, worse])])
-    return [header.format(metric=comparison.metric) for header in HEADERS], rows
+    return ["budget", "policy", comparison.metric, "could be best", "worse by at most"], rows

@@ -60,11 +60,6 @@ class Interval:
     n: int
 
     @classmethod
-    def of(cls, values: Floats) -> Interval:
-        """The interval of one value per prompt [prompt]; see `of_each`."""
-        return cls.of_each([values])[0]
-
-    @classmethod
     def of_each(cls, rows: Sequence[Floats]) -> list[Interval]:
         """Intervals of many results, each with one value per prompt [prompt], NaN for missing ones.
 

@@ -21,7 +21,6 @@ from kvsim.analysis.live.metrics import KL_TOKENS
 from kvsim.analysis.live.table import kl_by_token
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
-from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
@@ -45,8 +44,6 @@ _ENDS = (0.03, 0.1, 0.3, 1.0, 3.0)
 #: One hue, in even steps of lightness on a white page; names of the classes.
 KL_COLOURS = tuple(f"{COLOURS[1]}{alpha:02x}" for alpha in (0, 38, 80, 127, 184, 255))
 KL_NAMES = ("up to 0.03", *(f"> {end:g}" for end in _ENDS[:-1]), f"> {_ENDS[-1]:g} nats")
-#: Results that a figure has room for.
-MOST = 4
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
 # Points of a character's height, and inches of its width in matplotlib's own monospaced font.
@@ -99,7 +96,7 @@ def token_text(
 
 @figure(requires="text of tokens")
 def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
-    """The response, each token on a background by its KL; up to 4 results one below the other.
+    """The response, each token on a background by its KL; results one below the other.
 
     A frame marks the first token whose most likely one is not that of the full cache, a line below
     the later ones. Grey tokens have no value, because no event before them can reach them. Text is
@@ -107,16 +104,11 @@ def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
 
     table: with `response_kl_tokens` of the trace, such as that of `kvsim.judge(..., tokens=True)`.
     Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
-    such values, or of more results.
+    such values.
     """
     trace = as_trace(trace).part()
     results, start = kl_by_token(table, trace), trace.prompt_len
-    if len(results) > MOST:
-        raise PolicyError(
-            f"{len(results)} results of {trace.name} do not fit a figure; expected at most {MOST}: "
-            "choose policies and budgets (--policy, --budget)"
-        )
-    placed = _placed(text_of(trace)[start:], LINES // len(results))
+    placed = _placed(text_of(trace)[start:], max(1, LINES // len(results)))
     high, response = _height(placed), trace.n_pos - start
     part = "" if len(placed) == response else f"\nthe first {len(placed)} of {response} tokens"
     subject = f"{trace.name}: KL(full || evicted) of each token of the response{part}"

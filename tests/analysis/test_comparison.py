@@ -111,7 +111,7 @@ def test_means_and_differences_equal_a_plain_loop(real):
         order = sorted(NAMES, key=lambda name: sum(values[name, asked]))
         for rank, name in enumerate(order, start=1):
             row, of_policy = rows[name, asked], values[name, asked]
-            interval = Interval.of(np.array(of_policy))
+            (interval,) = Interval.of_each([np.array(of_policy)])
             assert (row["rank"], row["n"]) == (rank, 8)
             assert row["mean"] == pytest.approx(sum(of_policy) / 8)
             assert row["seen"] == pytest.approx(sum(seen[name, asked]) / 8)

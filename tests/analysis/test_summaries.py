@@ -42,7 +42,7 @@ def test_an_interval_is_that_of_resampled_means():
     rng = np.random.default_rng(0)
     places = rng.integers(6, size=(RESAMPLES, 6))
     means = sorted(sum(known[at] for at in sample) / 6 for sample in places)
-    found = Interval.of(values)
+    (found,) = Interval.of_each([values])
 
     assert found.n == 6
     assert found.mean == pytest.approx(known.mean())

@@ -90,7 +90,7 @@ def test_several_traces_have_intervals_and_are_counted(alone, several):
     )
     for i, step in enumerate(STEPS):
         row = found.row(TRACES, "expectation_steps", step)
-        assert row[2] == f"{Interval.of(by_step[:, i]).text('.3f')} (2 of 3)"
+        assert row[2] == f"{Interval.of_each([by_step[:, i]])[0].text('.3f')} (2 of 3)"
     assert "means over prompts" in found.text
     assert "kvsim report: 3 traces" in found.text
 

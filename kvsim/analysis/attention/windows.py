@@ -102,9 +102,6 @@ def mean_of_rows(attention: Tensor) -> Floats:
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
 
-#: Overlap of the last block's top keys with those of others, and its chance, by variant [share].
-Overlap = dict[str, tuple[Floats, Floats]]
-
 
 def default_window(n_pos: int) -> int:
     """128 rows, as in the paper, or an eighth of a shorter trace; 0 if too short."""
@@ -113,7 +110,7 @@ def default_window(n_pos: int) -> int:
 
 def window_overlap(
     trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = SHARES
-) -> Overlap:
+) -> dict[str, tuple[Floats, Floats]]:
     """Overlap of the top ceil(share x keys) keys, among keys before the first of the four blocks.
 
     Variants: "block=1" to "block=3", each earlier block, the oldest first; "union", all three

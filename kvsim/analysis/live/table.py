@@ -87,14 +87,13 @@ def responses(records: Iterable[Record]) -> pl.DataFrame:
     full_tokens, full_text: of the response with the full cache. The token ids themselves are in
     `Record.response`.
     """
+    own = ("right", "same_tokens", "text", "full_right", "full_text")
     rows = [
         {
             **{name: getattr(record, name) for name in ("trace", "policy", "budget")},
+            **{name: getattr(x, name) for name in own},
+            **{name: len(getattr(x, name)) for name in ("tokens", "full_tokens")},
             "share": record.facts.share,
-            **{name: getattr(x, name) for name in ("right", "same_tokens", "text")},
-            **{name: getattr(x, name) for name in ("full_right", "full_text")},
-            "tokens": len(x.tokens),
-            "full_tokens": len(x.full_tokens),
         }
         for record in records
         if (x := record.response) is not None
