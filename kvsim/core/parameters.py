@@ -214,9 +214,10 @@ def _fitted(hint: Any, value: Any) -> Any:
     elif origin is Literal:
         found = [x for x in arguments if type(x) is type(value) and x == value]
     elif hint in (int, float):
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        plain = integer(value)
-        found = [plain] if plain is not None else [float(value)] if hint is float and real else []
+        plain: Any = integer(value)
+        if plain is None and hint is float and not isinstance(value, bool):
+            plain = float(value) if isinstance(value, numbers.Real) else None
+        found = [plain] if plain is not None else []
     else:
         with suppress(TypeError):  # Any, a protocol, ...: no class of which to be an instance
             return value if isinstance(value, hint) else _UNFIT
