@@ -92,11 +92,11 @@ class GgufModel:
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the weights in float32 by name, and their provenance with the file's SHA-256."""
         loaded = dict[str, Tensor]()
-        with _usable(self.path):
-            with self.path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with _usable(self.path), self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             for name, (tensor, rows) in self.parts.items():
-                loaded[name] = torch.from_numpy(tensor.values(rows))
+                # as torch aligns memory, so that products round alike in every process
+                loaded[name] = torch.from_numpy(tensor.values(rows)).clone()
                 if not loaded[name].isfinite().all():
                     raise ValueError(f"{name} has values that are not finite")
         if self.name == SMOLLM2 and digest != _SHA256:
