@@ -70,12 +70,6 @@ class Run:
         policies = ", ".join(self.table["policy"].drop_nulls().unique(maintain_order=True))
         return f"Run({policies}; {counts}{lacking(self.parameters, ', ')})"
 
-    def whole(self) -> Run:
-        """Return the run itself; raise KeyboardInterrupt if Ctrl-C ended it."""
-        if self.interrupted:
-            raise KeyboardInterrupt
-        return self
-
     @property
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""
