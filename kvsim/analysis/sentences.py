@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import ceil, inf
 from operator import itemgetter
 from typing import Any
@@ -17,6 +18,7 @@ from kvsim.analysis.evidence import ANSWERS, EVIDENCE, WORTH, ranking
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import mixed
 from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, MOST
+from kvsim.analysis.summaries import ROUNDING
 from kvsim.analysis.verdict import Scale, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
@@ -46,11 +48,24 @@ def answer(
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences for each verdict, then what the metric is worth."""
+    """Yield sentences for each verdict, then what is odd, then what the metric is worth."""
     for verdict in comparison.verdicts:
         yield said(verdict, comparison.metric, comparison.scale)
     if comparison.verdicts:
+        yield from _reversed(comparison)
         yield basis(comparison)
+
+
+def _reversed(comparison: Comparison) -> Iterator[str]:
+    sign, found = -1 if comparison.better == "higher" else 1, list[str]()
+    for part in comparison.overall.drop_nulls("rank").partition_by("policy", maintain_order=True):
+        for less, more in pairwise(part.sort("entries").iter_rows(named=True)):
+            worse = sign * (more["mean"] - less["mean"]) > ROUNDING * abs(less["mean"])
+            if worse and less["n"] == more["n"]:
+                of = (f"{rounded(x['mean'], '.3g')} at {x['requested']}" for x in (less, more))
+                found.append(f"{less['policy']} ({', '.join(of)})")
+    if found:
+        yield f"Worse with more entries on these prompts: {_listed(found)}."
 
 
 def said(verdict: Verdict, metric: str, scale: Scale) -> str:

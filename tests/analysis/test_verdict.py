@@ -159,6 +159,15 @@ def test_the_average_comes_first_where_no_order_is_shown():
     assert reference["mean"] == pytest.approx(2 * h2o["mean"])  # the same mean, of references too
 
 
+def test_a_larger_budget_that_is_worse_is_said():
+    """On the same prompts, with both means; a better one is not."""
+    parts = [table({"tova": [x], "h2o": [0.5 - x]}, budget=b) for x, b in ((0.1, 64), (0.2, 128))]
+
+    lines = answer(pl.concat(parts), ["output_error"])[1]
+
+    assert lines[2] == "Worse with more entries on these prompts: tova (0.1 at 64, 0.2 at 128)."
+
+
 def test_budgets_without_a_value_of_what_ranks_are_named():
     """Of a run that measured less than another one."""
     more = table({"tova": [1.0], "h2o": [2.0]}, "layer_error")

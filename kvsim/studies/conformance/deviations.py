@@ -8,18 +8,19 @@ documented, with their tests, in docs/kvpress.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
+from kvsim.core.arguments import setting
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Protection, Scorer, Scores, Uniform, Wrapper
+from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.engine.checks import DROPS, QUERY_HEADS, does
 from kvsim.errors import KvsimError, PolicyError
@@ -46,15 +47,30 @@ def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
         with suppress(KvsimError):  # no such budget, parameter or score
             if (changed := change(case)) is not None:
                 yield Deviation(name, description), changed
-    yield from _presets(case)
+    yield from _policies(case, _presets)
 
 
-def explains(case: DumpCase) -> bool:
-    """Whether the sets of a case agree with its definition but for ties."""
+def guess(case: DumpCase) -> Iterator[Deviation]:
+    """Yield other parameters that explain a case, of which ties leave at most half to differ.
+
+    Other scores can have more ties.
+    """
+    most = sum(len(each.extra + each.missing) for each in case.differences()) / 2
+    for deviation, changed in _policies(case, _parameters):
+        if explains(changed, most):
+            yield deviation
+
+
+def explains(case: DumpCase, most: float = math.inf) -> bool:
+    """Whether the sets of a case agree with its definition but for ties, of `most` entries."""
     try:
-        return all(each.kind == "tie" for each in case.differences())
+        for each in case.differences():
+            most -= len(each.extra + each.missing)
+            if each.kind != "tie" or most < 0:
+                return False
     except KvsimError:  # the changed definition has no rule for this trace
         return False
+    return True
 
 
 def _late(case: DumpCase) -> DumpCase | None:
@@ -171,16 +187,21 @@ class _Seeing(Wrapper):
 
 
 class _Reduced(Wrapper):
-    """The scorer inside by each query head of a group alone, and another reduction over them."""
+    """The scorer inside for each query head, and another reduction over them."""
 
-    over: Callable[[Tensor], Tensor]  # [G, L, H, n]
+    over: Literal["max", "first", "all"]
 
     def score(self, view: View) -> Tensor:
-        def alone(i: int, x: View, last: int) -> Tensor:
-            return x.attn(last)[:, :, i : i + 1]
-
-        views: Any = [_Seen(view, partial(alone, i)) for i in range(view.queries(1).shape[2])]
-        return self.over(torch.stack([self.inner(each).values for each in views]))
+        group = view.queries(1).shape[2]
+        names = ("pos", "live", "keys", "values", "count")
+        heads = {name: getattr(view, name).repeat_interleave(group, 1) for name in names}
+        seen: Any = _Seen(view, lambda x, last: x.attn(last).flatten(1, 2).unsqueeze(2), **heads)
+        each: Tensor = self.inner(seen).values.unflatten(1, (-1, group))  # [L, H, G, n]
+        if self.over == "max":
+            return each.amax(2)
+        if self.over == "first":
+            return each[:, :, 0]
+        return each.mean((1, 2)).unsqueeze(1).expand_as(each[:, :, 0])
 
 
 class _Scrambled(Wrapper):
@@ -232,7 +253,7 @@ def _seeing(weigh: Weigh, case: DumpCase) -> DumpCase:
     return _changed(case, scorer=_Seeing(case.policy.scorer, weigh))
 
 
-def _reduced(over: Callable[[Tensor], Tensor], case: DumpCase) -> DumpCase | None:
+def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase | None:
     scorer = case.policy.scorer
     of_parameter = {"heads", "group"} & {*parameters(type(scorer))}  # has other values itself
     if of_parameter or scorer.columns or not hasattr(scorer, "window"):
@@ -257,23 +278,49 @@ def _one_row(case: DumpCase) -> DumpCase | None:
     return _changed(case, scorer=replace(scorer, window=1), protect=protect)
 
 
-def _presets(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
-    """The case by the other presets of its policy, with the parameters that are no defaults."""
+def _policies(case: DumpCase, others: Any) -> Iterator[tuple[Deviation, DumpCase]]:
+    """The case by other policies of its name, with the parameters that are not the defaults."""
     name, params = case.policy.name, case.policy.params
-    outer, *inside = name.split("+")
+    with suppress(KvsimError):  # a name that builds no policy
+        given = {x: y for x, y in params.items() if x.endswith("calibration")}  # has no default
+        defaults = build_policy(name, **given).params | dict.fromkeys(given)
+        changed = {x: y for x, y in params.items() if defaults.get(x) != y}
+        for title, other, more in others(case.policy):
+            with suppress(KvsimError):
+                policy = build_policy(other, **changed | more)
+                if not does(policy, DROPS, QUERY_HEADS):
+                    says = f"follows the rule of {other}" + f" with {title}" * bool(more)
+                    yield Deviation(title, says), replace(case, policy=policy)
+
+
+def _presets(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The other presets of the outermost part: title, name and parameters."""
+    outer, *inside = policy.name.split("+")
     base, _, preset = outer.partition("@")
-    given = {x: y for x, y in params.items() if x.endswith("calibration")}  # has no default
     for other in ("", *CATALOGUE[base].presets) if base in CATALOGUE else ():
-        if other == preset:
-            continue
-        with suppress(KvsimError):  # a name that builds no policy
-            defaults = build_policy(name, **given).params | dict.fromkeys(given)
-            changed = {x: y for x, y in params.items() if defaults.get(x) != y}
-            title = "+".join([f"{base}@{other}" if other else base, *inside])
-            policy = build_policy(title, **changed)
-            if not does(policy, DROPS, QUERY_HEADS):
-                deviation = Deviation(title, f"follows the rule of {title}")
-                yield deviation, replace(case, policy=policy)
+        if other != preset:
+            name = "+".join([f"{base}@{other}" if other else base, *inside])
+            yield name, name, {}
+
+
+def _parameters(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The other choices of each parameter, and integers near it, as `_presets`."""
+    hints = {key: x.hint for y in chain(*policy.levels) for key, x in parameters(type(y)).items()}
+    for key, value in policy.params.items():
+        for other in _values(hints.get(key.rpartition("__")[2]), value):
+            if other != value:
+                yield setting(key, other), policy.name, {key: other}
+
+
+def _values(hint: Any, value: Any) -> Sequence[Any]:
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return parts
+    if parts:
+        return [x for part in parts for x in _values(part, value)]
+    x = value if type(value) is int else 1
+    near = (x - 1, x + 1, 1, 3, 5, 7, 0, 2 * x, x // 2)
+    return {int: near, bool: (True, False), type(None): (None,)}.get(hint, ())
 
 
 _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
@@ -299,12 +346,11 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         _scrambled),
     "window-rotated, top-k-order": ("both window-rotated and top-k-order",
         lambda case: _scrambled(_seeing(_rotated, case))),
-    "max-of-heads": ("the maximum over query heads instead of the mean",
-        partial(_reduced, lambda x: x.amax(0))),
-    "first-head": ("the first query head of each group alone", partial(_reduced, lambda x: x[0])),
+    "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
+    "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
     "mean-before-pool": (
         "attention is averaged over each group before it is pooled, not after (RocketKV)",
         partial(_seeing, lambda view, last: view.attn(last, "mean").unsqueeze(2))),
     "mean-of-all-heads": ("the mean over all query heads of the layer instead of each group",
-        partial(_reduced, lambda x: x.mean((0, 2)).unsqueeze(1).expand_as(x[0]))),
+        partial(_reduced, "all")),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvsim.errors import DumpError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.conformance.deviations import Deviation, explains, hypotheses
+from kvsim.studies.conformance.deviations import Deviation, explains, guess, hypotheses
 from kvsim.studies.conformance.dump import Dump, read_dump
 from kvsim.studies.conformance.judging import Difference, DumpCase
 
@@ -175,6 +176,8 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     names = {each.name for each in deviations}
     # a part of a combination is enough
     deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
+    if not deviations and kinds <= {"tie", "choice"}:
+        deviations = [*islice(guess(case), 1)]
     if "return" in kinds:
         deviations.append(_RETURN)
     elif kinds - {"tie"} == {"no eviction"} and not deviations:

@@ -1,6 +1,7 @@
 """Invariants that say what a Record does not depend on.
 
-Later rows, other traces, how it is computed, the order of the heads.
+Later rows, rows that do not reach a layer, other traces, how it is computed, the
+order of the heads.
 """
 
 from __future__ import annotations
@@ -169,6 +170,19 @@ def _has_rule(trial: Trial) -> bool:
     except (BudgetError, PolicyError):
         return False
     return True
+
+
+def absent_rows(trial: Trial) -> None:
+    """Queries, keys and values of rows that do not reach a layer change nothing there."""
+    if trial.present.all():
+        return
+    absent = ~trial.present[:, None]
+    selection = trial.record.selection
+    if selection is not None and selection.restarted:
+        dropped = selection.dropped[0]
+        absent = absent & (np.arange(len(absent)) > dropped)[:, None, None]
+    record = replace(trial, case=replace(trial.case, **trial.noise(absent))).replay()
+    trial.same(record.evicted_at, "rows that do not reach the layer were overwritten")
 
 
 def isolation(trial: Trial) -> None:

@@ -1,4 +1,4 @@
-"""Invariants of a Record: sizes, finite numbers, the same after storing."""
+"""Invariants of a Record: sizes, protection, ties, finite numbers, the same after storing."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ def nothing_returns(trial: Trial) -> None:
     require(held.all(), f"retained({row}) is not what the cache holds")
 
 
+def protected_survive(trial: Trial) -> None:
+    """No event evicts an entry that is protected at it."""
+    last = trial.detailed.evicted_at
+    for plans in trial.detailed.internals:
+        for layer, budget in zip(plans.layers, plans.budgets.tolist(), strict=True):
+            lost = (last[layer] == plans.row) & trial.protected(plans.row, budget, layer)
+            require(
+                not lost.any(),
+                f"after row {plans.row} protected {np.unique(lost.nonzero()[1])} left",
+            )
+
+
 def full_budget(trial: Trial) -> None:
     """While there is room nothing leaves, and the output error is exactly 0."""
     if not trial.policy.bounded:
@@ -82,6 +94,34 @@ def full_budget(trial: Trial) -> None:
     error = output_error(trial.case.trace(), [record])[0]
     require((error.error == 0).all(), f"output error {error.error.max()} with nothing evicted")
     require((error.mass == 1).all(), f"retained mass {error.mass.min()} with nothing evicted")
+
+
+def tie_rule(trial: Trial) -> None:
+    """Of the unprotected entries those with the higher score stay; of equal ones the lower."""
+    last = trial.detailed.evicted_at
+    for plans in trial.detailed.internals:
+        for i, layer in enumerate(plans.layers):
+            for head in range(last.shape[1]):
+                live = plans.pos[i, head] >= 0
+                pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
+                require((np.diff(pos) > 0).all(), f"entries out of order at row {plans.row}")
+                gone = last[layer, head, pos] == plans.row
+                if plans.eligible is not None:
+                    gone &= plans.eligible[i, head][live]
+                rest = ~gone & (last[layer, head, pos] != plans.row)
+                rest &= ~trial.protected(plans.row, int(plans.budgets[i]), layer)[pos]
+                group = np.zeros_like(pos) if plans.groups is None else plans.groups[i, head][live]
+                for index in np.unique(group[gone]):
+                    stays, leaves = rest & (group == index), gone & (group == index)
+                    if stays.any():
+                        worst = max(zip(-score[stays], pos[stays], strict=True))
+                        best = min(zip(-score[leaves], pos[leaves], strict=True))
+                        require(
+                            worst < best,
+                            f"after row {plans.row} of layer {layer}, head {head}: position "
+                            f"{best[1]} with score {-best[0]} left, {worst[1]} with {-worst[0]} "
+                            "stayed",
+                        )
 
 
 def declared_sign(trial: Trial) -> None:

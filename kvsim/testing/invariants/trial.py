@@ -1,4 +1,4 @@
-"""A policy on a generated trace, and what its invariants need: records and near-ties.
+"""A policy on a generated trace, and what its invariants need: records, protection, near-ties.
 
 Comparisons between two computations of the same scores stop at a head's first near-tie: there
 rounding decides.
@@ -94,6 +94,24 @@ class Trial:
         n, prompt_len = self.case.n, self.case.prompt_len
         return loops.event_rows(n, prompt_len, interval=interval, prefill=prefill)
 
+    def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
+        """Positions that are protected right after `row`; bool [pos]. budget: of the layer."""
+        protection = self.policy.at(self.budget).protection(budget)
+        present = self.present[layer]
+        place = present.cumsum() - 1  # among the rows that the layer has
+        prompt_len = self.case.prompt_len
+        if self.context_len is not None and (self.compress == "context" or row < prompt_len - 1):
+            prompt_len = self.context_len  # what the policy takes for the prompt
+        if self.chunk is not None:
+            prompt_len = min(prompt_len, row + 1)
+        prompt = int(present[:prompt_len].sum()) if protection.prompt else 0
+        first = max(protection.sink, prompt)
+        past = present & (np.arange(self.case.n) <= row)
+        mask: npt.NDArray[np.bool_] = past & (
+            (place < first) | (place > place[row] - protection.recent)
+        )
+        return mask
+
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Rows that each layer has: those of the prompt that reach it, and all after it."""
@@ -143,7 +161,8 @@ class Trial:
         pos, scores = plans.pos[i, heads], plans.scores[i, heads]
         live, at = pos >= 0, pos.clip(0)
         leaving = live & (np.take_along_axis(last[heads], at, -1) == plans.row)
-        out, kept = scores[leaving], scores[live & ~leaving][:, None]
+        protected = self.protected(plans.row, int(plans.budgets[i]), plans.layers[i])[at]
+        out, kept = scores[leaving], scores[live & ~leaving & ~protected][:, None]
         size = np.maximum(abs(kept), abs(out))
         with np.errstate(invalid="ignore"):  # a score may be -inf
             near = abs(kept - out) < self.case.tolerance * size

@@ -172,6 +172,14 @@ def test_another_preset_is_named(trace):
     assert "tova@kvpress" in [each.name for each in report.deviations]
 
 
+def test_another_parameter_is_named(trace):
+    """So is a dump with another choice of a parameter."""
+    own, other = (kvsim.policy("snapkv", window=WINDOW, pool_kernel=n) for n in (7, 5))
+    record = kvsim.replay(trace, other, BUDGET, interval=INTERVAL, prefill=True)
+    report = kvsim.conform(Dump.of_record(record, trace), own, BUDGET)
+    assert [each.name for each in report.deviations] == ["pool_kernel=5"]
+
+
 @pytest.mark.parametrize(
     "name",
     [
