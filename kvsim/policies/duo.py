@@ -41,7 +41,7 @@ from kvsim.core.select import apportion, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, error_line
 from kvsim.files import read_input
-from kvsim.policies.model import described, differ, model_of
+from kvsim.policies.model import described, differ, is_model, model_of
 from kvsim.store.inputs import decode_array
 
 #: Of the file; another one is refused.
@@ -65,7 +65,7 @@ class HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
         try:
             return cls(*_content(path, percents))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PolicyError(
                 f"{label}: {path}: {error_line(error)}; give a plan that `kvsim heads` has written"
             ) from error
@@ -183,9 +183,7 @@ def _content(path: Path, percents: int) -> tuple[list[Any], dict[str, Any]]:
     known = isinstance(facts, dict) and integer(facts.get("version")) == VERSION
     scores = np.array(facts.get("scores") if known else None, dtype=object)
     training: Any = facts.get("training", {}) if known else None
-    valid = isinstance(training, dict)
-    if valid and (model := training.get("model")):
-        differ(model, model)  # it has what `model_of` has
+    valid = isinstance(training, dict) and is_model(training.get("model", {}))
     if percents:
         valid &= scores.ndim == 3 and len(scores) == percents
         valid &= all(is_finite(x) and 0 <= x <= 1 for x in scores.flat)

@@ -37,6 +37,17 @@ def model_of(trace: Trace) -> dict[str, Any]:
     }
 
 
+def is_model(facts: object) -> bool:
+    """Whether facts of a file are those of `model_of`, or nothing."""
+    if not isinstance(facts, dict):
+        return False
+    shape = facts.get("shape")
+    sizes = isinstance(shape, list) and len(shape) == 3 and all(type(x) is int for x in shape)
+    texts = {"weights": "", **facts}
+    named = all(isinstance(texts.get(key), str) for key in ("name", "digest", "weights"))
+    return not facts or (sizes and named)
+
+
 def differ(model: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two models of `model_of` are different ones; traces that name none may be of any."""
     both = (model, other)

@@ -213,7 +213,7 @@ def test_a_plan_belongs_to_its_model(folder):
         ({"version": 1, "scores": [[0.1], [0.1, 0.2]]}, "expected finite numbers"),
         ({"version": 1, "scores": [[0.1, "x"]]}, "expected finite numbers"),
         ({"version": 1, "scores": [[1.0]], "training": 3}, "expected finite numbers"),
-        ({"version": 1, "scores": [[1.0]], "training": {"model": {"name": "m"}}}, "'shape'"),
+        ({"version": 1, "scores": [[1.0]], "training": {"model": {"name": "m"}}}, "finite numbers"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(folder, content, message):
