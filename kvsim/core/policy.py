@@ -156,6 +156,8 @@ class Policy:
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
+        if len(params) > 8:
+            params[8:] = [f"{len(params) - 8} more"]
         after = f"after {schedule(**vars(self.schedule))!r}"
         return f"Policy({', '.join([repr(self.name), *params, after])})"
 
