@@ -13,7 +13,7 @@ from kvsim.cli.show import echo_fields, echo_json, echo_table
 from kvsim.schema import schedule
 
 if TYPE_CHECKING:
-    from kvsim.policies import Description
+    from kvsim.policies.naming import Part
 
 
 def policies(
@@ -59,7 +59,7 @@ def policies(
     typer.echo("\n`kvsim policies NAME` shows its parameters and its exact rule.")
 
 
-def _facts(each: Description) -> dict[str, Any]:
+def _facts(each: Part) -> dict[str, Any]:
     """The fields of a policy in JSON; needs are arrays beyond q, k and v."""
     entry, built = each.entry, each.policy
     params = each.params
@@ -83,18 +83,17 @@ def _facts(each: Description) -> dict[str, Any]:
     }
 
 
-def _echo_in_full(policy: Description) -> None:
+def _echo_in_full(policy: Part) -> None:
     """Print a policy with its parameters, and its rule by the docstrings of its files."""
     from kvsim.core.pieces import Even
-    from kvsim.policies.description import defining, documentation
-    from kvsim.policies.naming import BEHIND
+    from kvsim.policies.naming import BEHIND, documentation
 
     entry = policy.entry
     base, _, preset = policy.name.partition("@")
     presets, behind = "", entry.kind in BEHIND
     docs: list[str | None]
     if ":" in base:  # a user's own
-        docs = [documentation(defining(policy.policy))]
+        docs = [documentation(entry.piece)]
     else:
         pieces = (entry.piece, entry.layer_budgets)
         modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
@@ -121,7 +120,7 @@ def _echo_in_full(policy: Description) -> None:
     typer.echo()
 
 
-def shown(policy: Description) -> str:
+def shown(policy: Part) -> str:
     """The name, with a place for the scorer inside, in brackets where it needs none."""
     from kvsim.policies.naming import BEHIND
 
@@ -132,13 +131,13 @@ def shown(policy: Description) -> str:
     return f"{policy.name}[+SCORER]" if policy.entry.default else f"{policy.name}+SCORER"
 
 
-def fires(policy: Description) -> str:
+def fires(policy: Part) -> str:
     """When it evicts."""
     own = policy.entry.schedule
     return schedule(own.interval, prefill=own.prefill) if own else "as its scorer"
 
 
-def needs(policy: Description) -> str:
+def needs(policy: Part) -> str:
     """Needs of a policy beyond queries, keys and values."""
     entry, reads = policy.entry, policy.policy.reads
     needed = [*entry.required, *sorted(reads.arrays)]

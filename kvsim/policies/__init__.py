@@ -16,9 +16,9 @@ from kvsim.errors import PolicyError
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, PolicyLike
     from kvsim.policies.catalogue import ACCESS, CATALOGUE
-    from kvsim.policies.description import Description, describe
     from kvsim.policies.entry import Entry
     from kvsim.policies.naming import (
+        describe,
         has_parameter,
         names,
         parameters,
@@ -26,18 +26,11 @@ if TYPE_CHECKING:
         variants,
     )
 
-_HOME = {
-    "ACCESS": "catalogue",
-    "CATALOGUE": "catalogue",
-    "Description": "description",
-    "Entry": "entry",
-    "describe": "description",
-}
+_HOME = {"ACCESS": "catalogue", "CATALOGUE": "catalogue", "Entry": "entry"}
 
 __all__ = [
     "ACCESS",
     "CATALOGUE",
-    "Description",
     "Entry",
     "as_policy",
     "describe",

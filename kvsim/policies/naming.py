@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kvsim.core.policy import (
     Schedule,
     Scorer,
     Uniform,
+    chain_of,
     keyed,
 )
 from kvsim.core.storing import Spec
@@ -51,7 +53,8 @@ _FIELDS = {
 class Part(NamedTuple):
     """A part of a name, and its parameters.
 
-    own: built by the user's own code. written: it stands in the name, and is not implied.
+    own: built by the user's own code. written: it stands in the name, and is not implied. policy:
+    of a described part, the policy, around TOVA if it must be.
     """
 
     name: str
@@ -59,6 +62,12 @@ class Part(NamedTuple):
     accepts: Mapping[str, Any]
     own: bool = False
     written: bool = True
+    policy: Any = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Values of the parameters of a described part."""
+        return {key: x for key, x in self.policy.params.items() if key in self.accepts}
 
     @property
     def place(self) -> str:
@@ -329,3 +338,33 @@ def _route(name: str, parts: Sequence[Part], params: Mapping[str, Any]) -> list[
             )
         out[level][key] = value
     return out
+
+
+def describe(name: str) -> Part:
+    """The entry or preset `name` of the catalogue, or a user's own, by itself and not crossed.
+
+    Raises PolicyError for a name with a +, and what `policy` raises.
+    """
+    name = canonical(name)
+    if "+" in name:
+        raise PolicyError(
+            f"{name} has several parts; expected one of them, as `kvsim policies` lists them"
+        )
+    if ":" not in name:
+        (part,) = written_parts(name)
+        entry = part.entry
+        inside = "" if entry.innermost or entry.default or entry.kind in BEHIND else "+tova"
+        return part._replace(policy=policy(name + inside, **entry.required))
+    built = policy(name)
+    behind = built.sparse or built.storage  # what it is about, else its scorer
+    piece = behind if behind and isinstance(built.scorer, Full) else chain_of(built.scorer)[-1]
+    text = documentation(type(piece)).partition("\n")[0] or "a policy of your own"
+    declared = [fields_of(type(x)) for level in reversed(built.levels) for x in level]
+    accepts = {key: each for of_piece in declared for key, each in of_piece.items()}
+    return Part(name, Entry(text, type(piece), built.schedule), accepts, policy=built)
+
+
+def documentation(kind: type) -> str:
+    """The docstring of a class; empty without one, or with that of a dataclass alone."""
+    text = inspect.getdoc(kind) or ""
+    return "" if text.startswith(f"{kind.__name__}(") else text
