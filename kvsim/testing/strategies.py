@@ -80,11 +80,6 @@ class Case:
         """The rotary embedding of base 10,000."""
         return _rope(self.shape[-1])
 
-    @property
-    def repeated(self) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
-        """Queries and keys of rows that repeat the context."""
-        return self.probe_q, self.probe_k
-
     def permuted(self, order: npt.NDArray[np.intp], queries: npt.NDArray[np.intp]) -> Case:
         """The case with its KV heads in an order, and its query heads in theirs."""
         names = {"k": order, "v": order, "probe_k": order}

@@ -7,7 +7,7 @@ the full cache (docs/cost.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,13 +49,10 @@ class Cost:
     """
 
     model: Model = field(repr=False)
-    policy: str
-    params: Mapping[str, Any]
+    policy: Policy
     budget: int
     context: int
     prompt: int
-    interval: int | None
-    prefill: bool
     bounded: bool
     selection_layer: float | None
     selection: str | None
@@ -94,18 +91,21 @@ class Cost:
         """FLOPs of scoring per generated token, relative to the FLOPs of the token."""
         if self.scoring_event is None:
             return None
-        return self.scoring_event / (self.interval or 1) / self.decode_flops
+        return self.scoring_event / (self.policy.schedule.interval or 1) / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields but the model, ready for JSON."""
-        out = {name: value for name, value in vars(self).items() if name != "model"}
-        out["params"] = {
-            key: value if isinstance(value, bool | int | float | dict | None) else str(value)
-            for key, value in self.params.items()
+        plain, schedule = bool | int | float | dict | None, self.policy.schedule
+        params = self.policy.params.items()
+        out = {name: value for name, value in vars(self).items() if name != "model"} | {
+            "policy": self.policy.name,
+            "params": {key: x if isinstance(x, plain) else str(x) for key, x in params},
+            "interval": schedule.interval,
+            "prefill": schedule.prefill,
+            "kv_bytes_per_layer": [n * self.position_bytes for n in self.entries],
         }
-        out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
-        names = ("fidelity", "kv_ratio", "scoring_prompt_share", "scoring_token_share")
-        return {**out, **{name: getattr(self, name) for name in names}}
+        shares = "kv_ratio", "scoring_prompt_share", "scoring_token_share"
+        return out | {name: getattr(self, name) for name in ("fidelity", *shares)}
 
 
 def estimate(
@@ -146,13 +146,10 @@ def estimate(
     scoring_prompt, scoring_event = (None, None) if missing else scoring
     return Cost(
         model=model,
-        policy=policy.name,
-        params=policy.params,
+        policy=policy,
         budget=budget,
         context=context,
         prompt=prompt,
-        interval=policy.schedule.interval,
-        prefill=policy.schedule.prefill,
         bounded="held" in bounds_of(policy),
         selection_layer=layer,
         selection=source,

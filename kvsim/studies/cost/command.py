@@ -115,8 +115,8 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     typer.echo()
     rows = [
         {
-            "policy": cost.policy,
-            "evicts after": schedule(cost.interval, prefill=cost.prefill),
+            "policy": cost.policy.name,
+            "evicts after": schedule(**vars(cost.policy.schedule)),
             "budget": str(cost.budget) if cost.bounded else "-",
             "context": str(cost.context),
             "selects\nafter": _selection(cost),

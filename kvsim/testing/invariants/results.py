@@ -100,28 +100,24 @@ def tie_rule(trial: Trial) -> None:
     """Of the unprotected entries those with the higher score stay; of equal ones the lower."""
     last = trial.detailed.evicted_at
     for plans in trial.detailed.internals:
-        for i, layer in enumerate(plans.layers):
-            for head in range(last.shape[1]):
-                live = plans.pos[i, head] >= 0
-                pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
-                require((np.diff(pos) > 0).all(), f"entries out of order at row {plans.row}")
-                gone = last[layer, head, pos] == plans.row
-                if plans.eligible is not None:
-                    gone &= plans.eligible[i, head][live]
-                rest = ~gone & (last[layer, head, pos] != plans.row)
-                rest &= ~trial.protected(plans.row, int(plans.budgets[i]), layer)[pos]
-                group = np.zeros_like(pos) if plans.groups is None else plans.groups[i, head][live]
-                for index in np.unique(group[gone]):
-                    stays, leaves = rest & (group == index), gone & (group == index)
-                    if stays.any():
-                        worst = max(zip(-score[stays], pos[stays], strict=True))
-                        best = min(zip(-score[leaves], pos[leaves], strict=True))
-                        require(
-                            worst < best,
-                            f"after row {plans.row} of layer {layer}, head {head}: position "
-                            f"{best[1]} with score {-best[0]} left, {worst[1]} with {-worst[0]} "
-                            "stayed",
-                        )
+        for i, head in np.ndindex(plans.pos.shape[:2]):
+            live, layer = plans.pos[i, head] >= 0, plans.layers[i]
+            pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
+            require((np.diff(pos) > 0).all(), f"entries out of order at row {plans.row}")
+            gone = last[layer, head, pos] == plans.row
+            rest = ~gone & ~trial.protected(plans.row, int(plans.budgets[i]), layer)[pos]
+            if plans.eligible is not None:
+                gone &= plans.eligible[i, head][live]
+            group = np.zeros_like(pos) if plans.groups is None else plans.groups[i, head][live]
+            order = np.lexsort((pos, -score))  # the best first
+            for index in np.unique(group[gone]):
+                stays, leaves = (order[(x & (group == index))[order]] for x in (rest, gone))
+                worst, best = stays[-1:], leaves[:1]
+                require(
+                    not len(worst) or (order == worst).argmax() < (order == best).argmax(),
+                    f"after row {plans.row} of layer {layer}, head {head}: position {pos[best]} "
+                    f"with score {score[best]} left, {pos[worst]} with {score[worst]} stayed",
+                )
 
 
 def declared_sign(trial: Trial) -> None:

@@ -297,7 +297,7 @@ def replay(
     event after it, for each layer; it may change the event's keys, values and logits, as rounding
     does.
     """
-    arrays = case.q, case.k, case.v, case.o_proj, *case.repeated
+    arrays = case.q, case.k, case.v, case.o_proj, case.probe_q, case.probe_k
     queries, keys, values, projection, *repeated = (np.asarray(x, dtype=np.float64) for x in arrays)
     prompt_len, scale = case.prompt_len, case.scale
     n_layers, heads, n, _ = keys.shape
