@@ -1,8 +1,5 @@
 """The command line: `kvsim COMMAND ...`, one command per line of `COMMANDS` or entry point.
 
-    values      values of options and arguments
-    show        tables, JSON and progress
-
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an
 unexpected error, some cells of a sweep failed, or sets that `conform` compares differ, 2 bad input,
@@ -35,7 +32,6 @@ from kvsim.cli import (
     plotting,
     recording,
     replaying,
-    reporting,
 )
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, one_line
@@ -52,7 +48,7 @@ _COMMANDS: dict[str, Command] = {
     "replay": replaying.replay,
     "live": replaying.live,
     "compare": comparing.compare,
-    "report": reporting.report,
+    "report": plotting.report,
     "plot": plotting.plot,
     "dashboard": dashboard.dashboard,
     "policies": listing.policies,

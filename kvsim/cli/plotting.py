@@ -1,4 +1,4 @@
-"""`kvsim plot`: one figure of finished runs, of kept sets, or of attention in traces."""
+"""`kvsim plot`, one figure of runs, kept sets or attention, and `kvsim report`, a page of all."""
 
 from __future__ import annotations
 
@@ -266,3 +266,40 @@ def _replayed(name: str, figure: Figure, given: dict[str, Any]) -> tuple[dict[st
             records.append(replace(record, facts=replace(record.facts, share=cell.share)))
     remarks = [*(remark for _, remark in schedules), *(record.remark for record in records)]
     return {"records": records, "record": records[0], "plans": records[0]}, remarks
+
+
+def report(
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|TRACE",
+            help="Folders that `kvsim replay` or `live` wrote, and recorded traces to "
+            "analyse, or the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
+        ),
+    ],
+    out: Annotated[Path, shared.path_option("FILE", "The page to write.")] = Path("report.html"),
+    metric: Annotated[
+        list[str] | None,
+        shared.several(
+            "NAME[,NAME...]",
+            "Metrics beside the one that ranks; default: entries_seen,wipeout.",
+        ),
+    ] = None,
+    overwrite: shared.Overwrite = False,
+) -> None:
+    """Write results, figures and the papers' claims on them as one HTML page.
+
+    Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
+    evicts. Traces next to runs have to be those that the runs replayed.
+    """
+    from kvsim.analysis.folder import is_run
+    from kvsim.report import METRICS, write_report
+    from kvsim.store.reader import open_trace
+
+    paths = shared.paths_of(given)
+    runs = [x for x in paths if is_run(x) or Path(x).suffix == ".parquet"]
+    traces = [open_trace(path) for path in paths if path not in runs]
+    with progress_bar("steps") as progress:
+        options: dict[str, Any] = {"metrics": metric or METRICS, "traces": traces}
+        page = write_report(runs, out, **options, overwrite=overwrite, progress=progress)
+    typer.echo(f"Written to {page}.")

@@ -131,7 +131,6 @@ def live(
 def echo_plan(plan: Plan, *, as_json: bool) -> None:
     """Print what is left of a plan of replays or live runs."""
     from kvsim.sweeps.folder import Parts
-    from kvsim.sweeps.forecast import forecast
     from kvsim.sweeps.pool import processes
 
     out, again = plan.options["out"], plan.options["overwrite"]
@@ -139,7 +138,7 @@ def echo_plan(plan: Plan, *, as_json: bool) -> None:
     jobs = processes(plan.options["jobs"], plan.flops, len(rest), plan.traces)
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": len(rest), "jobs": jobs}
-    show.echo_forecast(forecast(plan, rest), out, counts, as_json=as_json)
+    show.echo_forecast(plan.forecast(rest), out, counts, as_json=as_json)
 
 
 def begun(plan: Plan) -> Parts:

@@ -18,9 +18,16 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.choice import Choice
-from kvsim.recorder.forward import device_of, evaluating, last_logits, run_chunks, run_model
+from kvsim.recorder.forward import (
+    cache_option,
+    device_of,
+    evaluating,
+    full_cache,
+    last_logits,
+    run_chunks,
+    run_model,
+)
 from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import KERNELS, intercepting, kernel_mask
 from kvsim.recorder.modules import kernel_name

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from kvsim.errors import CaptureError, error_line
-from kvsim.recorder.cache import cache_of, cache_option, full_cache
-from kvsim.recorder.forward import run_model
+from kvsim.recorder.forward import cache_of, cache_option, full_cache, run_model
 from kvsim.recorder.loading import outline_of
 
 #: Most layers or experts of a configuration, each of which may be a module.

@@ -1,4 +1,4 @@
-"""Forward passes of a model: what it takes, over which rows, and in how many pieces.
+"""Forward passes of a model: what it takes, over which rows and cache, and in how many pieces.
 
 A long prompt goes through the model in chunks of rows, over one cache.
 """
@@ -6,18 +6,23 @@ A long prompt goes through the model in chunks of rows, over one cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+)
 
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError, KvsimError, error_line
-from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.head import APART, check_logits
 from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
 from kvsim.schema import CHUNK
@@ -26,13 +31,50 @@ from kvsim.schema import CHUNK
 #: eager attention keeps them, take 1 GiB then.
 PAIRS = 1 << 23
 
-#: More rows than any prompt has.
+#: More rows than any prompt has, and a sliding window that none reaches.
 WHOLE = 1 << 31
+
+#: Names of a cache as option and output: the second up to transformers 5.23, and the first since.
+_NAMES = ("cache", "past_key_values")
 
 # Rows that show whether a model goes on where its last forward ended.
 _FEW = 16
 
 _AUTOCAST = torch.is_autocast_enabled
+
+
+def full_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache with the kinds of layers of the model, which keeps every entry.
+
+    Also of layers with a sliding window, whose entries are recorded and checked like any other.
+    Raises CaptureError for a model that takes only a class of caches of its own.
+    """
+    home = model.__module__
+    for name, part in vars(sys.modules[home]).items():
+        own = isinstance(part, type) and part.__module__ == home
+        if own and name.endswith("Cache") and not issubclass(part, CacheLayerMixin):
+            raise CaptureError(
+                f"{type(model).__name__} takes a {name} alone, expected a model that runs with the "
+                "caches of transformers; this model cannot be recorded"
+            )
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.sliding_window = WHOLE
+    return cache
+
+
+def cache_option(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """Return the option of a forward that gives it a cache."""
+    taken = inspect.signature(model.forward).parameters
+    return {next((name for name in _NAMES if name in taken), _NAMES[-1]): cache}
+
+
+def cache_of(container: Any) -> Any:
+    """Return the cache in the output of a forward or in its named arguments, or None."""
+    if isinstance(container, Mapping):
+        return next((container[name] for name in _NAMES if name in container), None)
+    return next((getattr(container, name) for name in _NAMES if hasattr(container, name)), None)
 
 
 def run_chunks(

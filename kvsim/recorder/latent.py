@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import full_cache
-from kvsim.recorder.forward import evaluating, run_chunks
+from kvsim.recorder.forward import evaluating, full_cache, run_chunks
 
 #: The name in attention modules of the projection from the latent to keys and values of heads.
 _UP = "kv_b_proj"

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvsim.core.sources import Size, is_sized, padded
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.forward import device_of, evaluating, run_model
+from kvsim.recorder.forward import cache_option, device_of, evaluating, full_cache, run_model
 from kvsim.recorder.head import Head
 from kvsim.recorder.latent import absorbed_size
 from kvsim.schema import first_of

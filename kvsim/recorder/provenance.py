@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.digest import document_digest
-from kvsim.core.threads import threads_for
+from kvsim.core.lazy import threads_for
 from kvsim.core.trace import Trace
 from kvsim.recorder.models import ADAPTER, gguf_source, model_name
 from kvsim.recorder.modules import attention_modules, kernel_name, other_layers

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import full_cache
-from kvsim.recorder.forward import chunk_rows, evaluating, run_chunks
+from kvsim.recorder.forward import chunk_rows, evaluating, full_cache, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import attention_modules, layer_sizes
 from kvsim.recorder.options import PROBE_CHUNK

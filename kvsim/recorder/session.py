@@ -13,26 +13,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.checks import DTYPES
 from kvsim.core.digest import document_digest
 from kvsim.core.header import Header
+from kvsim.core.lazy import threads_for
 from kvsim.core.left_out import left_out_before
-from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.answers import describe_turns
 from kvsim.recorder.batching import GIVEN, Written
 from kvsim.recorder.blocks import BlockRecorder
-from kvsim.recorder.cache import full_cache
 from kvsim.recorder.choice import Choice, stop_tokens
 from kvsim.recorder.contexts import SharedContext
 from kvsim.recorder.encoding import encode
-from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, run_chunks
-from kvsim.recorder.generation import generate, score, stop_search
+from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, full_cache, run_chunks
+from kvsim.recorder.generation import describe_turns, generate, score, stop_search
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name, largest, layer_sizes
@@ -45,10 +44,10 @@ from kvsim.recorder.provenance import (
     tokenizer_difference,
     versions,
 )
-from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.steps import STEPS, Step
 from kvsim.recorder.tokenization import response_text, token_strings
-from kvsim.schema import LOGPROBS, SUMS, axes_of, object_at
+from kvsim.schema import AXES, LOGPROBS, SUMS, axes_of, object_at
+from kvsim.store.layout import pos_axis
 from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
@@ -359,3 +358,47 @@ class Session:
             **agreement,
         }
         return self.recorder.described(replace(header, meta=meta)).within(len(tokens))
+
+
+class MemorySink:
+    """Blocks in memory, with the methods of a TraceWriter that a capture calls."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, dict[int, list[Tensor]]] = {}
+        self._dropped: set[str] = set()
+
+    def append(self, name: str, layer: int, block: Tensor) -> None:
+        """Keep a copy of the block."""
+        if name in self._dropped:
+            return
+        layers = self.blocks.setdefault(name, {})
+        layers.setdefault(layer, []).append(block.to("cpu", copy=True))
+
+    write_layer = append
+
+    def drop(self, name: str) -> None:
+        """Forget an array; later blocks of it are ignored."""
+        self.blocks.pop(name, None)
+        self._dropped.add(name)
+
+    def set_length(self, n_pos: int) -> None:
+        """Do nothing: blocks in memory need no length."""
+
+    def write_projections(
+        self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
+    ) -> None:
+        """Keep output projections with the other arrays."""
+        for layer in range(shape[0]):
+            self.append("o_proj", layer, read(layer))
+
+    def publish(self, header: Header, **more: Any) -> Trace:
+        """Return the trace; more: its tokens and their text."""
+        facts = {**vars(header), "rope": header.ropes}
+        del facts["ropes"], facts["source_dtypes"]  # as the arrays are
+        arrays: dict[str, Any] = {name: self._array(name) for name in self.blocks}
+        return Trace.from_arrays(**arrays, **facts, **more)
+
+    def _array(self, name: str) -> Tensor:
+        """Return the whole array, its layers stacked."""
+        layers, axis = self.blocks[name], pos_axis(name) if "pos" in AXES[name] else 0
+        return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])

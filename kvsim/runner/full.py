@@ -14,7 +14,7 @@ from kvsim.analysis.output.changed import prompt_parts
 from kvsim.core.policy import Schedule
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
-from kvsim.recorder.cache import full_cache
+from kvsim.recorder.forward import full_cache
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual

@@ -32,8 +32,7 @@ from kvsim.core.record import Record
 from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.cache import cache_option
-from kvsim.recorder.forward import evaluating, last_logits
+from kvsim.recorder.forward import cache_option, evaluating, last_logits
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual

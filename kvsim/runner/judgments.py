@@ -12,8 +12,8 @@ import polars as pl
 
 from kvsim.analysis.live.metrics import JUDGED, KL_TOKENS
 from kvsim.analysis.live.table import measure_live
+from kvsim.core.lazy import threads_for
 from kvsim.core.record import Record
-from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.policies.model import model_of

@@ -16,8 +16,14 @@ from transformers.cache_utils import Cache
 from kvsim.core.checks import compute_dtype
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import full_cache
-from kvsim.recorder.forward import chunk_rows, continues, device_of, evaluating, run_chunks
+from kvsim.recorder.forward import (
+    chunk_rows,
+    continues,
+    device_of,
+    evaluating,
+    full_cache,
+    run_chunks,
+)
 from kvsim.recorder.head import Head
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvsim.analysis.live.table import measure_live
 from kvsim.analysis.measuring import choose
+from kvsim.core.lazy import threads_for
 from kvsim.core.options import takes_options
 from kvsim.core.outcome import Outcome as Lived
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
-from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.experiment import Experiment, LiveOptions

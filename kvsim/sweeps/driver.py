@@ -14,14 +14,19 @@ import numpy as np
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import by_model, models_of
 from kvsim.core.checks import resolve_device
+from kvsim.core.lazy import torch
 from kvsim.core.options import takes_options
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
+from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import Setup
+from kvsim.engine.layers import replay_bytes
 from kvsim.errors import ConfigError, KvsimError
 from kvsim.experiment import ReplayOptions, SweepOptions
 from kvsim.progress import with_bar
+from kvsim.schema import object_at
+from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
 from kvsim.store.opening import Traces
 from kvsim.sweeps.code import code_of, of_kvsim
 from kvsim.sweeps.folder import Parts, Run, provenance
@@ -37,9 +42,16 @@ from kvsim.sweeps.tasks import (
     failure,
     flops_of,
     in_cell_order,
+    layer_bytes,
     replayed,
     tasks_of,
 )
+
+#: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head) in a part and in the
+#: results, of a cell's documents, and of a layer of a record, and of one of its entries.
+_TABLE, _ROW, _CELL, _LAYER, _ENTRY = 9_500.0, 20, 400, 200, 0.4
+#: Bytes of the description of a run, and of that of a record in its group.
+_DOCUMENTS, _RECORD = 3_000.0, 2_300
 
 
 @with_bar("cells")
@@ -177,6 +189,28 @@ class Plan:
         """The trace of a task."""
         return next(each for each in self.traces if each.name == task.name)
 
+    def forecast(self, rest: Sequence[Task]) -> Forecast:
+        """Return what the unfinished tasks take, from the shapes of their traces."""
+        memory, size = 0, _DOCUMENTS + _TABLE
+        for task in rest:
+            trace, cells, layers = self.trace_of(task), len(task.cells), len(task.layers)
+            limit = task.options.get("memory") or DEFAULT_MEMORY
+            held = [min(limit, layers * replay_bytes(trace, x.policy)) for x in task.cells]
+            judge = _judge_bytes(trace) if "judge" in task.options else 0
+            memory = max(memory, layers * layer_bytes(trace) + max(held, default=0) + judge)
+            rows = layers * trace.n_heads * len(task.metrics)
+            size += _TABLE + cells * (rows * _ROW + _CELL)
+            if self.options["records"]:
+                size += cells * layers * (_LAYER + trace.n_pos * trace.n_heads * _ENTRY)
+        memory += self.model_bytes
+        size += _RECORD * len(self.cells) * self.options["records"]
+        on_device = self.parameters.get("device") not in (None, "cpu")
+        return Forecast(
+            written=0 if self.options["out"] is None else size,
+            memory=max(resident_bytes() or 0, PROCESS) + (0 if on_device else memory),
+            device_memory=memory if on_device else 0,
+        )
+
     def begin(self) -> Parts:
         """Check that the plan can be computed, and return what of it is done in the folder.
 
@@ -266,6 +300,22 @@ class Plan:
             digests={trace.name: trace.fingerprint for trace in self.traces},
             notes=tuple(dict.fromkeys(notes)),
         )
+
+
+def _judge_bytes(trace: Trace) -> int:
+    """Bytes of the model that judges a trace: weights, the full cache, and some rows of logits."""
+    from kvsim.recorder.counting import count_model  # noqa: PLC0415  transformers
+    from kvsim.recorder.head import LOGITS  # noqa: PLC0415  as above
+
+    model = object_at(trace.meta, "model")
+    try:
+        counts = count_model(object_at(model, "config"))
+    except KvsimError:  # the judge says what is wrong
+        return 0
+    item = getattr(torch, str(model.get("dtype")), torch.float32).itemsize
+    entries = trace.n_pos * sum(heads * (dim + value) for _, heads, dim, value in trace.sizes)
+    logits = min(LOGITS, (trace.n_pos - trace.prompt_len) * counts["vocab"])
+    return int(item * (counts["parameters"] + 2 * entries + 3 * logits))
 
 
 def refusals(cells: Sequence[Cell], memory: int | None) -> dict[int, KvsimError]:

@@ -22,12 +22,11 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, OF_RECORD, columns_of, in_order
 from kvsim.core.checks import resolve_device
-from kvsim.core.lazy import torch
+from kvsim.core.lazy import threads_for, torch
 from kvsim.core.parts import loaded
 from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.shared_results import DEFAULT_MEMORY
-from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import DROPS, Setup, does
 from kvsim.engine.replay import run

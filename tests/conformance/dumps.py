@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 
 FOLDER = Path(__file__).parents[2] / "docs" / "dumps"
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import kvsim
 from kvsim.core.pieces import Scorer
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
 from traces import changed
 

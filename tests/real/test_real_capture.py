@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.recorder.cache import cache_of
+from kvsim.recorder.forward import cache_of
 from kvsim.store.verification import verify
 
 pytestmark = pytest.mark.real

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import kvsim
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
 from live_runs import logits_behind_masks, output_gap, run_live
 from tests.reference.masked import masked_logits

@@ -12,7 +12,7 @@ from recorder_models import LATENT, LATENT_SIZES, latent, small
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture_many
-from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.forward import cache_option, full_cache
 from kvsim.recorder.latent import caches_heads
 from kvsim.recorder.positions import indexed
 from kvsim.runner.model import RunningModel

@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from families import ids
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
-from kvsim.recorder.cache import cache_of
+from kvsim.recorder.forward import cache_of
 from kvsim.recorder.modules import attention_modules
 from kvsim.store.verification import verify
 

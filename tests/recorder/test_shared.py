@@ -6,7 +6,7 @@ from shared_models import MODELS, OWNERS, shared
 from transformers import DynamicCache
 
 from kvsim.recorder import capture
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 from kvsim.recorder.hooks import attention_modules
 from kvsim.store.verification import verify
 

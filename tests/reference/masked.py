@@ -16,8 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.recorder.cache import cache_option
-from kvsim.recorder.forward import evaluating
+from kvsim.recorder.forward import cache_option, evaluating
 from kvsim.recorder.head import check_logits
 from kvsim.recorder.hooks import intercepting, kernel_mask
 from kvsim.recorder.modules import kernel_name

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import kvsim
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.forward import cache_option, full_cache
 from kvsim.recorder.hooks import intercepting
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding

@@ -16,7 +16,7 @@ from kvsim.core.pieces import Inputs
 from kvsim.core.policy import Schedule
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from kvsim.runner.sketches import sketch
 from live_runs import live_policies, logits_behind_masks, output_gap, relative, run_live

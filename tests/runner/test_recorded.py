@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.threads import threads_for
+from kvsim.core.lazy import threads_for
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, load_model
 from kvsim.runner.closed import ClosedLoop

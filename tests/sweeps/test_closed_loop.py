@@ -17,7 +17,7 @@ from kvsim.analysis.table import FACTS
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import CaptureError, ConfigError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
-from kvsim.recorder.cache import cache_of
+from kvsim.recorder.forward import cache_of
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding
 from kvsim.store.records import read_records

@@ -15,7 +15,7 @@ from chores import work_on
 
 import kvsim
 from kvsim.analysis.folder import read_run
-from kvsim.core import threads
+from kvsim.core import lazy
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
 from kvsim.sweeps import driver, pool, tasks
@@ -259,19 +259,19 @@ def test_processes_are_chosen_by_the_size_of_the_work(paths, monkeypatch):
 
 def test_small_work_uses_one_thread(monkeypatch):
     """Replays of short traces; others keep torch's number."""
-    used, before = [], threads.torch.get_num_threads()
+    used, before = [], lazy.torch.get_num_threads()
     options = {"metrics": ["wipeout"], "progress": lambda *_: used.append(now())}
-    now = threads.torch.get_num_threads
-    threads.torch.set_num_threads(2)
+    now = lazy.torch.get_num_threads
+    lazy.torch.set_num_threads(2)
     try:
         replay_all(make_trace(), "tova", 16, **options)
         assert min(used) == 1
         used.clear()
-        monkeypatch.setattr(threads, "SHORT", 55)
+        monkeypatch.setattr(lazy, "SHORT", 55)
         replay_all(make_trace(), "tova", 16, **options)
         assert min(used) == now() == 2
     finally:
-        threads.torch.set_num_threads(before)
+        lazy.torch.set_num_threads(before)
 
 
 def test_a_lost_task_is_an_unexpected_failure(grid, monkeypatch):

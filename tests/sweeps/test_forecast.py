@@ -13,7 +13,6 @@ from kvsim.policies.catalogue import CATALOGUE
 from kvsim.recorder import Prompt, Turn
 from kvsim.sweeps.closed_loop import plan_live
 from kvsim.sweeps.driver import Plan
-from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.grid import grid_of
 from traces import random_arrays, random_trace
 
@@ -26,7 +25,7 @@ def test_a_plan_has_the_bytes_of_the_run(tmp_path, records):
     grid |= {"policies": ["tova", "knorm"], "budgets": [24, 48]}
     plan = Plan.of(grid_of(grid, out=tmp_path / "run"))
 
-    planned = forecast(plan, plan.tasks)
+    planned = plan.forecast(plan.tasks)
     kvsim.sweep(**grid, out=tmp_path / "run")
 
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -44,7 +43,7 @@ def test_every_policy_can_be_planned():
             plan = Plan.of(grid_of(grid))
         except PolicyError:
             continue  # no policy by itself
-        facts = forecast(plan, plan.tasks)
+        facts = plan.forecast(plan.tasks)
         assert facts.memory > 0
         planned += 1
     assert planned > 2 * len(CATALOGUE) - 15

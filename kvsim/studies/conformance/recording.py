@@ -29,7 +29,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_of
+from kvsim.recorder.forward import cache_of
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.recorder.modules import attention_modules

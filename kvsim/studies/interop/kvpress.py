@@ -26,7 +26,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.engine.checks import DROPS, MERGES, REPEATS, ROUNDS, SLOTS, refuse
 from kvsim.errors import CaptureError, missing_extra
-from kvsim.recorder.cache import cache_of
+from kvsim.recorder.forward import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
 from kvsim.runner.decoding import Decoding, RunningModel, check_live

@@ -10,7 +10,7 @@ from cost_models import LLAMA, LLAMA_8B, QWEN, counted
 from transformers import DynamicCache
 
 import kvsim
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.forward import cache_option
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model, ModelError
 from kvsim.tiny import PATH as TINY
