@@ -48,7 +48,8 @@ def test_transfer_of_rankings():
     """As on the leaderboard."""
     table = leaderboard.transfer()
 
-    for text, policies in (("0.38 [-0.33, 0.85]", 13), ("0.25 [-0.13, 0.57]", 37)):
+    cases = (("0.38 [-0.33, 0.85]", 13), ("0.25 [-0.13, 0.57]", 37), ("0.80", 13))
+    for text, policies in cases:
         assert f"| {policies} | {text} |" in table
         assert f"{policies} policies" in TEXT[2]
         assert text in TEXT[2]
@@ -69,9 +70,17 @@ def test_ranks_of_random():
 def test_scorers_and_protection():
     """As the page on scoring says."""
     page = (DOCS / "scoring.md").read_text("utf-8")
-    for count in ("48 of 60", "26 of 60", "12 of 24"):
-        assert count in page
-        assert count in TEXT[4]
+    rows = [line.split(" | ") for line in page.splitlines() if " | 24 | " in line]
+    better = {(row[0].strip("| "), row[1]): int(row[3]) for row in rows}
+    worse = {(row[0].strip("| "), row[1]): int(row[5]) for row in rows}
+    answers = ("answers, SmolLM2", "answers, `tiny`")
+    assert [sum(better[x, y] for x in answers) for y in ("nothing", "the prompt")] == [18, 12]
+    assert better[answers[0], "nothing"] == better[answers[0], "the prompt"] == 9
+    assert worse[answers[0], "nothing"] == 0
+    assert "18 of 24 pairs" in TEXT[4]
+    assert "12 of 24 with the prompt" in TEXT[4]
+    assert "9 of 12 scorers are better and none is worse" in TEXT[3]
+    assert "5 of 9 workloads" in page
     (row,) = (line for line in page.splitlines() if line.startswith("| R1 "))
     for policy, p in (("h2o", "0.003"), ("lagkv", "0.009")):
         assert f"p = {p}, `{policy}`" in row
