@@ -20,7 +20,7 @@ from kvsim.recorder.options import Options
 from kvsim.tiny import MODELS
 
 #: Options of the command; progress is always shown.
-_OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
+_OFFERED = [name for name in parameters(Options) if name != "progress"]
 
 
 @takes(*_OFFERED, of=Options)

@@ -25,8 +25,7 @@ from kvsim.recorder.choice import stop_tokens
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.forward import device_of
-from kvsim.recorder.loading import load_model
-from kvsim.recorder.models import unwrapped
+from kvsim.recorder.loading import load_model, unwrapped
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import (
     Labels,
@@ -173,12 +172,8 @@ def _record(
     waiting = [sessions[place] for place in order]
     del sessions  # one that has run keeps blocks
     folder = next((each.out.parent for each in new if each.out), None)
-    if new and (folder or options.planned):
-        planned = forecast(model, new, device_of(model).type)
-        if folder is not None and not options.force:
-            planned.check(folder)
-        if options.planned is not None:
-            options.planned(planned)
+    if folder is not None and not options.force:
+        forecast(model, new, device_of(model).type).check(folder)
     together = min(options.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
     with ExitStack() as stack:

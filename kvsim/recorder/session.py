@@ -33,7 +33,7 @@ from kvsim.recorder.encoding import encode
 from kvsim.recorder.forward import WHOLE, chunk_rows, continues, evaluating, full_cache, run_chunks
 from kvsim.recorder.generation import describe_turns, generate, score, stop_search
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import model_name, model_notes
+from kvsim.recorder.loading import model_name, model_notes
 from kvsim.recorder.modules import attention_modules, head_of, kernel_name, largest, layer_sizes
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import fitting_tokens, indexer_notes, read_ropes
@@ -52,7 +52,7 @@ from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
 #: Options that change how a capture runs, and not what it records.
-_HOW = {"overwrite", "resume", "batch", "force", "planned", "progress", "chunk", "layers"}
+_HOW = {"overwrite", "resume", "batch", "force", "progress", "chunk", "layers"}
 
 #: What a trace says of its prompt and model elsewhere.
 _APART = {"content", "response", "turns", "metadata"}

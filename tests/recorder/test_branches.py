@@ -13,6 +13,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, Turn, capture, capture_many, contexts
 from kvsim.runner.judgments import judge
 from kvsim.store import layout as stored_layout
+from kvsim.store.forecast import Forecast
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import verify
 from kvsim.store.writer import TraceWriter
@@ -226,13 +227,14 @@ def test_model_that_runs_in_one_piece(tmp_path, monkeypatch):
     assert "was run with each: it starts anew" in traces[1].meta["notes"][0]
 
 
-def test_plan_counts_the_context_once(tmp_path):
+def test_plan_counts_the_context_once(tmp_path, monkeypatch):
     """The plan of two branches has fewer bytes than twice that of one, as the disk has."""
     plans = []
+    monkeypatch.setattr(Forecast, "check", lambda plan, _: plans.append(plan))
     prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
 
-    recorded(tmp_path / "one", prompts[:1], planned=plans.append)
-    recorded(tmp_path / "two", prompts, planned=plans.append)
+    recorded(tmp_path / "one", prompts[:1])
+    recorded(tmp_path / "two", prompts)
 
     one, two = (plan.written for plan in plans)
     assert one < two < 1.6 * one

@@ -29,7 +29,7 @@ def test_the_command_line_has_the_same_options():
     offered = inspect.signature(recording.capture).parameters
 
     for option in declared(Options):
-        if option.name in ("planned", "progress"):
+        if option.name == "progress":
             assert option.name not in offered
             continue
         _, info = typing.get_args(offered[option.name].annotation)

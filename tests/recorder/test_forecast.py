@@ -14,7 +14,16 @@ from kvsim.recorder import forecast as forecasts
 from kvsim.recorder.loading import load_outline
 from kvsim.recorder.session import Session
 from kvsim.store import forecast as store_forecast
+from kvsim.store.forecast import Forecast
 from kvsim.studies.language import tasks
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans that captures are checked by, one after the other."""
+    found = []
+    monkeypatch.setattr(Forecast, "check", lambda plan, _: found.append(plan))
+    return found
 
 
 def took(folder):
@@ -33,21 +42,13 @@ def took(folder):
         ("llama", 256, 1, {"probe": "repeat"}),
     ],
 )
-def test_a_plan_has_the_bytes_and_files_of_the_capture(tmp_path, family, n, new, options):
+def test_a_plan_has_the_bytes_and_files_of_the_capture(tmp_path, plans, family, n, new, options):
     """Bytes are within 30 percent, files are those that are written."""
-    plans = []
     model = build(family)
     tokens = torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    capture(
-        model,
-        None,
-        tokens,
-        out=tmp_path / "folder" / "a.zarr",
-        max_new_tokens=new,
-        planned=plans.append,
-        **options,
-    )
+    out = tmp_path / "folder" / "a.zarr"
+    capture(model, None, tokens, out=out, max_new_tokens=new, **options)
 
     written, files = took(tmp_path / "folder")
     (plan,) = plans
@@ -55,19 +56,18 @@ def test_a_plan_has_the_bytes_and_files_of_the_capture(tmp_path, family, n, new,
     assert plan.written == pytest.approx(written, rel=0.3)
 
 
-def test_a_plan_without_weights_is_that_of_the_loaded_model(tmp_path):
+def test_a_plan_without_weights_is_that_of_the_loaded_model(tmp_path, plans):
     """Arrays and files of `tiny` follow from its configuration and tokenizer."""
     texts = [each.prompt for each in tasks.prompts(2, task="walk")]
     prompts = [Prompt(name, text) for name, text in zip("ab", texts, strict=True)]
-    loaded = []
     options = Options(max_new_tokens=3)
 
     from_outline = forecasts.planned(
         "tiny", [(each, tmp_path / f"{each.id}.zarr") for each in prompts], options
     )
-    capture_many("tiny", None, prompts, tmp_path, max_new_tokens=3, planned=loaded.append)
+    capture_many("tiny", None, prompts, tmp_path, max_new_tokens=3)
 
-    (from_weights,) = loaded
+    (from_weights,) = plans
     assert from_outline.files == from_weights.files
     assert from_outline.written == pytest.approx(from_weights.written)
     assert from_outline.written == pytest.approx(took(tmp_path)[0], rel=0.3)
@@ -114,6 +114,7 @@ CAPTURE = """
 import json, pathlib, sys
 import torch, transformers
 import kvsim
+from kvsim.store.forecast import Forecast
 
 def memory(kind):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -125,9 +126,8 @@ before = memory("VmRSS")
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
 plans, tokens = [], torch.randint(0, 99, (prompt + response,)).tolist()
 options = more | ({"response": tokens[prompt:]} if response else {"max_new_tokens": 0})
-kvsim.capture(
-    model, None, tokens[:prompt], out=sys.argv[2], planned=plans.append, o_proj=False, **options
-)
+Forecast.check = lambda plan, _: plans.append(plan)
+kvsim.capture(model, None, tokens[:prompt], out=sys.argv[2], o_proj=False, **options)
 print(json.dumps([before, plans[0].memory, memory("VmHWM")]))
 """
 _WIDE = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 100}

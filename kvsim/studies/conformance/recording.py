@@ -31,7 +31,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.forward import cache_of
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import model_name
+from kvsim.recorder.loading import model_name
 from kvsim.recorder.modules import attention_modules
 from kvsim.runner.model import RunningModel
 from kvsim.runner.sketches import captured
