@@ -8,7 +8,7 @@ import matplotlib as mpl
 import numpy as np
 import polars as pl
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap, LogNorm, Normalize
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
@@ -20,7 +20,6 @@ from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     CELLS,
-    caption,
     cell_means,
     colour_bar,
     counted,
@@ -39,7 +38,7 @@ from kvsim.store.opening import Traces, as_traces
 _TOPS = tuple(place / 20 for place in range(1, 21))
 _BLOCKS = ("oldest window", "second window", "third window", "union of the three", "equal budget")
 _MAXIMA = {"sequence": "all keys", "behind_sink": "all keys but the sink"}
-#: Layers up to which each has an entry in the legend.
+#: Most layers that have an entry in the legend.
 _NAMED = 9
 
 
@@ -109,14 +108,14 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
     caches = by_layer["cache"].unique(maintain_order=True).to_list()
     shown = sorted(by_layer["layer"].unique())
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(shown)))
-    shades = dict(zip(shown, colours, strict=True))
+    shades, named = dict(zip(shown, colours, strict=True)), shown[:: -(-len(shown) // _NAMED)]
     figure = Figure(figsize=(7.6, 1.9 * len(caches) + 1.2), dpi=150, layout="constrained")
     grid = figure.subplots(len(caches), 2, squeeze=False, sharex=True, sharey=True)
     for row, cache in zip(grid, caches, strict=True):
         for axis, (peak, keys) in zip(row, _MAXIMA.items(), strict=True):
             lines = by_layer.filter(cache=cache, peak=peak).sort("p")
             for (layer,), line in lines.group_by("layer", maintain_order=True):
-                colour, name = shades[layer], f"layer {layer}"
+                colour, name = shades[layer], f"layer {layer}" if layer in named else None
                 axis.plot(line["p"], line["mean"], ".-", label=name, color=colour, lw=1.0, ms=3)
             mean = means.filter(cache=cache, peak=peak).sort("p")
             if len(shown) > 1:
@@ -131,12 +130,7 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
         name_axes(axis, "p, share of the maximum")
     subject = "Keys of the last rows that score below p x maximum"
     text = f"{subject}\nmean over heads and {counted(means['n'])}"
-    if len(shown) <= _NAMED:
-        finish(figure, grid[0, 0], text, means["fidelity"], columns=5)
-    else:
-        scale = ScalarMappable(Normalize(shown[0], shown[-1]), ListedColormap(colours))
-        colour_bar(figure, scale, list(grid.flat), "layer (dashed: mean)", pad=0.01, aspect=40)
-        caption(figure, text, means["fidelity"])
+    finish(figure, grid[0, 0], text, means["fidelity"], columns=5)
     return figure
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
+from kvsim.core.policy import Allocator, Even, Plan, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.checks import Setup
@@ -163,7 +163,6 @@ def _as_the_prompt(trial: Trial, what: str, whole: Trial, cut: Trial) -> bool:
 
 def _has_rule(trial: Trial) -> bool:
     """Whether the policy has a rule for the budget, the context and the length of a trial."""
-    trace = trial.case.trace(trial.context_len)
     try:
         trace = trial.case.trace(trial.context_len, trial.questions)
         Setup(trace, trial.policy, trial.budget, trial.schedule).checked()
@@ -187,20 +186,15 @@ def absent_rows(trial: Trial) -> None:
 
 def isolation(trial: Trial) -> None:
     """A, then B, then A again: the same as A alone, and the policy object is as it was."""
-    before = _pieces(trial.policy)
+    before = [repr(getattr(trial.policy, each.name)) for each in fields(trial.policy)]
     expected = trial.record.evicted_at.copy()
     trial.later(0).replay()
     require(
         (trial.replay().evicted_at == expected).all(),
         "another trace replayed in between changes the outcome",
     )
-    after = _pieces(trial.policy)
+    after = [repr(getattr(trial.policy, each.name)) for each in fields(trial.policy)]
     require(after == before, f"the policy was {before}, is {after}")
-
-
-def _pieces(policy: Policy) -> str:
-    """Every field of a policy and its pieces; the repr of a policy shows some."""
-    return ", ".join(f"{each.name}={getattr(policy, each.name)!r}" for each in fields(policy))
 
 
 def layer_blocks(trial: Trial) -> None:

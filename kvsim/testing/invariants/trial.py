@@ -97,20 +97,16 @@ class Trial:
     def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
         """Positions that are protected right after `row`; bool [pos]. budget: of the layer."""
         protection = self.policy.at(self.budget).protection(budget)
-        present = self.present[layer]
-        place = present.cumsum() - 1  # among the rows that the layer has
-        prompt_len = self.case.prompt_len
+        present, prompt_len = self.present[layer], self.case.prompt_len
         if self.context_len is not None and (self.compress == "context" or row < prompt_len - 1):
             prompt_len = self.context_len  # what the policy takes for the prompt
         if self.chunk is not None:
             prompt_len = min(prompt_len, row + 1)
-        prompt = int(present[:prompt_len].sum()) if protection.prompt else 0
-        first = max(protection.sink, prompt)
-        past = present & (np.arange(self.case.n) <= row)
-        mask: npt.NDArray[np.bool_] = past & (
-            (place < first) | (place > place[row] - protection.recent)
-        )
-        return mask
+        count = present.cumsum()  # of the rows that the layer has, up to each
+        first = max(protection.sink, count[prompt_len - 1] if protection.prompt else 0)
+        mask = (count <= first) | (count > count[row] - protection.recent)
+        past: npt.NDArray[np.bool_] = present & (np.arange(self.case.n) <= row)
+        return past & mask
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
