@@ -19,15 +19,10 @@ Positions = Sequence[int] | slice | Tensor
 
 
 class _Names(dict[Any, str]):
-    """Names by dtype, which is found by its text, so that torch is loaded for none of them."""
+    """Names by the text of a dtype, which also finds the dtype; torch is loaded for none."""
 
     def __missing__(self, dtype: object) -> str:
-        if isinstance(dtype, str):
-            raise KeyError(dtype)
-        return self[str(dtype)]
-
-    def __contains__(self, dtype: object) -> bool:
-        return super().__contains__(str(dtype))
+        return dict(self)[str(dtype)]
 
 
 #: Names of the dtypes that an array of a trace may have in the model.
@@ -62,7 +57,7 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
             return torch.from_numpy(np.array(array, dtype, order="C"))
     elif isinstance(array, Tensor):
         plain = array.layout == torch.strided and not (array.is_meta or array.is_nested)
-        if plain and array.dtype in DTYPES:
+        if plain and str(array.dtype) in DTYPES:
             return array.detach().cpu().resolve_neg()
         problem = f"has dtype {array.dtype}" if plain else "is a tensor that is not dense"
     raise TraceError(

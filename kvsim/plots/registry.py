@@ -35,22 +35,13 @@ OPTIONS: Final = {name: name for name in ("layer", "head", "by")} | {
 }
 
 
-def figure(
-    *,
-    inputs: tuple[str, ...] = (),
-    source: str = "kvsim",
-    requires: str = "",
-) -> Callable[[Function], Function]:
+def figure(**_: str | tuple[str, ...]) -> Callable[[Function], Function]:
     """Declare a function that returns a matplotlib Figure as a figure of `kvsim plot`.
 
-    Args are literals.
-
-    Args:
-        inputs: what its positional arguments are (`REPLAYS`, or traces), by default their names.
-        source: the paper and figure that it follows, or "kvsim".
-        requires: what a trace or a policy must have, for users.
+    `declared_in` reads the keywords, which are literals. inputs: what its positional arguments are
+    (`REPLAYS`, or traces), by default their names. source: the paper and figure that it follows, or
+    "kvsim". requires: what a trace or a policy must have, for users.
     """
-    del inputs, source, requires  # `declared_in` reads them
     return lambda function: function
 
 

@@ -112,7 +112,7 @@ class Latents:
             self._history[layer] = latent
         weight = cast("Tensor", self._up[layer].weight).detach()
         rank, dtype = latent.shape[1], compute_dtype(query.dtype)
-        plain = weight.dim() == 2 and weight.dtype in DTYPES and weight.shape[1] == rank
+        plain = weight.dim() == 2 and str(weight.dtype) in DTYPES and weight.shape[1] == rank
         fits = plain and weight.shape[0] % heads == 0 and len(latent) == n
         both = weight.to(dtype).unflatten(0, (heads if fits else 1, -1))
         size = both.shape[1] - of_value  # both: [qhead, unrotated + value, rank]

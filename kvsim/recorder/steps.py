@@ -322,7 +322,7 @@ def _projection(layer: int, attention: nn.Module) -> tuple[str, nn.Module, Tenso
     sharded = hasattr(weight, "full_tensor")
     if hasattr(weight, "__tensor_flatten__") and not sharded:  # quantised (torchao, quanto)
         weight = weight.dequantize()
-    if offloaded or sharded or weight.dim() != 2 or weight.dtype not in DTYPES:
+    if offloaded or sharded or weight.dim() != 2 or str(weight.dtype) not in DTYPES:
         kind = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
         kind = "offloaded" if offloaded else "sharded" if sharded else kind
         raise CaptureError(

@@ -285,31 +285,31 @@ def _policies(case: DumpCase, others: Any) -> Iterator[tuple[Deviation, DumpCase
         given = {x: y for x, y in params.items() if x.endswith("calibration")}  # has no default
         defaults = build_policy(name, **given).params | dict.fromkeys(given)
         changed = {x: y for x, y in params.items() if defaults.get(x) != y}
-        for title, other, more in others(case.policy):
+        for other, more in others(case.policy):
             with suppress(KvsimError):
                 policy = build_policy(other, **changed | more)
                 if not does(policy, DROPS, QUERY_HEADS):
+                    title = "".join(setting(*each) for each in more.items())
                     says = f"follows the rule of {other}" + f" with {title}" * bool(more)
-                    yield Deviation(title, says), replace(case, policy=policy)
+                    yield Deviation(title or other, says), replace(case, policy=policy)
 
 
-def _presets(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The other presets of the outermost part: title, name and parameters."""
-    outer, *inside = policy.name.split("+")
+def _presets(policy: Policy) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The other presets of the outermost part: name and parameters."""
+    outer, plus, inside = policy.name.partition("+")
     base, _, preset = outer.partition("@")
     for other in ("", *CATALOGUE[base].presets) if base in CATALOGUE else ():
         if other != preset:
-            name = "+".join([f"{base}@{other}" if other else base, *inside])
-            yield name, name, {}
+            yield f"{base}@{other}".removesuffix("@") + plus + inside, {}
 
 
-def _parameters(policy: Policy) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _parameters(policy: Policy) -> Iterator[tuple[str, dict[str, Any]]]:
     """The other choices of each parameter, and integers near it, as `_presets`."""
     hints = {key: x.hint for y in chain(*policy.levels) for key, x in parameters(type(y)).items()}
     for key, value in policy.params.items():
         for other in _values(hints.get(key.rpartition("__")[2]), value):
             if other != value:
-                yield setting(key, other), policy.name, {key: other}
+                yield policy.name, {key: other}
 
 
 def _values(hint: Any, value: Any) -> Sequence[Any]:

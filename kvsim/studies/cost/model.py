@@ -107,8 +107,7 @@ class Model:
 
     def as_dict(self) -> dict[str, Any]:
         """The shape and its parameters, bytes and FLOPs, ready for JSON."""
-        derived = {"weight_bytes": self.weight_bytes}
-        return {**vars(self), "remarks": list(self.remarks), **derived}
+        return vars(self) | {"remarks": [*self.remarks], "weight_bytes": self.weight_bytes}
 
     def attention_flops(self, pairs: float) -> float:
         """FLOPs of one layer's attention over so many pairs of a row and an entry.

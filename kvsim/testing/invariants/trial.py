@@ -104,9 +104,9 @@ class Trial:
             prompt_len = min(prompt_len, row + 1)
         count = present.cumsum()  # of the rows that the layer has, up to each
         first = max(protection.sink, count[prompt_len - 1] if protection.prompt else 0)
-        mask = (count <= first) | (count > count[row] - protection.recent)
-        past: npt.NDArray[np.bool_] = present & (np.arange(self.case.n) <= row)
-        return past & mask
+        ends = (count <= first) | (count > count[row] - protection.recent)
+        mask: npt.NDArray[np.bool_] = ends & present & (np.arange(self.case.n) <= row)
+        return mask
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -120,12 +120,10 @@ class Trial:
         if self.record.selection is None:
             return True
         rng = np.random.default_rng(self.salt)
-        for _ in range(3):
-            noise = 1 + 10 * self.case.tolerance * rng.standard_normal(self.case.q.shape)
-            moved = replace(self.case, q=(self.case.q * noise).astype(self.case.q.dtype))
-            if not np.array_equal(replace(self, case=moved).present, self.present):
-                return False
-        return True
+        noises = (rng.standard_normal(self.case.q.shape) for _ in range(3))
+        queries = (self.case.q * (1 + 10 * self.case.tolerance * noise) for noise in noises)
+        moved = (replace(self.case, q=q.astype(self.case.q.dtype)) for q in queries)
+        return all((replace(self, case=case).present == self.present).all() for case in moved)
 
     @cached_property
     def plain(self) -> bool:
