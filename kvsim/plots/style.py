@@ -108,14 +108,6 @@ def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return styles like those of `series`, with dashes instead of markers."""
-    return {
-        name: {**style, "marker": "", "linestyle": DASHES[place % len(DASHES)]}
-        for place, (name, style) in enumerate(series(names).items())
-    }
-
-
 def mean_line(axis: Axes, places: Floats, values: Sequence[Floats], **style: object) -> Floats:
     """Draw and return the mean over prompts of values [n] over `at` [n], its interval as a band."""
     ends = Interval.of_each(list(np.stack(list(values)).T))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from textwrap import fill
 from typing import Any
 
@@ -33,8 +34,8 @@ from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.registry import figure
 from kvsim.plots.style import (
     COLOURS,
+    DASHES,
     NEUTRAL,
-    bare_series,
     caption,
     counted,
     finish,
@@ -315,13 +316,14 @@ def position_density(
     def draw(axis: Axes, values: Mapping[str, Sequence[Floats]], policies: Sequence[str]) -> None:
         axis.axhline(1.0, color="black", lw=0.9, ls=":")
         axis.axvline(0.5, color="black", lw=0.9, ls=":")
-        for policy, style in bare_series(policies).items():
+        for (policy, style), dashes in zip(series(policies).items(), cycle(DASHES), strict=False):
             if policy in values:
                 heights = [np.append(height[:BINS], height[BINS - 1]) for height in values[policy]]
                 steps = {**style, "label": policy, "drawstyle": "steps-post"}
+                steps |= {"marker": "", "linestyle": dashes}
                 mean_line(axis, np.arange(BINS + 1) / BINS, heights, lw=1.3, **steps)
                 mean = float(np.mean([height[BINS] for height in values[policy]]))
-                axis.axvline(mean, color=style["color"], lw=1, ls=style["linestyle"])
+                axis.axvline(mean, color=style["color"], lw=1, ls=dashes)
 
     label, subject = "density of kept entries (area 1)", "What the last event keeps"
     note = "vertical: mean; dotted: uniform"

@@ -110,10 +110,9 @@ def policy(name: str, **params: Any) -> Policy:
 @cache
 def _default(name: str) -> Policy | None:
     """The policy with its default parameters; None for the user's own, and where one has none."""
-    try:
+    with suppress(PolicyError):
         return None if ":" in name else _built(name, {})
-    except PolicyError:
-        return None
+    return None
 
 
 def _built(name: str, params: dict[str, Any]) -> Policy:

@@ -45,7 +45,9 @@ def expected_observed(
     for place, axis in enumerate(axes):
         row, step = divmod(place, len(STEPS))
         layer = shown[row]
-        head = _middle(expectation.spearman[-1, layer])
+        ranks = expectation.spearman[-1, layer]  # NaN counts as highest
+        known = int((~np.isnan(ranks)).sum())
+        head = int(ranks.argsort(kind="stable")[max(0, known - 1) // 2])
         observed = np.exp(expectation.observed[layer, head])
         expected = np.exp(expectation.expected[:, layer, head])
         look: dict[str, Any] = {"s": 7, "lw": 0, "cmap": "viridis", "norm": scale, "zorder": 3}
@@ -76,9 +78,3 @@ def expected_observed(
 def _around(values: Floats) -> tuple[float, float]:
     """Limits with room for the values, from the floor to 1."""
     return 0.5 * max(float(values.min()), FLOOR), min(2.0, 2 * max(float(values.max()), FLOOR))
-
-
-def _middle(values: Floats) -> int:
-    """Return the index of the median, the lower one of two; NaN counts as highest."""
-    count = int((~np.isnan(values)).sum())
-    return int(values.argsort(kind="stable")[max(0, count - 1) // 2])

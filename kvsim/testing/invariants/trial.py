@@ -55,9 +55,7 @@ class Trial:
             f"interval={self.interval}, prefill={self.prefill}, salt={self.salt}, on {self.case!r}"
         )
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """How Hypothesis shows it."""
-        printer.text(repr(self))
+    _repr_pretty_ = Case._repr_pretty_  # how Hypothesis shows it
 
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
