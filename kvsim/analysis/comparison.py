@@ -130,6 +130,11 @@ def compare(
         PolicyError: the metric has no better direction or the Table no values of it, no mean is
             over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
             or `against` is none of them.
+
+    Example:
+        >>> run = kvsim.sweep(traces="sample", policies=["tova", "h2o"], budgets=64)
+        >>> kvsim.compare(run).overall.select("policy", "rank").rows()
+        [('h2o', 1), ('tova', 2)]
     """
     runs, remarks = runs_of(table), list[str]()
     table = together(runs)

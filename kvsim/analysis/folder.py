@@ -194,6 +194,11 @@ def read_run(path: str | Path) -> Saved:
 
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.
+
+    Example:
+        >>> run = kvsim.sweep(traces="sample", policies="tova", budgets=64, out="runs/example")
+        >>> kvsim.read_run("runs/example").table.equals(run.table)
+        True
     """
     folder = local_path(path, OutputError)
     try:

@@ -71,6 +71,12 @@ def measure(
             optima.
         NeedsError: the trace lacks an array of a metric that `metrics` names (`Metric.arrays`).
         TraceError: anything but traces and records, or a record of another trace.
+
+    Example:
+        >>> record = kvsim.replay("sample", "tova", 64)
+        >>> table = kvsim.measure("sample", record, "output_error")
+        >>> table["layer"].unique().to_list(), table["unit"].unique().to_list()
+        ([0, 1, 2], ['relative'])
     """
     device = resolve_device(device)
     records = [record] if isinstance(record, Record) else record

@@ -221,6 +221,12 @@ def averages(
     Returns:
         Columns `by`, `KEYS`, `mean`, `low`, `high`, `n` measured traces `of` all requested ones,
         `chance` (mean), `fidelity`.
+
+    Example:
+        >>> run = kvsim.sweep(traces="sample", policies=["tova", "h2o"], budgets=64)
+        >>> means = kvsim.averages(run, by="stage", metrics="output_error")
+        >>> means.filter(policy="h2o")["stage"].to_list()
+        ['early', 'middle', 'late']
     """
     table, by = split_by(as_table(table), by)
     if metrics is not None:

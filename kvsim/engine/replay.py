@@ -75,6 +75,11 @@ def replay(
         PolicyError: the policy has no rule for the trace.
         ScoreError: a score that is no number below infinity.
         MemoryLimitError: one layer does not fit into `memory`.
+
+    Example:
+        >>> record = kvsim.replay("sample", "tova", 64, interval=32)
+        >>> record.evicted_at.shape, record.events[:2]
+        ((3, 4, 472), [225, 257])
     """
     terms = interval, prefill, compress, prefill_chunk
     setup = Setup(as_trace(trace), policy, budget, None, *terms).checked(memory)

@@ -102,6 +102,10 @@ def policy(name: str, **params: Any) -> Policy:
 
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.
+
+    Example:
+        >>> kvsim.policy("adakv+snapkv", window=16).params["window"]
+        16
     """
     name = canonical(name)
     return replace(_built(name, params), default=_default(name))

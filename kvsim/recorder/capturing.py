@@ -92,6 +92,12 @@ def capture(
         TextError: an unknown scorer.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
+
+    Example:
+        >>> prompt = "facts : kuga red rapi ; question : get kuga"
+        >>> trace = kvsim.capture("tiny", None, prompt, max_new_tokens=8)
+        >>> trace.n_layers, trace.prompt_len, trace.n_pos
+        (3, 11, 19)
     """
     given: dict[str, Any] = {"answer": answer, "labels": labels, "needle": needle or None}
     given |= {"response": response, "context": context, "scorer": scorer, "writer": writer}

@@ -52,6 +52,12 @@ def judge(
         CaptureError: another model than the recorded one.
         PolicyError: a record that a forward pass cannot show: keys rotated to their slots, rows of
             the prompt dropped on the way down, a live run.
+
+    Example:
+        >>> record = kvsim.replay("sample", "tova", 64)
+        >>> table = kvsim.judge("tiny", "sample", record)
+        >>> table["metric"].unique().sort().to_list()
+        ['nll_increase', 'response_kl', 'stream_error', 'top_agreement']
     """
     trace = as_trace(trace)
     records = [records] if isinstance(records, Record) else [*records]

@@ -26,6 +26,10 @@ def sample_trace(model: str = "tiny") -> Path:
 
     Raises:
         TraceNotFoundError: there is no sample of this model.
+
+    Example:
+        >>> kvsim.sample_trace("smollm2").name
+        'sample-smollm2.zarr'
     """
     names = {model: name for name, model in SAMPLES.items()}
     if model not in names:

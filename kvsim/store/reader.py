@@ -38,6 +38,11 @@ def open_trace(path: str | Path) -> Trace:
         TraceNotFoundError: nothing is at `path`, or something not marked as a trace.
         TraceError: the trace was recorded by another version of kvsim, lacks a file, or has
             anything that docs/trace-format.md does not allow.
+
+    Example:
+        >>> trace = kvsim.open_trace(kvsim.sample_trace())
+        >>> trace.n_layers, trace.n_heads, trace.n_pos
+        (3, 4, 472)
     """
     stored = StoredTrace(path)
     return Trace(

@@ -242,6 +242,11 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         TraceError: the trace has some rows of a sequence alone (`core.parts.of_rows`); the format
             has no place for their positions.
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
+
+    Example:
+        >>> trace = kvsim.open_trace(kvsim.sample_trace())
+        >>> kvsim.open_trace(kvsim.save_trace(trace, "copy.zarr")).digest == trace.digest
+        True
     """
     if not torch.equal(trace.positions, torch.arange(trace.n_pos)):
         raise TraceError(

@@ -76,6 +76,11 @@ def live(
             digest of the weights and what the model computes with the full cache
             (`kvsim.runner.recorded`).
         KvsimError: what `replay_all` raises.
+
+    Example:
+        >>> run = kvsim.live("tiny", "sample", "tova", 64)
+        >>> run.table.filter(metric="response_kl")["fidelity"].to_list()
+        ['closed']
     """
     show: Any = progress or None
     named = isinstance(model, str | Path)

@@ -89,6 +89,11 @@ def sweep(
         NeedsError: a metric by name reads what a trace has not recorded.
         TraceError: a trace that cannot be opened, or two traces with one name.
         OutputError: a folder that cannot be written, or has the run of another grid.
+
+    Example:
+        >>> run = kvsim.sweep(traces="sample", policies=["tova", "h2o"], budgets=[64, "25%"])
+        >>> run
+        Run(tova, h2o; records=0, failed=0)
     """
     show: Any = progress or None
     plan = Plan.of(grid_of(config, **options))

@@ -125,6 +125,13 @@ def conform(
         DumpError: the dump is damaged, or lacks a budget or arrays.
         PolicyError: the policy drops rows, keeps sets per query head or reads later rows; otherwise
             as `kvsim.replay`.
+
+    Example:
+        >>> from kvsim.studies.conformance.dump import Dump
+        >>> record = kvsim.replay("sample", "snapkv", 64, interval=32)
+        >>> dump = Dump.of_record(record, kvsim.open_trace(kvsim.sample_trace()))
+        >>> kvsim.conform(dump, "snapkv", 64, interval=32).equal
+        True
     """
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     rule = as_policy(policy)
