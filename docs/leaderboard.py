@@ -228,10 +228,10 @@ def markdown(rows: pl.DataFrame, comparison: Comparison, tokens: pl.Series) -> s
         (x, str(y)): (int(a), n)
         for x, y, a, n in right.agg(a=pl.col("value").sum(), n=pl.len()).iter_rows()
     }
-    ratios = [float((1 - int(budget) / tokens).mean()) for budget in budgets]
+    ratios = [float((int(budget) / tokens).mean()) for budget in budgets]
     head = [
         "policy",
-        *(f"{x} entries ({y:.0%} less)" for x, y in zip(budgets, ratios, strict=True)),
+        *(f"{x} entries ({y:.0%} kept)" for x, y in zip(budgets, ratios, strict=True)),
     ]
     head += [f"right at {x}" for x in budgets] * bool(right)
     out = [head, ["---", *["---:"] * (len(head) - 1)]]
