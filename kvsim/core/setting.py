@@ -121,7 +121,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Setting:
-    """Constants over the events of a replay.
+    """What events know of their replay; budget, prompt_len and protected are those of an event.
 
     Attributes:
         budget: the policy's, in entries per head.
@@ -135,7 +135,7 @@ class Setting:
             event, if every layer gets the budget.
         windowed: layers whose window or chunks are shorter than the text; they are not replayed.
         scorer_protection: returns what the scorer protects at a budget, for the allocator.
-        events: rows after which events fire, for clairvoyant scorers.
+        events: rows after which events fire, of which clairvoyant scorers may know.
         protected_ends: how many first and how many most recent positions are protected, likewise.
         response: the first row after the prompt, likewise.
         policy: its name, for errors.

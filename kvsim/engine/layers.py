@@ -25,7 +25,7 @@ from kvsim.errors import MemoryLimitError, PolicyError
 _OF_ENTRY = 48
 
 
-def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
+def layers_to_replay(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The layers to replay, as indices in the trace; by default all that see the whole text."""
     if layers is None:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)

@@ -17,7 +17,7 @@ from kvsim.core.shared_results import DEFAULT_MEMORY
 from kvsim.engine.block import Block
 from kvsim.engine.checks import Setup
 from kvsim.engine.depth import Descent, descend, recorded
-from kvsim.engine.layers import LayerRun, replayed, runs
+from kvsim.engine.layers import LayerRun, layers_to_replay, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import goes_by_rows, replay_rows
 from kvsim.engine.source import TraceSource, ended
@@ -100,7 +100,7 @@ def run(
     """`replay` of what has been checked; by_row: an interval of 1 may go in blocks of rows."""
     trace, policy = setup.trace, setup.policy
     memory = DEFAULT_MEMORY if memory is None else memory
-    chosen = replayed(trace, layers)
+    chosen = layers_to_replay(trace, layers)
     owners = [trace.owners[layer] for layer in chosen]
     evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
     plans, reads, done = list[Plans](), None, 0

@@ -33,7 +33,8 @@ class SnapKV(Windowed):
     def score(self, view: View) -> Tensor:
         """s_j = mean over the group of pool_j(mean over the window of a_r(j)); [L, H, n].
 
-        The window's own columns are cut before pooling, score 0 and are protected.
+        The window's own columns are cut before pooling, score 0 and are protected, as in any
+        `Windowed`.
         """
         older = before_window(view, self.window)  # [L, H, n]
         vote = view.attn(self.window).mean(3)  # [L, H, G, n]

@@ -19,7 +19,7 @@ from kvsim.engine import checks
 from kvsim.engine.block import Block
 from kvsim.engine.checks import DROPS, Setup, does, refuse
 from kvsim.engine.depth import Descent
-from kvsim.engine.layers import replayed, runs
+from kvsim.engine.layers import layers_to_replay, runs
 from kvsim.engine.replay import placed, record_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
@@ -86,7 +86,7 @@ class Decoding:
         self.policy = policy = self.setup.policy
         parts = [sequence.part([x]) for x in {*sequence.owners}]
         self._row_size = sum(part.n_heads * part.entry_size for part in parts)
-        chosen, owners = replayed(self.sketch, layers), self.sketch.owners
+        chosen, owners = layers_to_replay(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
         more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])}
         self.layers = (*chosen, *sorted(more - {*chosen}))

@@ -22,7 +22,7 @@ from kvsim.core.options import given_options
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import replayed
+from kvsim.engine.layers import layers_to_replay
 from kvsim.errors import ConfigError, OutputError, PolicyError, local_path, suggest
 from kvsim.experiment import SweepOptions, numbers_in
 from kvsim.files import read_input
@@ -92,7 +92,7 @@ class Grid:
         count = len(traces) * len(self.policies) * len(self.budgets) * len(schedules)
         if count > _CELLS:
             raise ConfigError(f"the grid has {count} cells, expected at most {_CELLS}; split it")
-        layers = {trace.name: replayed(trace, self.options["layers"]) for trace in traces}
+        layers = {trace.name: layers_to_replay(trace, self.options["layers"]) for trace in traces}
         growing: dict[tuple[int, float], Policy] = {}  # one object for the cells of all traces
         # a budget given twice, or an interval that is a policy's own, is the same cell again
         cells: dict[tuple[object, ...], Cell] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import DROPS, FUTURE, QUERY_HEADS, refuse
-from kvsim.engine.layers import replayed
+from kvsim.engine.layers import layers_to_replay
 from kvsim.errors import DumpError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
@@ -144,7 +144,7 @@ def conform(
     refuse(rule, DROPS, QUERY_HEADS, FUTURE, advice=advice)
     dump = replace(dump, trace=source)
     layers = tuple(source.layer_ids.index(number) for number in dump.layers)
-    replayed(source, layers)
+    layers_to_replay(source, layers)
     total = resolve_budget(entries, source.n_pos)
     schedule = (dump.schedule or rule.schedule).override(interval, prefill)
     events = tuple(schedule.rows(source.prompt_len, max(dump.kept) + 1, *source.extent[2:]))
