@@ -283,8 +283,9 @@ class Wrapper(Scorer):
     #: columns beside those of the scorer inside
     adds: ClassVar[Mapping[str, float]] = {}
 
-    # those of the scorer inside
+    #: those of the scorer inside, and what this adds
     columns: ClassVar[Any] = property(lambda self: {**self.scorer.columns, **self.adds})
+    # those of the scorer inside
     reads: ClassVar[Any] = property(attrgetter("scorer.reads"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
