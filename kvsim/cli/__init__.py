@@ -97,7 +97,7 @@ GONE = {
     "--memory": "--set memory=SIZE",
     "--events": "--set events=true",
     "--fit": "--policy NAME@scaled, or --set fit=true",
-    "--model": "--judge=MODEL",
+    "--model": "kvsim replay takes --judge=MODEL, kvsim study cost --model-config PATH",
     "--batch": "--batch-size N",
     **{name: f"it is kvsim study {name}" for name in STUDIES},
 }
