@@ -80,7 +80,7 @@ def test_scorers_and_protection():
     assert "18 of 24 pairs" in TEXT[4]
     assert "12 of 24 with the prompt" in TEXT[4]
     assert "9 of 12 scorers are better and none is worse" in TEXT[3]
-    assert "5 of 9 workloads" in page
+    assert "6 of 9 workloads" in page
     (row,) = (line for line in page.splitlines() if line.startswith("| R1 "))
     for policy, p in (("h2o", "0.003"), ("lagkv", "0.009")):
         assert f"p = {p}, `{policy}`" in row
