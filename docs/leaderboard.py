@@ -25,12 +25,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from scoring_page import fill
-from study import ROOT, picture, read
+from study import ROOT, correlated, picture, read
 
 import kvsim
 from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.sentences import said
-from kvsim.analysis.summaries import Interval
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.policy import Schedule
 from kvsim.plots.style import COLOURS, GRID, NEUTRAL
@@ -60,7 +59,7 @@ class Board:
 
     @property
     def title(self) -> str:
-        """The heading."""
+        """Heading of the board: its workload and model."""
         return f"{self.workload}, {self.model}"
 
 
@@ -126,15 +125,15 @@ def collected(name: str) -> pl.DataFrame:
     plan = PLANS[name]
     path = DOCS / plan.values
     results = read_values(path, plan)
-    default = [x for x in table_policies(plan, "prefix:64") if not {"@", ","} & {*x}]
-    found = [results.result(x) for x in default if results.has(x)]
+    defaults = [x for x in table_policies(plan, "prefix:64") if not {"@", ","} & {*x}]
+    measured = [results.result(x) for x in defaults if results.has(x)]
     rows = stored_rows(path).filter(pl.col("metric").is_in([KL, *ANSWERS, SEEN]))
     rows = rows.drop_nulls("policy").with_columns(
         params=pl.col("params").map_elements(_sorted, pl.String)
     )
     kept = [
         rows.filter(pl.col("interval").eq_missing(x.interval), policy=x.policy, params=x.params)
-        for x in found
+        for x in measured
     ]
     return pl.concat([*kept, *answers(plan)], how="diagonal_relaxed").select(
         pl.lit(name).alias("board"),
@@ -307,8 +306,8 @@ def transfer() -> str:
     for one, other in TRANSFERS:
         x, y = (_middle(name) for name in (one, other))
         both = sorted({*x.columns} & {*y.columns} - {"trace"})
-        found = rank_correlation(*(a.select(both).to_numpy() for a in (x, y)), same=False)
-        text = Interval(*found, 1).text(".2f")
+        ends = rank_correlation(*(a.select(both).to_numpy() for a in (x, y)), same=False)
+        text = correlated(*ends)
         out.append([TITLES[one], TITLES[other], str(len(both)), text])
     return "\n".join(f"| {' | '.join(line)} |" for line in out)
 
@@ -352,8 +351,8 @@ def stand(board: Board, name: str, prompts: int, folder: Path, file: Path | None
         made, terms = replace(made, schedule=Schedule(None, prefill=True)), {"interval": "paper"}
     measured = []
     for number in range(1, min(prompts, plan.prompts) + 1):
-        known = rows.filter(prompt=key(plan, number))
-        if known.is_empty():
+        stored = rows.filter(prompt=key(plan, number))
+        if stored.is_empty():
             raise SystemExit(
                 f"prompt {number} of {board.title} or its model is not that of {VALUES}"
             )
@@ -362,7 +361,7 @@ def stand(board: Board, name: str, prompts: int, folder: Path, file: Path | None
         budgets = [x for x in plan.budgets if 2 * x <= trace.n_pos]
         judge = str(file or plan.model)
         run = replay_all([trace], [made], budgets, metrics=[SEEN], judge=judge, **terms)
-        measured.append(run.table.with_columns(trace=pl.lit(known["trace"][0])))
+        measured.append(run.table.with_columns(trace=pl.lit(stored["trace"][0])))
     mine = pl.concat(measured)
     others = rows.filter(pl.col("trace").is_in([*mine["trace"]]), pl.col("policy") != name)
     budgets = others.filter(metric=KL)["budget"].unique()

@@ -78,12 +78,6 @@ class Plan:
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
     @property
-    def budget(self) -> int:
-        """The budget of tables of one: of answers that of all of them."""
-        middle = self.once or not self.only
-        return self.budgets[len(self.budgets) // 2 if middle else 0]
-
-    @property
     def claimed(self) -> bool:
         """Whether what the papers claim is tested; on one event only with variants."""
         return not self.beside and (not self.once or bool(self.tried))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,11 @@ _LAYERED = ("segment_count", "sparsity_compressed")
 
 @dataclass(frozen=True)
 class Results:
-    """The values of every trace; digests and sizes (tokens, of these prompt) of the traces.
-
-    made: the weights of the model, and what computed the values.
-    """
+    """The values of every trace, and the digests of the traces."""
 
     plan: Plan
     evidence: Evidence
     digests: Sequence[str] = ()
-    sizes: Sequence[tuple[int, int]] = ()
-    made: Mapping[str, str] = field(default_factory=dict)
 
     def of(
         self,
@@ -52,15 +47,6 @@ class Results:
     ) -> Floats:
         """A value for each prompt, NaN where there is none."""
         return self.evidence.value(metric, variant, layer, of=(self.result(label), str(budget)))
-
-    def chance(self, label: str, budget: int, metric: str) -> Floats:
-        """Values of chance alone; [prompt]."""
-        return self.evidence.value(metric, of=(self.result(label), str(budget)), chance=True)
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return len(self.evidence.layers("layer_entropy"))
 
     def has(self, label: str) -> bool:
         """Whether a policy was measured."""
@@ -151,6 +137,4 @@ def read_values(path: Path, plan: Plan) -> Results:
         plan,
         Evidence(rows.select(list(COLUMNS)), Seconds(lengths, taken) if taken else None),
         traces["digest"].to_list(),
-        traces.select("tokens", "prompt_tokens").rows(),
-        json.loads(written["made"]),
     )

@@ -55,6 +55,21 @@ def test_transfer_of_rankings():
         assert text in TEXT[2]
 
 
+def test_numbers_of_the_first_page():
+    """Of the leaderboard: a transfer, and the policies of a larger mean than random sets."""
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    row = "| Answers, Qwen2.5-Coder-1.5B | Long documents, Qwen2.5-Coder-1.5B | 11 | -0.07 |"
+    means = leaderboard.compared(leaderboard.table("qwen-1.5b")).overall
+    means = means.filter(requested="128").drop_nulls("rank")
+    random = means.filter(policy="random")["mean"].item()
+
+    assert row in leaderboard.transfer()
+    assert "correlate at -0.07." in readme
+    assert (means["mean"] > random).sum() == 11
+    assert means.height == 14
+    assert "11 of 13 policies have a larger mean KL" in readme
+
+
 def test_ranks_of_random():
     """Of the leaderboard's comparison."""
     for board, budget, ranks, n in (
