@@ -42,7 +42,7 @@ REFUSED = {
     f"{REPLAY} --set memory=lots": "memory is 'lots'; expected a size such as 500MB",
     f"{REPLAY} --device gpu": "--device is 'gpu'",
     f"{REPLAY} --interval 0": "interval is [0]",
-    f"{REPLAY} --model tiny": "--model was removed: --judge=MODEL",
+    f"{REPLAY} --model tiny": "--model was removed: kvsim replay takes --judge=MODEL",
     f"{REPLAY} --out mine.py": "mine.py exists",
     f"{REPLAY} --polcy x": "see kvsim replay --help",
     f"{REPLAY} TRACE": "both called 'small'",
