@@ -137,7 +137,7 @@ class Block:
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
-        self.store.before(row, self.placed)
+        self.store.before(row, self.in_source)
         view = View(
             self.source,
             entries,
@@ -148,7 +148,7 @@ class Block:
             rounded_after=self.store.rounded_after,
             rounded=policy.storage is not None,
         )
-        acts = self._acts(view) & fires
+        acts = self._set_budgets(view) & fires
         if not bool(acts.any()):
             return Choice(view, acts, entries.live)
         scores = view.scored(policy.scorer)
@@ -177,12 +177,12 @@ class Block:
         gone = entries.places(self.evicted_at.shape[-1])[entries.live & ~keep]
         self.evicted_at.view(-1).index_fill_(0, gone, row)
         if len(gone):
-            self.store.left(row, self.placed)
+            self.store.left(row, self.in_source)
         slots = entries.compress(keep)
         self.source.evict(slots, entries.live, self.evicted_at)
         self.since = self.since.masked_fill(acts.flatten(), row)
 
-    def placed(self, marked: Tensor, row: int) -> Tensor:
+    def in_source(self, marked: Tensor, row: int) -> Tensor:
         """Positions before row `row`, bool [L, H, T], where the source has them."""
         if not self.source.compacted:
             return marked
@@ -200,8 +200,8 @@ class Block:
         held = policy.protection(budget).size(end)
         return replace(setting, prompt_len=end, budget=budget, protected=held)
 
-    def _acts(self, view: View) -> Tensor:
-        """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
+    def _set_budgets(self, view: View) -> Tensor:
+        """Set the budgets of the view; return which layers hold more than theirs, bool [L]."""
         policy, budget, heads = self.policy, view.setting.budget, view.pos.shape[1]
         always, live = policy.allocator.effect == "rule", view.count.sum(1)  # [L]
         if policy.across_layers:  # all of them act, or none

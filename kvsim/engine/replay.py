@@ -123,7 +123,7 @@ def run(
             reads = read(behind, policy.sparse, evicted_at, setup.budget, chosen, device)
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
-    return record_of(
+    return as_record(
         setup,
         evicted_at,
         chosen,
@@ -152,10 +152,10 @@ def _replayed(
     else:
         plans = block.fire(events, internals)
     evicted_at, positions = block.evicted_at.cpu().numpy(), layer_run.trace.positions.numpy()
-    return placed(evicted_at, positions, setup.trace.n_pos), plans
+    return at_all_positions(evicted_at, positions, setup.trace.n_pos), plans
 
 
-def record_of(
+def as_record(
     setup: Setup,
     evicted_at: NDArray[np.int32],
     layers: Sequence[int],
@@ -184,12 +184,14 @@ def record_of(
     )
 
 
-def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:
-    """Return evicted_at [L, H, n_pos] of one over the rows at positions `at` alone, [L, H, k]."""
-    if len(at) == n_pos:
+def at_all_positions(
+    evicted_at: NDArray[np.int32], rows: NDArray[np.int64], n_pos: int
+) -> NDArray[np.int32]:
+    """Return `evicted_at` of the rows [k], [L, H, k], for all positions, [L, H, n_pos]."""
+    if len(rows) == n_pos:
         return evicted_at
     out = np.empty((*evicted_at.shape[:2], n_pos), np.int32)
     out[:] = np.arange(n_pos) - 1  # visible to no row
     gone = evicted_at != NEVER
-    out[..., at] = np.where(gone, at[np.where(gone, evicted_at, 0)], NEVER)
+    out[..., rows] = np.where(gone, rows[np.where(gone, evicted_at, 0)], NEVER)
     return out

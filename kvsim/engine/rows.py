@@ -72,7 +72,7 @@ def _run(block: Block, start: int, stop: int) -> None:
         fixed = ~view.live | stays
         if recent:
             fixed |= pos > row - recent
-        # the lowest score leaves; of equal ones the highest position
+        # `select` for one entry: the lowest score, of equal ones the highest position
         rank = scores.values.masked_fill(fixed, torch.inf)
         slot = rank.flip(-1).argmin(-1, keepdim=True).neg_().add_(last)
         view.close(slot)

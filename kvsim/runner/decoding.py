@@ -20,7 +20,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.checks import DROPS, Setup, does, refuse
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_to_replay, runs
-from kvsim.engine.replay import placed, record_of
+from kvsim.engine.replay import as_record, at_all_positions
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.forward import evaluating, run_chunks
@@ -325,7 +325,7 @@ class Decoding:
             self._fire(row)
         if self._stores is not None and row >= self._stores:
             for block, source in self._blocks:
-                block.store.before(row - source.dropped + 1, block.placed)
+                block.store.before(row - source.dropped + 1, block.in_source)
         if row >= prompt_len - 1:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
 
@@ -391,12 +391,12 @@ class Decoding:
         by_layer: dict[int, NDArray[np.int32]] = {}
         for block, source in self._blocks:
             last = block.evicted_at[..., : n - source.dropped].cpu().numpy()
-            last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
+            last = at_all_positions(last, source.positions[: n - source.dropped].cpu().numpy(), n)
             by_layer.update(zip(source.layers, last, strict=True))
         evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)
         how: dict[str, Any] = {"reads": reads, "positions": self._positions, "closed": True}
-        return record_of(self.setup, evicted_at, self.layers, descent=self._descent, **how)
+        return as_record(self.setup, evicted_at, self.layers, descent=self._descent, **how)
 
 
 def check_live(policy: Policy, *, paged: bool = False) -> None:
