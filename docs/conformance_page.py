@@ -1,10 +1,12 @@
 # ruff: noqa: INP001 - lies in docs/, which is no package
-"""The tables of conformance.md: what was run, what `conform` says, the cost."""
+"""The tables of conformance.md; `python docs/conformance_page.py` writes the rows of all cases."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +20,24 @@ def read(name: str) -> dict[str, Any]:
 
 
 def releases() -> str:
-    """A row for each repository: what was run of which commit, and the verdict in short."""
-    lines = ["| implementation | commit | what ran | how | cases | equal |", "| --- " * 6 + "|"]
+    """A row for each implementation: what was run of which commit, and the verdict in short."""
+    lines = ["| implementation | what ran | cases | equal | others |", "| --- " * 5 + "|"]
     for name, facts in read("cases.json").items():
-        cases = facts["cases"]
-        equal = sum(not case["apart"] for case in cases)
-        address = f"https://github.com/{facts['repository']}"
-        commit = f"[`{facts['commit'][:7]}`]({address}/tree/{facts['commit']})"
-        cells = (f"[{name}]({address})", commit, facts["runs"], facts["how"], len(cases), equal)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        if "commit" in facts:
+            cases = facts["cases"]
+            equal = sum(not case["apart"] for case in cases)
+            link = f"https://github.com/{facts['repository']}/tree/{facts['commit']}"
+            reasons = ", ".join(dict.fromkeys(filter(None, map(_reason, cases))))
+            cells = (f"[{name}]({link})", facts["runs"], len(cases), equal, reasons)
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def cases() -> str:
-    """A row for each dump: its trace, its definition, and what `conform` says."""
-    lines = ["| dump | trace | definition | `conform` says |", "| --- " * 4 + "|"]
-    for facts in read("cases.json").values():
-        for case in facts["cases"]:
-            link = f"[{case['dump']}](conformance/{case['dump']}.npz)"
-            settings = "".join(f" --set {key}={x}" for key, x in case["settings"].items())
-            rule = f"`{case['policy']}{settings} --budget {case['budget']}`"
-            lines.append(f"| {link} | {case['trace']} | {rule} | {_verdict(case)} |")
-    return "\n".join(lines)
-
-
-def _verdict(case: Mapping[str, Any]) -> str:
-    sets = f"{case['compared']} sets"
+def _reason(case: Mapping[str, Any]) -> str:
     if not case["apart"]:
-        ties = f", {case['ties']} of them but for ties" * bool(case["ties"])
-        return f"equal: {sets}{ties}"
-    first = case["first"]
-    text = f"differs: {case['apart']} of {sets}, first after row {first['row']}, layer "
-    text += f"{first['layer']}, head {first['head']}: keeps {first['keeps']} others, evicts "
-    text += str(first["evicts"])
-    if first["gap"] is not None:
-        text += f", score gap {first['gap']:g}"
-    if case["counts"]:
-        text += "; each set is larger or smaller, of the same ranking"
-    why = ", ".join(f"`{each}`" for each in case["explained"]) or "no known deviation"
-    return f"{text}; explained by {why}"
+        return ""
+    of_counts = "other sizes of sets" if case["counts"] else "other scores"
+    return ", ".join(f"`{each}`" for each in case["explained"]) or of_counts
 
 
 def costs() -> str:
@@ -66,3 +47,36 @@ def costs() -> str:
         a, b = (sum(x[key]) / x["prompts"] for key in ("definition", "deviating"))
         lines.append(f"| `{name}` | {x['prompts']} | {a:.3f} | {b:.3f} |")
     return "\n".join(lines)
+
+
+def rows() -> str:
+    """CSV with a row for each case: what was run, the definition, and what `conform` says."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, [*next(_rows())], lineterminator="\n")
+    table.writeheader()
+    table.writerows(_rows())
+    return text.getvalue()
+
+
+def _rows() -> Iterator[dict[str, Any]]:
+    for name, facts in read("cases.json").items():
+        for case in facts["cases"]:
+            first = case["first"] or {}
+            settings = "".join(f" --set {key}={x}" for key, x in case["settings"].items())
+            source = {key: facts.get(key, "").replace("`", "") for key in ("commit", "runs", "how")}
+            counts = {key: case[key] for key in ("events", "compared", "apart", "ties")}
+            places = ("row", "layer", "head", "keeps", "evicts", "gap")
+            yield {
+                "dump": case["dump"],
+                "implementation": name,
+                **source,
+                "trace": case["trace"],
+                "options": f"--policy {case['policy']}{settings} --budget {case['budget']}",
+                **counts,
+                **{f"first_{key}": first.get(key) for key in places},
+                "explained": ", ".join(case["explained"]),
+            }
+
+
+if __name__ == "__main__":
+    (FOLDER / "cases.csv").write_text(rows(), "utf-8")

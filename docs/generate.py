@@ -262,7 +262,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "metrics": metrics,
     "parameters": parameters,
     "policies": policies,
-    "conformance_cases": conformance_page.cases,
     "conformance_costs": conformance_page.costs,
     "conformance_releases": conformance_page.releases,
     "validity": validity.part,

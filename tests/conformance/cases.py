@@ -1,10 +1,13 @@
 """The conformance reports of docs/conformance.md: their traces, and what `conform` says of a dump.
 
-Drivers of version 0.1.0 wrote the dumps in docs/conformance with checkouts of the implementations;
-tests/studies/conformance/test_reports.py compares every dump again, and
-docs/conformance_page.py makes the page.
+Version 0.1.0 has the drivers that wrote most dumps with checkouts of the implementations
+(tests/conformance/released.py), and kvpress 0.5.5 wrote its own through kvsim's recorder.
+tests/studies/conformance/test_reports.py compares every dump again.
+
+PYTHONPATH=tests python -m conformance.cases   add the verdicts that cases.json lacks
 """
 
+import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,10 +19,11 @@ from conformance.released_rules import RULES
 import kvsim
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
-from kvsim.studies.conformance.dump import Dump
+from kvsim.studies.conformance.dump import Dump, read_dump
 
 FOLDER = Path(__file__).parents[2] / "docs" / "conformance"
 RESULTS = FOLDER / "cases.json"
+OWN = "its own"
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,16 @@ class Case:
 
 
 @cache
-def shared(name: str) -> Trace:
+def shared(name: str) -> Trace | None:
     """A trace by its name on the page.
 
-    sample: the one that ships. by-query-head: the same with a KV head for each query head, as
-    implementations that repeat keys see it. random-16: 16 layers of noise, for rules of depth.
+    its own: the states that the dump holds. sample: the one that ships. by-query-head: the same
+    with a KV head for each query head, as implementations that repeat keys see it. random-16: 16
+    layers of noise, for rules of depth.
     NAME:N is a trace of which N positions are the prompt.
     """
+    if name == OWN:
+        return None
     source, _, prompt = name.partition(":")
     if prompt:
         trace = shared(source)
@@ -64,6 +71,13 @@ def shared(name: str) -> Trace:
 
 def _built(name: str, q: Any, k: Any, v: Any, prompt: int, rope: Rope, scale: Any = None) -> Trace:
     return Trace.from_arrays(q, k, v, prompt_len=prompt, rope=rope, scale=scale, name=name)
+
+
+def case_of(facts: dict[str, Any]) -> Case:
+    """The dump of a row of cases.json, and what it is compared with."""
+    name = facts["dump"]
+    dump = read_dump(FOLDER / f"{name}.npz")
+    return Case(name, facts["trace"], facts["policy"], dump, facts["settings"])
 
 
 def ruled(case: Case) -> dict[str, Any]:
@@ -101,3 +115,11 @@ def ruled(case: Case) -> dict[str, Any]:
         "counts": all(not (each.extra and each.missing) for each in report.apart),
         "explained": explained,
     }
+
+
+if __name__ == "__main__":
+    releases = json.loads(RESULTS.read_text("utf-8"))
+    for release in releases.values():
+        cases = release["cases"]
+        release["cases"] = [x if "compared" in x else ruled(case_of(x)) for x in cases]
+    RESULTS.write_text(json.dumps(releases, indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -5,16 +5,32 @@ difference of kvpress in decoding (docs/kvpress.md) is recognised by its name.
 """
 
 import pytest
-from conformance.dumps import decode
+import torch
 from transformers import DynamicCache
 
 import kvsim
 from kvsim.errors import CaptureError
+from kvsim.recorder.forward import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.studies.conformance.dump import read_dump
 from kvsim.studies.conformance.recording import recording
 
 PROMPT, INTERVAL, TARGET, LENGTH = 40, 24, 32, 112
+
+
+def decode(model, tokens, cache, prompt):
+    """Run given tokens, the first of them as a prompt and the others one by one."""
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        model(ids[:, :prompt], **cache_option(model, cache))
+        for row in range(prompt, ids.shape[1]):
+            at = torch.tensor([row])
+            model(
+                ids[:, row : row + 1],
+                position_ids=at[None],
+                cache_position=at,
+                **cache_option(model, cache),
+            )
 
 
 @pytest.fixture
