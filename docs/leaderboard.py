@@ -28,6 +28,12 @@ from scoring_page import fill
 from study import ROOT, correlated, picture, read
 
 import kvsim
+from claims.plan import PLANS, Plan
+from claims.policies import scaled, table_policies
+from claims.rank_correlation import rank_correlation
+from claims.statistics import read_values, stored_rows
+from claims.tables import key
+from claims.traces import record
 from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.sentences import said
 from kvsim.analysis.table import COLUMNS, in_order
@@ -36,12 +42,6 @@ from kvsim.plots.style import COLOURS, GRID, NEUTRAL
 from kvsim.policies import describe, names
 from kvsim.schema import rounded
 from kvsim.sweeps import replay_all
-from results_page.plan import PLANS, Plan
-from results_page.policies import scaled, table_policies
-from results_page.rank_correlation import rank_correlation
-from results_page.statistics import read_values, stored_rows
-from results_page.tables import key
-from results_page.traces import record
 
 DOCS = ROOT / "docs"
 VALUES, PAGE = DOCS / "leaderboard.parquet", DOCS / "leaderboard.md"

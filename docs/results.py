@@ -12,7 +12,7 @@
 The values of every prompt are in `docs/results*.parquet`; the page of claims follows from it by
 `kvsim.studies.claims`, as in `kvsim report`, and docs/leaderboard.py ranks policies by it. What was
 measured of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a
-policy added later is all that is measured. The work is done in docs/results_page.
+policy added later is all that is measured. The work is done in docs/claims.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from results_page.claims import cases, claims_page
-from results_page.plan import PLANS, SMALLEST, Plan
-from results_page.statistics import Results, read_values, write_values
-from results_page.tables import measure_prompt
-from results_page.timing import cost
-from results_page.traces import record, weights
+from claims.page import cases, claims_page
+from claims.plan import PLANS, SMALLEST, Plan
+from claims.statistics import Results, read_values, write_values
+from claims.tables import measure_prompt
+from claims.timing import cost
+from claims.traces import record, weights
 
 DOCS = Path(__file__).resolve().parent
 CLAIMS_PAGE, TRACES = DOCS / "claims.md", DOCS.parent / "traces" / "results"

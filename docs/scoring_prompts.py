@@ -12,13 +12,13 @@ from typing import Any
 
 from scoring_plan import Workload
 
+from claims.plan import FULL
+from claims.traces import ANSWERS, DEPTHS, SHEET, samples
 from kvsim.recorder import Prompt, Turn
 from kvsim.recorder.encoding import token_count
 from kvsim.studies.language.tasks import make
 from kvsim.text.haystack import draw
 from kvsim.text.tasks import sample
-from results_page.plan import FULL
-from results_page.traces import ANSWERS, DEPTHS, SHEET, samples
 
 
 def prompt_of(workload: Workload, number: int, tokenizer: Any) -> Prompt:

@@ -16,9 +16,6 @@ from kvsim.sweeps import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Models as tables call them.
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
-
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file of results."""

@@ -26,6 +26,13 @@ from numpy.typing import NDArray
 from study import correlated, markdown
 
 import kvsim
+from claims.answers import POLICIES as ANSWERED
+from claims.answers import auc, live_answers
+from claims.plan import PLANS, SMALL, Plan, Sizes
+from claims.policies import scaled
+from claims.rank_correlation import rank_correlation
+from claims.statistics import read_values
+from claims.traces import samples
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
@@ -33,13 +40,6 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.cli import show
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
-from results_page.answers import POLICIES as ANSWERED
-from results_page.answers import auc, live_answers
-from results_page.plan import PLANS, SMALL, Plan, Sizes
-from results_page.policies import scaled
-from results_page.rank_correlation import rank_correlation
-from results_page.statistics import read_values
-from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("validity-results.parquet")
 #: Judged KL, and whether the answer of the live run is wrong, by prompt, policy and budget.

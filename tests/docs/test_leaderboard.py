@@ -5,9 +5,9 @@ import polars as pl
 import pytest
 
 import leaderboard
+from claims.plan import PLANS
+from claims.statistics import read_values
 from leaderboard import BOARDS, KL, PAGE, VALUES
-from results_page.plan import PLANS
-from results_page.statistics import read_values
 
 pytestmark = pytest.mark.deep
 

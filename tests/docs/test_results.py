@@ -11,20 +11,20 @@ import pytest
 
 import kvsim
 import results
+from claims import tables as measuring
+from claims.answers import pairs
+from claims.page import cases, claims_page
+from claims.plan import FULL, PLANS, SMALLEST
+from claims.policies import CROSSES, PAPER, RELEASE
+from claims.statistics import read_values, stored_rows
+from claims.tables import measure_prompt
+from claims.traces import ANSWER, ANSWERS, SHEET, record, samples
 from kvsim import policy
 from kvsim.analysis.summaries import per_prompt
 from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
 from kvsim.recorder import load_model
 from kvsim.studies.claims.claim import HOLDS, OPEN
-from results_page import tables as measuring
-from results_page.answers import pairs
-from results_page.claims import cases, claims_page
-from results_page.plan import FULL, PLANS, SMALLEST
-from results_page.policies import CROSSES, PAPER, RELEASE
-from results_page.statistics import read_values, stored_rows
-from results_page.tables import measure_prompt
-from results_page.traces import ANSWER, ANSWERS, SHEET, record, samples
 
 pytestmark = pytest.mark.deep
 

@@ -11,9 +11,9 @@ import validity
 from scipy import stats
 from scipy.stats import spearmanr
 
+from claims.answers import pairs
+from claims.rank_correlation import rank_correlation, reliability
 from kvsim.analysis.evidence import ANSWERS, WORTH
-from results_page.answers import pairs
-from results_page.rank_correlation import rank_correlation, reliability
 
 
 @pytest.mark.parametrize("model", validity.STUDIES)

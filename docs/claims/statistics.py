@@ -12,12 +12,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from claims.plan import Plan
 from kvsim.analysis.results import Result
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import COLUMNS
 from kvsim.schema import FIDELITY
 from kvsim.studies.claims.evidence import Evidence, Seconds, of
-from results_page.plan import Plan
 
 Floats = NDArray[np.float64]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from study import correlated, read
 
+from claims.statistics import Floats, Results
+from claims.traces import ANSWERS, samples
 from kvsim.analysis.arrays import Bools, Ints
-from results_page.statistics import Floats, Results
-from results_page.traces import ANSWERS, samples
 
 #: Policies of the live runs.
 POLICIES = (

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from claims.plan import Plan
 from kvsim import Trace, open_trace
 from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.recorder.encoding import token_count
@@ -20,7 +21,6 @@ from kvsim.studies.language import tasks
 from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
-from results_page.plan import Plan
 
 #: Tasks of the prompts for tiny, in turn: those whose response is long enough for events.
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")

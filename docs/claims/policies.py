@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import kvsim
+from claims.plan import Plan, Sizes
 from kvsim import Policy, policy
 from kvsim.core.policy import Protection
 from kvsim.policies import names, parameters
-from results_page.plan import Plan, Sizes
 
 CROSSES = (
     *(f"ams+{x}" for x in ("expected_attention", "keydiff", "rkv@ams", "triattention")),

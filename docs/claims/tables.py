@@ -15,6 +15,17 @@ import polars as pl
 import torch
 
 import kvsim
+from claims.kept_answers import ANSWER, answered
+from claims.plan import Plan
+from claims.policies import (
+    across_policies,
+    expectations,
+    prompt_policies,
+    table_policies,
+    variants,
+)
+from claims.statistics import STORED, stored_rows
+from claims.traces import in_memory, judge_of, record, samples, weights
 from kvsim import Policy, Trace, open_trace
 from kvsim.analysis.live.metrics import JUDGED
 from kvsim.analysis.live.table import measure_live
@@ -26,17 +37,6 @@ from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.studies.layers.ranking import curves
 from kvsim.sweeps import replay_all
-from results_page.kept_answers import ANSWER, answered
-from results_page.plan import Plan
-from results_page.policies import (
-    across_policies,
-    expectations,
-    prompt_policies,
-    table_policies,
-    variants,
-)
-from results_page.statistics import STORED, stored_rows
-from results_page.traces import in_memory, judge_of, record, samples, weights
 
 #: What is measured of every result.
 _METRICS = (

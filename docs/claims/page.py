@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import polars as pl
 from study import markdown
 
+from claims.statistics import Results
 from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.studies.claims import CLAIMS
 from kvsim.studies.claims.claim import ALL, HOLDS, MATTERS, MOST, NOT, OPEN, Claim
-from results_page.statistics import Results
 
 #: Where events are on a page of few policies, by whether there is only one.
 _EVENTS = {True: "the only one is after the prompt", False: "events go on in the response"}
