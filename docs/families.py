@@ -1,7 +1,5 @@
 # ruff: noqa: INP001 - lies in docs/, which is no package
-"""Families of models that capture is tested with: small random ones, and what their traces say.
-
-python docs/families.py docs/families.md    write the table of the page
+"""Families of models that capture is tested with: small random ones, and the traces expected.
 
 `tests/recorder/test_families.py` tests each of them; other tests of capture take single ones.
 """
@@ -9,10 +7,8 @@ python docs/families.py docs/families.md    write the table of the page
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +16,6 @@ import transformers
 from torch import Tensor
 
 import kvsim
-from apps.tiny.card import fill
-from apps.tiny.card import table as markdown
 
 #: Tokens of the prompt and of the response: more than a block of 256, and more than a window.
 PROMPT, NEW = 270, 30
@@ -252,36 +246,3 @@ def trace_of(name: str, kernel: str | None = None, **options: Any) -> kvsim.Trac
     family = FAMILIES[name]
     model = family.build(kernel or family.kernels[0])
     return kvsim.capture(model, None, ids(PROMPT), **family.response, **options)
-
-
-def row(name: str) -> list[str]:
-    """A line of the table: what is special, rotated dimensions, the errors of each kernel."""
-    family = FAMILIES[name]
-    errors, rotated = [], ""
-    for kernel in family.kernels:
-        trace = trace_of(name, kernel)
-        worst = max(trace.meta["capture_check"]["max_relative_error"])
-        errors.append(f"{kernel} {worst:.1e}")
-        kinds = dict.fromkeys(
-            "no RoPE" if not rope.rotary_dim else f"{rope.rotary_dim} of {trace.dim}, {rope.layout}"
-            for rope in trace.ropes
-        )
-        rotated = "; ".join(kinds)
-    model = family.build().config.model_type
-    return [name, f"`{model}`", family.says, rotated, ", ".join(errors)]
-
-
-def table() -> str:
-    """All families, a line each."""
-    head = ["family", "model type", "attention has", "rotated", "largest relative error"]
-    return markdown(head, map(row, FAMILIES))
-
-
-def main() -> None:
-    """Put the table into the page given as the only argument."""
-    page = Path(sys.argv[1])
-    page.write_text(fill(page.read_text("utf-8"), {"families": table()}), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import typer
 import validity
 
 import drawing
+import rules
 from kvsim.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,103 +31,41 @@ ROOT = Path(__file__).resolve().parent.parent
 _PART = re.compile(r"(<!-- generated: (?P<name>\S+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
-def policies() -> str:
-    """The table of policies and their presets."""
-    from kvsim.cli.listing import fires, needs, shown  # noqa: PLC0415 - loads torch; --help doesn't
-    from kvsim.policies import CATALOGUE, describe, names  # noqa: PLC0415
-
-    lines = ["| policy | rule | evicts after | needs | paper |", "| --- " * 5 + "|"]
-    for each in map(describe, names()):
-        paper = "" if "@" in each.name else _link(each.entry.paper)
-        name = _source(each.name, shown(each), CATALOGUE)
-        lines.append(f"| {name} | {each.entry.rule} | {fires(each)} | {needs(each)} | {paper}|")
-    return "\n".join(lines)
-
-
-def _source(name: str, label: str, entries: Mapping[str, Any]) -> str:
-    """The name, linked to the file whose docstring has the rule."""
-    if name not in entries:  # a preset
-        return f"`{label}`"
-    module = f"kvsim.policies.{name}"
-    if find_spec(module) is None:
-        module = entries[name].piece.__module__
-    return f"[`{label}`](../{module.replace('.', '/')}.py)"
-
-
-def lengths() -> str:
-    """The lengths that `@scaled` scales at 64 entries, and the budgets that they are meant for."""
-    from kvsim.policies import CATALOGUE, names, policy  # noqa: PLC0415 - as policies()
-
-    lines = ["| policy | meant for | values (at a budget of 64) |", "| --- " * 3 + "|"]
-    for name in names():
-        base, _, preset = name.partition("@")
-        entry = CATALOGUE[base].preset(preset)
-        inside = "" if entry.innermost or entry.default else "+tova"
-        built = policy(name + inside, **entry.required)
-        lengths = [length for length in built.lengths if length.depth == 0]
-        values = (
-            f"`{length.name}` {length.value}"
-            + (f" ({length.at(64)})" if length.at(64) != length.value else "")
-            for length in lengths
-        )
-        if any(length.at(64) != length.value for length in lengths):
-            lines.append(f"| `{name}` | {lengths[0].entries} | {', '.join(values)} |")
-    return "\n".join(lines)
-
-
-def access() -> str:
-    """The table of sparse attention and quantizers."""
-    from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
-    from kvsim.policies import ACCESS, describe, names  # noqa: PLC0415
-
-    lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
-    for each in map(describe, names(ACCESS)):
-        entry = each.entry
-        paper = "" if "@" in each.name else _link(entry.paper)
-        name = _source(each.name, each.name, ACCESS)
-        lines.append(f"| {name} | {entry.kind} | {entry.rule} | {needs(each)} | {paper}|")
-    return "\n".join(lines)
-
-
-def _link(paper: str) -> str:
-    number = paper.removeprefix("arXiv ")
-    return f"[{paper}](https://arxiv.org/abs/{number}) " if number != paper else paper
-
-
-def parameters() -> str:
-    """Parameters with their defaults, and those that presets change."""
-    from kvsim.policies import ACCESS, CATALOGUE, describe  # noqa: PLC0415 - as policies()
-
-    lines = ["| policy | parameters |", "| --- | --- |"]
-    for name, entry in {**CATALOGUE, **ACCESS}.items():
-        defaults = describe(name).params
-        values = {name: defaults}
-        for preset in entry.presets:
-            params = describe(f"{name}@{preset}").params
-            changed = {key: x for key, x in params.items() if x != defaults.get(key)}
-            values[f"{name}@{preset}"] = changed if params.keys() == defaults.keys() else params
-        for label, params in values.items():
-            if params:
-                cell = ", ".join(f"`{key}={value}`" for key, value in params.items())
-                lines.append(f"| `{label}` | {cell} |")
-    return "\n".join(lines)
+#: What metrics of each kind are computed from.
+_READ = {
+    "sets": "the entries that a policy keeps, and its decisions",
+    "rows": "how evictions change the attention of rows after the prompt, as means over these",
+    "trace": "the trace, without any policy",
+    "live": "the running model (`kvsim live`, `--judge`)",
+}
 
 
 def metrics() -> str:
-    """The table of all metrics."""
-    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
+    """Return a table of the metrics for each kind of what they read."""
+    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - loads torch; --help doesn't
 
-    lines = [
-        "| metric | says | reads | unit | better | main variant | source |",
-        "| --- " * 7 + "|",
-    ]
-    for name, entry in METRICS.items():
-        says = entry.summary.replace("|", r"\|")
-        reads = entry.kind if entry.default else f"{entry.kind}, by name"
-        main = f"`{entry.main}`" if entry.main else ""
-        cells = (f"`{name}`", says, reads, entry.unit, entry.better or "", main, entry.source)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    parts = []
+    for kind, read in _READ.items():
+        of_kind = {name: entry for name, entry in METRICS.items() if entry.kind == kind}
+        named = [f"`{name}`" for name, entry in of_kind.items() if not entry.default]
+        those = "all of them" if len(named) == len(of_kind) else ", ".join(named)
+        by_name = f" Only with `--metric`: {those}." if named else ""
+        head = ["| metric | value | unit | source |", "| --- " * 4 + "|"]
+        parts += [f"### {kind.capitalize()}", f"Computed from {read}.{by_name}"]
+        parts += ["\n".join([*head, *starmap(_metric, of_kind.items())])]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def _metric(name: str, entry: Any) -> str:
+    """Return the line of a metric; an arrow after the unit points to the better values."""
+    arrow = {"lower": " ↓", "higher": " ↑"}.get(entry.better, "")
+    source = "" if entry.source == "kvsim" else entry.source
+    value = entry.summary.removesuffix("; summaries add up the layers")
+    if entry.kind == "rows":  # as the text above the table says
+        value = value.replace(", mean over rows after the prompt", "")
+    unit = f"{entry.unit}{', sum over layers' if entry.layers == 'sum' else ''}{arrow}"
+    cells = (f"`{name}`", value.replace("|", r"\|"), unit, source)
+    return f"| {' | '.join(cells)} |"
 
 
 def figures() -> str:
@@ -206,62 +145,66 @@ def _help(command: Any, path: list[str]) -> str:
     return text.getvalue()
 
 
-#: Of reasons why a family is refused: parts that differ from family to family.
+#: Parts of a reason or a note that differ from family to family.
 _SHORTER = {
+    r"(an indexer chooses) .*": r"\1 the entries that a row reads; a short text has all of them",
+    r"queries and keys of layers .*": "RoPE unknown: policies that read before it are refused",
+    r"(recorded without \w+): .*": r"\1",
     r"^\w+ (?=called|takes)": "",
-    r" layers? \d[\d, -]*": " a layer ",
-    r" by [\d.]+ ": " ",
-    r"was called by .*": "was called by several modules in a layer",
+    r"called the kernel .*": "no attention, or a kernel of its own (ALiBi, relative positions)",
+    r"attention of layer .*": "attention does not follow from q, k, v",
+    r"the kernel .* was called by .*": "several modules of a layer call the kernel",
     r"takes an? \w+ alone, expected .*": "takes a cache of its own",
 }
 
 
 def census() -> str:
-    """Families of the last census: recorded, refused with the reason, and not built."""
-    last_census = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
-    kinds = {"": "causal language models", "vl": "multimodal, text alone"}
-    names = (*kinds.values(), "variants")
-    groups: dict[str, dict[str, Any]] = {kind: {} for kind in names}
-    for name, each in last_census["families"].items():
-        groups[kinds.get(name.partition("#")[2], "variants")][name] = each
-    results = ("recorded", "refused", "foreign", "wrong", "not built")
-    lines = [f"| | total | {' | '.join(results)} |", "| --- |" + " ---: |" * 6]
-    for kind, families in groups.items():
-        counts = (sum(x["result"] == result for x in families.values()) for result in results)
-        lines.append(f"| {kind} | {len(families)} | {' | '.join(map(str, counts))} |")
-    lines += ["", f"transformers {last_census['transformers']}.", ""]
-    every = {name: each for families in groups.values() for name, each in families.items()}
-    recorded = [name for name, each in every.items() if each["result"] == "recorded"]
-    plain = [name for name in recorded if not {"others", "notes"} & every[name].keys()]
-    lines += [f"Recorded, all layers, with everything: {', '.join(f'`{x}`' for x in plain)}.", ""]
-    grouped: dict[str, list[str]] = {}
-    for name in (x for x in recorded if x not in plain):
-        others = ["layers without attention"] * ("others" in every[name])
-        for note in (*others, *(x.partition(":")[0] for x in every[name].get("notes", ()))):
-            grouped.setdefault(note, []).append(name)
-    for name, each in every.items():
-        if each["result"] != "recorded":
-            reason = each["reason"].partition("; ")[0]
-            for pattern, short in _SHORTER.items():
-                reason = re.sub(pattern, short, reason)
-            grouped.setdefault(f"{each['result']}: {reason}", []).append(name)
-    lines += ["| | families |", "| --- | --- |"]
-    for note, families in grouped.items():
-        names_of = ", ".join(f"`{name.partition('#vl')[0]}`" for name in dict.fromkeys(families))
-        lines.append(f"| {note.replace('|', 'or')} | {names_of} |")
-    return "\n".join(lines)
+    """Return families of the last census by outcome, without its variants of them."""
+    last = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
+    groups: dict[str, list[str]] = {}
+    for name, each in last["families"].items():
+        base, _, variant = name.partition("#")
+        plain = variant == "vl" and base not in last["families"]
+        if not variant or plain:  # no variant of a family
+            for outcome in _outcomes(each):
+                groups.setdefault(outcome, []).append(f"`{base}`")
+    lines = ["| outcome | families |", "| --- | --- |"]
+    order = sorted(groups, key=lambda x: (x.startswith(("refused", "not")), x != "recorded"))
+    rows = (f"| {outcome} | {', '.join(dict.fromkeys(groups[outcome]))} |" for outcome in order)
+    return "\n".join([*lines, *rows])
+
+
+def _outcomes(each: Mapping[str, Any]) -> list[str]:
+    """Return the result of a family with its reason, or what is not as usual in its traces."""
+    if each["result"] == "not built":
+        return ["not built for the census"]
+    if each["result"] != "recorded":
+        return [_shorter(f"{each['result']}: {each['reason'].partition('; ')[0]}")]
+    notes = [
+        _shorter(note) for note in each.get("notes", ()) if re.match("an ind|que|recorded", note)
+    ]
+    kinds = ["recorded, with other layers without attention"] if "others" in each else []
+    return [*dict.fromkeys([*kinds, *notes])] or ["recorded"]
+
+
+def _shorter(text: str) -> str:
+    refused = "refused: " if text.startswith("refused: ") else ""
+    reason = text.removeprefix(refused)
+    for pattern, short in _SHORTER.items():
+        reason = re.sub(pattern, short, reason)
+    return refused + reason
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
-    "access": access,
+    "access": rules.access,
     "answers": validity.answers,
     "census": census,
     "commands": commands,
     "figures": figures,
-    "lengths": lengths,
+    "lengths": rules.lengths,
     "metrics": metrics,
-    "parameters": parameters,
-    "policies": policies,
+    "parameters": rules.parameters,
+    "policies": rules.policies,
     "conformance_costs": conformance_page.costs,
     "conformance_releases": conformance_page.releases,
     "validity": validity.part,

@@ -121,6 +121,17 @@ def test_everything_is_documented():
     assert [m for m in METRICS if f"| `{m}` |" not in metrics] == []
 
 
+def test_the_page_says_which_policies_need_the_question():
+    """Scores by attention change with the last queries of the prompt, scores by keys do not."""
+    policies = PAGES["docs/policies.md"].read_text("utf-8")
+    lines = re.findall(r"(?m)^\| \[`(\w+)[^|]*\|[^|]*\|[^|]*\| ([^|]*) \|", policies)
+    needs = dict(lines)
+
+    assert all(needs[x] == "question" for x in ("h2o", "snapkv", "expected_attention", "finch"))
+    assert all(not needs[x] for x in ("random", "streaming_llm", "keydiff", "knorm", "lacache"))
+    assert (needs["kvzip"], needs["qfilter"]) == ("context twice", "calibration")
+
+
 def test_the_site_has_the_rule_of_every_policy():
     """The page of policies on the site ends with each docstring, and its tables link there."""
     text = with_rules(PAGES["docs/policies.md"].read_text("utf-8"))

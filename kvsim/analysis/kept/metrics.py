@@ -185,7 +185,7 @@ CONTENTS: Mapping[str, Metric] = {
         "n-gram repetition rate of the response: 1 - distinct / all n-grams",
         "trace", "share", None, "AMS, without an n", _repetition),
     "value_norm_overlap": Metric(
-        "share of the entries kept behind the sinks that the largest values would keep too, "
+        "share of the entries kept after the sinks that the largest values would keep too, "
         "after the last event, next to chance",
         "sets", "share", None, "after Expected Attention",
         _vectors("value_norm_overlaps")),
