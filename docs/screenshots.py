@@ -1,5 +1,5 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
-"""Make the pictures of the dashboard in images/: every page, light and dark.
+"""Make the pictures of the dashboard in images/: every page.
 
     python docs/screenshots.py              all of them, in a few minutes
     python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run)
@@ -29,9 +29,9 @@ DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "tests"))
 from browsing import PAGES, Tab, chromium, home, serve  # noqa: E402 - found by the line above
 
-SIZE, SCHEMES = {"width": 1440, "height": 900}, ("light", "dark")
+SIZE = {"width": 1440, "height": 900}
 #: Bytes of all pictures, at most.
-ALL = 900_000
+ALL = 450_000
 #: The first page in a folder without a run.
 START = "start"
 #: An event of the page of a response, of the run with the KL of its tokens.
@@ -65,21 +65,20 @@ def prepare(folder: Path) -> None:
 
 
 def shoot(folder: Path, pages: list[str], **link: Any) -> None:
-    """Show pages in every scheme, and keep what is seen."""
+    """Show pages, and keep what is seen."""
     with serve(folder) as address, chromium(address) as context:
         tab = Tab(context.new_page())
-        for scheme in SCHEMES:
-            tab.page.emulate_media(color_scheme=scheme)
-            tab.page.set_viewport_size(SIZE)
-            for page in pages:
-                name = f"images/dashboard-{page}-{SIZE['width']}-{scheme}.webp"
-                tab.open(home(address), page.replace(START, PAGES[0]), **link)
-                tab.check()
-                if tab.overflow() > 0:
-                    raise SystemExit(f"{name}: the page is wider than the screen")
-                image = Image.open(io.BytesIO(tab.page.screenshot()))
-                image.convert("RGB").save(DOCS / name, quality=50, method=6)
-                print(name, (DOCS / name).stat().st_size)
+        tab.page.emulate_media(color_scheme="light")
+        tab.page.set_viewport_size(SIZE)
+        for page in pages:
+            name = f"images/dashboard-{page}-{SIZE['width']}-light.webp"
+            tab.open(home(address), page.replace(START, PAGES[0]), **link)
+            tab.check()
+            if tab.overflow() > 0:
+                raise SystemExit(f"{name}: the page is wider than the screen")
+            image = Image.open(io.BytesIO(tab.page.screenshot()))
+            image.convert("RGB").save(DOCS / name, quality=50, method=6)
+            print(name, (DOCS / name).stat().st_size)
 
 
 def main(pages: list[str]) -> None:

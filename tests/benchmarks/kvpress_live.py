@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +53,7 @@ class Shape:
     interval: int
     window: int
     presses: tuple[str, ...] | None = None
+    judge: bool = False  # whether kvsim also runs the model under the kept sets of each cell
 
 
 AIM = {name: Shape(name, 512, 256, (64, 96, 128, 192, 256), 64, 32) for name in ("tiny", "smollm2")}
@@ -163,14 +164,18 @@ def replayed(
             )
 
         def sweep() -> Run:
-            return kvsim.sweep(
+            run = kvsim.sweep(
                 traces=[str(path)],
                 policies=policies,
                 budgets=list(shape.budgets),
                 interval=shape.interval,
                 prefill=True,
+                records=shape.judge,
                 out=Path(folder) / "run",
             )
+            if shape.judge:
+                kvsim.judge(model, path, list(run.records))
+            return run
 
         wall, cpu, trace = seconds(capture)
         assert trace.n_pos == shape.prompt + shape.new, trace
@@ -226,6 +231,8 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--model", choices=list(AIM), default="tiny")
+    parser.add_argument("--judge", action="store_true", help="judge the cells of kvsim, too")
     given = parser.parse_args()
-    _, lines = run(SMALLEST if given.smallest else AIM[given.model])
+    shape = SMALLEST if given.smallest else AIM[given.model]
+    _, lines = run(replace(shape, judge=given.judge))
     publish(lines, given.doc, f"kvpress {given.model}")
