@@ -7,6 +7,6 @@ Run from a checkout: ``python -m apps.tiny.train``, ``python -m apps.tiny.evalua
     curriculum  batches of samples for training
     probes      models without a layer or a head; attention of each head
     results     measurements in a file
-    card        generated sections of the model cards
-    heads       figures of the heads
+    card        generated sections of the card
+    heads       figure of the heads
 """

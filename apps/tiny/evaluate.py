@@ -1,14 +1,13 @@
 """Measure a shipped model: how often it is right, and what its layers and heads do.
 
     python -m apps.tiny.evaluate --results FILE [--tasks walk get] [--levels 1 2] [--n 100]
-    python -m apps.tiny.evaluate --results FILE --logs 0=FILE 1=FILE
-    python -m apps.tiny.evaluate --results FILE --card docs/tiny-model-card.md
+    python -m apps.tiny.evaluate --card docs/tiny.md
 
 The first form measures, and adds a line of JSON to the results for each measurement. It skips
 measurements of the same weights and as many samples that exist, so it can be interrupted and
 started again. Two processes may share a file if they have different ``--tasks``.
-The second form adds the curves of training runs, by seed. The last writes the generated sections of
-the card from the results and measures nothing; `docs/heads.py` draws its pictures.
+The second form measures nothing: it writes the generated sections of the card of both models, and
+its picture, from the results next to the card.
 """
 
 from __future__ import annotations
@@ -138,17 +137,10 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
                 print(json.dumps(cell), flush=True)
 
 
-def curve(log: Path) -> Row:
-    """Read the measurements on development samples from the log of a training run."""
-    rows = [json.loads(line) for line in log.read_text("utf-8").splitlines() if line[:1] == "{"]
-    keys = ("step", "tokens", "seconds", "stage", "exact", "right")
-    return {"curve": [{key: row[key] for key in keys} for row in rows if "exact" in row]}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure a shipped model, or write its card from the measurements."""
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.evaluate", description=main.__doc__)
-    parser.add_argument("--results", type=Path, required=True, help="file of measurements")
+    parser.add_argument("--results", type=Path, help="file of measurements")
     parser.add_argument(
         "--model", type=Path, default=PATH, help="folder; default: the shipped model tiny"
     )
@@ -159,19 +151,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--n", type=int, default=100, help="samples for each cell of accuracy")
     parser.add_argument("--probed", type=int, default=32, help="samples of a task for other parts")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--logs", nargs="+", metavar="SEED=FILE", help="add curves of training")
     parser.add_argument("--card", type=Path, help="Markdown file with markers to write into")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
-    results = Results(options.results, digest(options.model))
-    for log in options.logs or ():
-        seed, _, file = log.partition("=")
-        results.add(part="curve", seed=int(seed), **curve(Path(file)))
     if options.card:
-        write(options.card, results.rows(), options.model)
-    if not (options.logs or options.card):
-        _measure(options, results)
+        write(options.card)
+    else:
+        _measure(options, Results(options.results, digest(options.model)))
 
 
 if __name__ == "__main__":

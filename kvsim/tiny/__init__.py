@@ -2,8 +2,8 @@
 
 ``MODELS`` has the folder of weights and tokenizer of each, which `kvsim.recorder.load_model` loads;
 ``PATH`` is the folder of ``tiny``. `kvsim.studies.language.tasks` writes prompts,
-`kvsim.studies.language.ledger` solves them and checks responses. `docs/tiny-model-card.md` and
-`docs/tiny-deep-model-card.md` describe training and accuracy; the programs are in `apps/tiny`.
+`kvsim.studies.language.ledger` solves them and checks responses. `docs/tiny.md` describes
+training and accuracy; the programs are in `apps/tiny`.
 Nothing here loads torch or transformers.
 """
 
