@@ -46,8 +46,8 @@ OTHERS = {
     "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "a script of kvsim 0.1.0",
     "figures/reinforcement.png": "a script of kvsim 0.1.0",
-    "figures/needle-tiny.png": "docs/needle.py of kvsim 0.1.0",
-    "figures/needle-smollm2.png": "docs/needle.py of kvsim 0.1.0",
+    "figures/needle-tiny.png": "docs/needle.py",
+    "figures/needle-smollm2.png": "docs/needle.py",
     "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
 }
 #: What a block says that is run here alone.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import conformance_page
+import needle
 import typer
 import validity
 
@@ -203,6 +204,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "figures": figures,
     "lengths": rules.lengths,
     "metrics": metrics,
+    "needles": needle.part,
     "parameters": rules.parameters,
     "policies": rules.policies,
     "conformance_costs": conformance_page.costs,

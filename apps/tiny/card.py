@@ -69,6 +69,12 @@ def fill(card: str, texts: Mapping[str, str]) -> str:
     return card
 
 
+def proportion(hits: int, n: int, spec: str = ".0f") -> str:
+    """Return ``hits`` of ``n`` with Wilson's 95 % interval in percent."""
+    ends = binomtest(hits, n).proportion_ci(method="wilson")
+    return f"{hits}/{n} ({100 * ends.low:{spec}} to {100 * ends.high:{spec}} %)"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
@@ -77,8 +83,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def example() -> str:
     """Return a prompt and its response, with a line for each part."""
-    sizes = {"facts": 4, "kinds": 3, "filler": 0.6, "report": 2, "lines": 4}
-    (sample,) = prompts(1, seed=87, task="walk", domain="ore", **sizes)
+    (sample,) = prompts(
+        1, 87, task="walk", domain="ore", facts=4, kinds=3, filler=0.6, report=2, lines=4
+    )
     prompt = sample.prompt
     for part in ("key :", "question :", "report #"):
         prompt = prompt.replace(f" {part}", f"\n{part}")
@@ -123,9 +130,7 @@ def accuracy(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for label, wanted in (("levels 1 to 4", range(1, 5)), ("level 5", (5,))):
         same = [row for (_, level), row in cells.items() if level in wanted]
         hits, n = sum(row["chain"] for row in same), sum(row["n"] for row in same)
-        low, high = binomtest(hits, n).proportion_ci(method="wilson")
-        shares = f"{hits}/{n} ({100 * low:.1f} to {100 * high:.1f} %)"
-        lines.append((f"exact chains, {label}", shares))
+        lines.append((f"exact chains, {label}", proportion(hits, n, ".1f")))
     return lines
 
 
@@ -135,9 +140,9 @@ def layers(rows: Sequence[Row]) -> str:
     parts = [name for name in cells[0]["removed"] if "head" not in name and "mean" not in name]
     exact = {name: sum(row["removed"][name]["exact"] for row in cells) for name in parts}
     same = {n: [name.split()[-1] for name in parts[1:] if exact[name] == n] for n in exact.values()}
-    without = [f"without layer {_any(of)} {n}" for n, of in same.items() if of]
+    without = [f"{n} without layer {_any(of)}" for n, of in same.items() if of]
     total = sum(row["n"] for row in cells)
-    return f"{exact['nothing']} of {total} chains are exact; {', '.join(without)}"
+    return f"{exact['nothing']} of {total} chains are exact; {'; '.join(without)}"
 
 
 def _any(of: Sequence[str]) -> str:

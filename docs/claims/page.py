@@ -10,10 +10,17 @@ from study import markdown
 from claims.statistics import Results
 from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.studies.claims import CLAIMS
-from kvsim.studies.claims.claim import ALL, HOLDS, MATTERS, MOST, NOT, OPEN, Claim
+from kvsim.studies.claims.claim import HOLDS, MATTERS, NOT, OPEN, Claim
 
-#: Where events are on a page of few policies, by whether there is only one.
-_EVENTS = {True: "the only one is after the prompt", False: "events go on in the response"}
+#: Models as the page calls them.
+_NAMES = {
+    "tiny": "`tiny`",
+    "smollm2": "SmolLM2",
+    "qwen-1.5b": "1.5B",
+    "qwen-1.5b-8k": "1.5B-8k",
+}
+#: Verdicts as the page has them, in the order of a sentence.
+_SHORT = {HOLDS: "holds", NOT: "**no**"}
 
 ByModel = Mapping[str, Sequence[Claim]]
 
@@ -24,45 +31,32 @@ def claims_page(results: Mapping[str, Results]) -> str:
         paper: {model: list(claims(r.evidence)) for model, r in results.items()}
         for paper, claims in CLAIMS.items()
     }
-    tables = (f"## {paper}\n\n{_table(by_model)}" for paper, by_model in tested.items())
-    return "\n\n".join(["# Claims of the papers", _rules(results), _count(tested), *tables]) + "\n"
+    lists = (f"## {paper}\n\n{_list(by_model)}" for paper, by_model in tested.items())
+    parts = ["# Claims of the papers", _rules(results), _count(tested), *lists]
+    return "\n\n".join(parts) + "\n"
 
 
 def _rules(results: Mapping[str, Results]) -> str:
     prompts = ", ".join(
-        f"{r.plan.prompts} prompts of [{model}](leaderboard.md)" for model, r in results.items()
+        f"{r.plan.prompts} prompts of {_NAMES[model]}" for model, r in results.items()
     )
     return (
-        f"Which claims hold on {prompts}? A claim that fails on models this small and texts this "
-        "short may hold on larger ones.\n\n"
-        "A claim is a sentence about cells: budgets, layers, or policies that it names. In each it "
-        "becomes a number per prompt that is above 0 where the sentence is right: mostly the "
-        "difference between two policies on the same prompt, as a share of their mean. Where a "
-        "paper speaks of accuracy, *better* means a lower judged KL here. "
-        f"How many cells have to be right is read from the paper: *{ALL}* where it says "
-        "consistently, whatever or every, where something hardly changes, and where it lists "
-        f"policies; *{MOST}* otherwise. A cell is right from {MATTERS:g} on. One test over the "
-        "prompts that have all cells, by flips of signs, gives one p for the sentence and one for "
-        "its contrary, which is the opposite in so many cells that the sentence is wrong.\n\n"
-        f"* *holds*: p is at most {ALPHA:g}.\n"
-        f"* **no**: p of the contrary is at most {ALPHA:g}.\n"
-        f"* *open*: otherwise, as always with fewer than {FEWEST} prompts. *Left out* are "
-        f"policies that were not replayed, and cells with fewer than {FEWEST} prompts, with a "
-        "window of more than half of the budget, and for claims on the mass of AMS with mass that "
-        "is mostly filled in.\n\n"
-        "Each claim is tested at 5 % on its own: of 20 wrong ones, one may hold here by chance. "
-        "What was compared, p of the sentence and of its contrary, prompts, cells whose mean is "
-        "above 0, the least and the largest mean: `docs/claims.csv`. "
-        "Schedule and parameters are those of the results; Expected Attention is tested at one "
-        "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
-        "numbers, or that need free generation or training, are left out."
-        f" Claims on policies that were not replayed are not tested; {_where(results)}."
+        f"Which claims hold on the [leaderboard's](leaderboard.md) values: {prompts} (1.5B is "
+        "Qwen2.5-Coder-1.5B, 8k its long documents)? A claim that fails on models this small and "
+        "texts this short may hold on larger ones.\n\n"
+        "A claim is a sentence about cells, which are budgets, layers or policies. In each cell it "
+        "becomes a number per prompt that is above 0 where the sentence is right, mostly a "
+        "difference of two policies as a share of their mean. *Better* means a lower judged KL. "
+        "All cells have to be right where the paper says consistently or every, or lists policies, "
+        f"and most otherwise. A cell is right from {MATTERS:g} on. One test over prompts, by flips "
+        "of signs, decides the sentence, and one its contrary. It *holds* if p is at most "
+        f"{ALPHA:g}; **no** means that p of the contrary is. All others are {OPEN}, as always with "
+        f"fewer than {FEWEST} prompts. Each claim is tested on its own: of 20 wrong ones, one may "
+        "hold by chance.\n\n"
+        "`docs/claims.csv` has each case: cells, prompts, p and means. `python docs/results.py "
+        "--stored` writes page and file, and [`kvsim report`](compare.md) tests the same claims on "
+        "runs of your own. Claims about printed numbers, free generation or training are left out."
     )
-
-
-def _where(results: Mapping[str, Results]) -> str:
-    few = {model: r.plan for model, r in results.items() if r.plan.only}
-    return ", ".join(f"on {model} {_EVENTS[plan.once]}" for model, plan in few.items())
 
 
 def _count(tested: Mapping[str, ByModel]) -> str:
@@ -74,23 +68,33 @@ def _count(tested: Mapping[str, ByModel]) -> str:
             verdicts = [x.verdict for x in claims if x.n]
             counts.append(", ".join(str(verdicts.count(x)) for x in (HOLDS, NOT, OPEN)))
         lines.append([paper, *counts])
-    said = f"How many claims of each paper hold, do not hold, and are {OPEN}:"
-    return f"{said}\n\n{markdown(['paper', *models], lines)}"
+    head = ["hold, do not hold, not decided", *(_NAMES[model] for model in models)]
+    return markdown(head, lines)
 
 
-#: Verdicts in a table.
-_SHORT = {HOLDS: "holds", NOT: "**no**", OPEN: "open"}
+def _list(by_model: ByModel) -> str:
+    """A line for each claim that is decided on some model; the numbers of the others."""
+    lines, others = [], []
+    for claims in zip(*by_model.values(), strict=True):
+        of = {
+            verdict: [_NAMES[x] for x, c in zip(by_model, claims, strict=True) if _is(c, verdict)]
+            for verdict in _SHORT
+        }
+        shown = [
+            f"{_SHORT[verdict]} on {', '.join(names)}" for verdict, names in of.items() if names
+        ]
+        if shown:
+            lines.append(f"* {claims[0].number}. {claims[0].says}: {'; '.join(shown)}.")
+        elif claims[0].number not in others:
+            others.append(claims[0].number)
+    rest = (
+        f"\n\nClaims of these numbers that no model decides: {', '.join(others)}." if others else ""
+    )
+    return "\n".join(lines) + rest
 
 
-def _table(by_model: ByModel) -> str:
-    """A row for each claim."""
-    titles = ["", "claim", "cells", *by_model]
-    lines = [titles, ["---"] * len(titles)]
-    for of_models in zip(*by_model.values(), strict=True):
-        verdicts = [_SHORT[claim.verdict] if claim.n else "" for claim in of_models]
-        lines.append([of_models[0].number, of_models[0].says, of_models[0].where, *verdicts])
-    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+def _is(claim: Claim, verdict: str) -> bool:
+    return bool(claim.n) and claim.verdict == verdict
 
 
 def cases(results: Mapping[str, Results]) -> pl.DataFrame:

@@ -72,7 +72,7 @@ GONE = {
     "traces": "use kvsim info FOLDER",
     "verify": "use kvsim info TRACE --deep",
     "fidelity": "compare `kvsim replay --judge` with `kvsim live`; see docs/fidelity.md",
-    "layers": "it is Python code, see docs/layers.md",
+    "layers": "it is Python code, see docs/across-layers.md",
     "learn": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "match": "kvsim 0.1.0 has it; docs/optimum.md has its results",
     "price": "kvsim 0.1.0 has it; docs/optimum.md has its results",

@@ -27,9 +27,7 @@ from kvsim.plots.style import (
     short_text,
 )
 
-#: From red over pale to blue, which colour-blind readers distinguish.
-_COLOURS = "RdYlBu"
-_MIDDLE: Final[dict[str, Any]] = {"ha": "center", "va": "center", "fontsize": 7}
+_MIDDLE: Final[dict[str, Any]] = {"ha": "center", "va": "center", "fontsize": 8}
 _LABELS = ("length", "depth")
 #: Title, and label of the colour bar, by metric.
 _SHOWN = {
@@ -44,8 +42,8 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
 
     The grid of Kamradt's needle in a haystack (github.com/gkamradt/LLMTest_NeedleInAHaystack), of
     the kept entries; of the answers of a live run, as there, with the metric `answer_right`. A cell
-    has the mean over layers, heads and prompts in percent, and is empty where no prompt has its
-    length and depth.
+    has the mean over layers, heads and prompts in percent, or the right answers and the number of
+    prompts. It is empty where no prompt has its length and depth.
 
     table: with the metric. PolicyError unless it has values by length and depth, and for other
     metrics or several.
@@ -59,25 +57,25 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     needs = f"{', '.join(metrics)} by length and depth; it takes one of {', '.join(_SHOWN)}, and "
     needs += "prompts with a needle and both labels (kvsim prompts --model smollm2 --task needle)"
     means = means_of(values, _LABELS, needs=needs)
+    answers = name == "answer_right"
     lengths, depths = (means[label].unique().sort().to_list() for label in _LABELS)
     policies = means["policy"].unique(maintain_order=True).to_list()
     budgets = requested_order(means["requested"].to_list())
-    columns = len(budgets) if len(budgets) > 1 else 4
-    size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
+    columns = max(1, 4 // len(budgets)) * len(budgets)
+    size = max(1.9, 0.36 * len(lengths) + 0.5), max(1.7, 0.28 * len(depths) + 0.6)
     figure, axes = panels(len(policies) * len(budgets), columns=columns, size=size)
     cells = [(policy, budget) for policy in policies for budget in budgets]
     norm = Normalize(0, 1)
-    colours = ScalarMappable(norm, _COLOURS)
+    colours = ScalarMappable(norm, "Blues")
     for axis, (policy, budget) in zip(axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for row in means.filter(policy=policy, requested=budget).iter_rows(named=True):
-            grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
+            place = depths.index(row["depth"]), lengths.index(row["length"])
+            grid[place] = mean = row["mean"]
+            shown = f"{mean * row['n']:.3g}/{row['n']}" if answers else f"{100 * mean:.0f}"
+            colour = "white" if mean > 0.6 else "black"
+            axis.text(*reversed(place), shown, color=colour, **_MIDDLE)
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
-        for (depth, length), recall in np.ndenumerate(grid):
-            if not np.isnan(recall):
-                dark = abs(recall - 0.5) > 0.35  # both ends of the colours are dark
-                colour = "white" if dark else "black"
-                axis.text(length, depth, f"{100 * recall:.0f}", color=colour, **_MIDDLE)
         axis.grid(visible=False)
         axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
@@ -85,6 +83,6 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.set_title(title, fontsize=8, parse_math=False)
     label(figure, "length of the prompt (tokens)", "depth of the needle")
     colour_bar(figure, colours, axes, _SHOWN[name][1], shrink=0.8)
-    subject = f"{_SHOWN[name][0]} (%), mean over {counted(means['n'])}"
+    subject = f"{_SHOWN[name][0]} {'of' if answers else '(%), mean over'} {counted(means['n'])}"
     caption(figure, subject.removesuffix(", with 95 % interval"), means["fidelity"])
     return figure

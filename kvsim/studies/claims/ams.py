@@ -104,7 +104,7 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     filled = (of("ams", suffix_fill="observed"), of("ams", suffix_fill=("head_max", "global_max")))
     says = "Filling in the largest usage for the window's entries is better than what was observed"
     yield e.claim("Q9", says, filled)
-    yield e.claim("Q9", "... and wipes out less", filled, metric="wipeout")
+    yield e.claim("Q9", "Filling in wipes out fewer regions", filled, metric="wipeout")
 
 
 def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Claim:
@@ -158,8 +158,8 @@ def _cost(e: Evidence) -> Iterator[Claim]:
         "1.2 minus the exponent with which its seconds grow from the shortest to the longest "
         "cache; prompts are repetitions on a random cache"
     )
-    says = "What AMS adds to an event grows in proportion to the length of the cache"
+    says = "The work that AMS adds to an event grows in proportion to the length of the cache"
     yield Claim("Q13", says, tested, slope, needs=needs)
     tested = "1/10 minus its seconds over those of the scores of Expected Attention, at the longest"
-    says = "What AMS adds is negligible beside the scoring"
+    says = "The work that AMS adds is negligible next to the scoring"
     yield Claim("Q13", says, f"{tested}; as before", share, needs=needs)

@@ -34,9 +34,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
     yield Claim("S2", says, tested, cells, needs=untraced(name))
     yield from _selection(e)
     name = "rank_union"
-    says = (
-        "Tokens that rank high in one of the layers compared are more than go on, at early layers"
-    )
+    says = "In early layers, more tokens rank high in one of the layers compared than propagate"
     tested = "tokens compared over tokens that go on, minus 1, at the first layer that has them"
     cells = {
         variant: e.value(name, variant, layer) - 1
@@ -75,7 +73,7 @@ def _selection(e: Evidence) -> Iterator[Claim]:
         if tau == taus[0] != taus[-1] and not rule:
             by_tau[f"{k}, tau={tau} against {taus[-1]}"] = layer - chosen[k, taus[-1], ""]
     tested = "selection layer with more tokens, minus that with the fewest"
-    yield Claim("S3", "... and a later layer is selected", tested, by_tokens, needs=_NEVER)
+    yield Claim("S3", "With more tokens a later layer is selected", tested, by_tokens, needs=_NEVER)
     says = "A smaller threshold selects a later layer"
     tested = "selection layer at the smallest threshold, minus that at the largest"
     yield Claim("S3", says, tested, by_tau, ALL, needs=_NEVER)

@@ -40,11 +40,11 @@ def _value_norm(e: Evidence) -> Iterator[Claim]:
     """E4: the norm of the value, and the epsilon that lets it decide where attention is small."""
     larger, zero = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
     overlap = "value_norm_overlap"
-    says = "With epsilon 0.01 the norm of the value decides about most of what is kept"
+    says = "With epsilon 0.01 the norm of the value decides about most of the kept entries"
     tested = "share of the kept entries that the norm alone would keep, minus 1/2"
     half = partial(np.add, -0.5)
     yield e.claim("E4", says, (larger,), metric=overlap, cell=half, tested=tested)
-    says = "... more than it does without epsilon"
+    says = "With epsilon it decides about more of the kept entries than without"
     yield e.claim("E4", says, (larger, zero), metric=overlap)
     normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
     # without the norm epsilon is added to every score alike and does nothing
@@ -64,6 +64,6 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
     says = "Projections of queries are nearly normal: mean exponentials are within a factor of 2"
     nearly = f"log 2 minus {distance}"
     yield e.traced("E7", says, nearly, *gap, lambda i: np.log(2) - off(i, 4))
-    says = "... and the queries of the first 4 tokens, the sinks, are what deviates"
+    says = "Queries of the first 4 tokens, the sinks, deviate from normal"
     tested = f"{distance}: of all queries minus without these"
     yield e.traced("E7", says, tested, *gap, lambda i: off(i, 0) - off(i, 4))

@@ -39,7 +39,7 @@ def gkv(e: Evidence) -> Iterator[Claim]:
         cell=lambda mean: 0.5 - mean,
         tested="1/2 minus the mean place of what is kept behind the recent half, 0 to 1, h2o",
     )
-    says = "... more than chance does, for what is old has survived more events"
+    says = "H2O neglects the end more than chance does, as old entries have survived more events"
     yield e.claim("G13", says, (of("random"), h2o), metric="retained_position", variants=older)
     yield e.claim(
         "G14",
@@ -72,7 +72,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
         return value(variant, layer) - value(variant, layer, chance=True)
 
     newest, oldest = "share=0.1,block=3", "share=0.1,block=1"
-    says = "What the last window attends to is less like an older window than like a newer one"
+    says = "The last window attends to keys less like those of an older window than of a newer one"
     tested = "overlap of its top 10 % with the window before it, minus with the oldest of three"
     yield e.traced(
         "G1", says, tested, overlap, newest, lambda i: value(newest, i) - value(oldest, i)
@@ -82,14 +82,14 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     yield e.traced(
         "G1", says, tested, overlap, half, lambda i: before(i, "0.5") - before(i, "0.05")
     )
-    says = "The same beyond what chance gives to larger sets"
+    says = "Windows differ in this way beyond what chance gives to larger sets"
     tested = "the same of (overlap - chance) / (1 - chance)"
     yield e.traced("G1", says, tested, overlap, half, lambda i: lift(i, "0.5") - lift(i, "0.05"))
     union, merged = "share=0.55,union", "share=0.55,equal_budget"
     says = "The union of three earlier top 55 % holds 95 % of the last one"
     tested = "overlap with the union, minus 0.95"
     yield e.traced("G2", says, tested, overlap, union, level=0.95)
-    says = "That is more than chance gives to such a union"
+    says = "The union holds more than chance gives to such a union"
     tested = "overlap with the union, minus its chance (0.91)"
     yield e.traced("G2", says, tested, overlap, union, partial(beyond, union))
     says = "Earlier scores merged into one top 55 % say more than chance about the last one"
@@ -97,7 +97,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     yield e.traced("G2", says, tested, overlap, merged, partial(beyond, merged))
     # windows in random order come back as often as anything can
     metric = "attention_return", "share=0.1,returns"
-    says = "Attention is intermittent: what one window does without is wanted again later"
+    says = "Attention is intermittent: keys that one window ignores are attended to again later"
     tested = (
         "share of a window's top 10 % that was top before, but not in the window just before; "
         "minus half of that share with the windows in random order"
@@ -119,7 +119,7 @@ def _sparsity(e: Evidence) -> Iterator[Claim]:
         says += f"largest score ({keys})"
         tested = "that share in the last 16 rows, minus 0.9"
         yield e.traced("G4", says, tested, *metric, level=0.9)
-    kept = "of what is kept more than {:.0%} get less than {:.0%} of it"
+    kept = "more than {:.0%} of the kept keys get less than {:.0%} of the largest score"
     for share, most, says, first, where in (
         (0.01, 0.9, f"In all layers but the first {kept}", 1, ALL),
         (0.05, 0.8, f"In many layers {kept}", 0, MOST),
@@ -143,7 +143,7 @@ def _places(e: Evidence) -> Iterator[Claim]:
     both, metric = (LOCAL, GLOBAL), "retained_position"
     says = "The local score keeps later positions than the global one"
     yield e.claim("G6", says, both, metric=metric)
-    says = "What the global score keeps is spread more evenly"
+    says = "The global score keeps entries that are spread more evenly"
     yield e.claim("G6", says, both, metric=metric, variants=["distance"])
     says = "It is the rotary embedding that draws the local score to late positions"
     needs = "needs a local score before the rotary embedding, which kvsim does not have yet"
@@ -155,7 +155,7 @@ def _later_attention(e: Evidence) -> Iterator[Claim]:
     others = [LOCAL, of("random"), of("streaming_llm")]
     for ours, theirs, where in ((GLOBAL, others, ALL), (of("gkv"), [of("rkv")], MOST)):
         names = ", ".join(map(str, theirs))
-        says = f"{ours} keeps more of what is attended to later than {names}"
+        says = f"{ours} keeps more entries that are attended to later than {names}"
         couples = [(ours, other) for other in theirs]
         yield e.claim("G8", says, *couples, metric="retained_mass", where=where)
         couples = [(other, ours) for other in theirs]
@@ -180,4 +180,4 @@ def _redundancy(e: Evidence) -> Iterator[Claim]:
     says = "Redundancy makes the kept keys less alike"
     yield e.claim("G11", says, (GLOBAL, of("gkv")), metric="key_similarity")
     couples = [(GLOBAL, of("gkv", mix_lambda=weight)) for weight in (0.5, 0.7, 0.9)]
-    yield e.claim("G11", "... and the output better", *couples)
+    yield e.claim("G11", "Redundancy makes the output better", *couples)

@@ -68,7 +68,7 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
     for tau in sorted({curve.rule.tau for curve in curves}):
         axis.axhline(tau, color=SELECTED, lw=1, ls="--")
         axis.annotate(f"tau {tau:g}", (1, tau), **right)
-    axis.set_ylim(bottom=0)
+    axis.set_yscale("log")
     name_axes(axis, y="rank variance / that of the first tested layer")
     plain(axis, "layer")
     axis.set_xlim(-0.5, max(curve.n_layers for curve in curves) - 0.5)

@@ -228,8 +228,8 @@ PLANTED = [
     ("Q8", "Keeping sinks", pair(("tova", {}), ("tova", KEPT))),
     ("Q8", "entries kept", pair(("tova", KEPT), ("ams", {}))),
     ("Q8", "Sets per head", pair(("tova", {}), ("tova", {"heads": "group"}))),
-    ("Q9", "Filling in", pair(("ams", {"suffix_fill": "observed"}), ("ams", {}))),
-    ("Q9", "wipes out less", pair(("ams", {"suffix_fill": "observed"}), ("ams", {}), "wipeout")),
+    ("Q9", "what was observed", pair(("ams", {"suffix_fill": "observed"}), ("ams", {}))),
+    ("Q9", "fewer regions", pair(("ams", {"suffix_fill": "observed"}), ("ams", {}), "wipeout")),
     ("Q10", "", lead),
     ("Q11", "Earlier layers", by_depth),
     ("Q12", "window", changed("ams", {"window": 32})),
@@ -346,7 +346,7 @@ PLANTED = [
             trace_rows("selection_layer", "k=10%,tau=0.3,look_back=2", 7.0, 7.0),
         ),
     ),
-    ("S5", "more than go on", trace_rows("rank_union", "k=25%", 1.5, 0.9)),
+    ("S5", "than propagate", trace_rows("rank_union", "k=25%", 1.5, 0.9)),
 ]  # fmt: skip
 
 
