@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from scoring_plan import (
     ALLOCATED,
     CLAIMS,
@@ -31,6 +32,7 @@ from apps.tiny.card import fill
 from apps.tiny.card import table as markdown
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.significance import ALPHA, FEWEST, at_least, best_set, excess
+from kvsim.plots.style import COLOURS
 from kvsim.schema import plural
 
 #: Protections as the page calls them.
@@ -39,8 +41,6 @@ MODELS = {"smollm2": "SmolLM2", "tiny": "`tiny`", "1.5b": "Qwen2.5-Coder-1.5B"}
 #: The policies that the second paper compares, as far as kvsim has them; the others of them to LRU.
 COMPARED = (RANDOM, LRU, "h2o", "snapkv", ALLOCATED)
 TO_LRU = (RANDOM, STREAMING, "h2o", "snapkv", ALLOCATED)
-#: Workloads whose ratios stand in a table; those of all are in the figure.
-TABLED = ("answers", "needles")
 WORSE, BETTER, SAME, OPEN = "worse", "better", "equivalent", "not decided"
 HOLDS, FAILS = "holds", "**does not hold**"
 
@@ -238,86 +238,95 @@ def title(of: Workload) -> str:
     return f"{of.kind}{every}, {MODELS[of.model]}"
 
 
-def counts(every: Mapping[str, Values]) -> str:
-    """How many scorers are shown to be better than random sets, equivalent, and worse."""
-    head = ["workload", "protected", "prompts", BETTER, SAME, WORSE, OPEN]
-    head += ["`random` in the set of the best", "`random` over the best, at most"]
-    lines = []
+def shown(values: Values, protection: str) -> list[str]:
+    """What is shown of each scorer and random sets, at all budgets together."""
+    return [against_random(values, protection, each) for each in values.workload.scorers]
+
+
+def workloads(every: Mapping[str, Values]) -> str:
+    """How many scorers are shown to be better than random sets, worse, and equivalent."""
+    lines, cells, in_set = [], 0, 0
     for values in every.values():
         of = values.workload
-        for protection in of.protections:
-            shown = [against_random(values, protection, each) for each in of.scorers]
-            numbers = [str(shown.count(each)) for each in (BETTER, SAME, WORSE, OPEN)]
+        tokens = values.rows["tokens"]
+        line = [title(of), str(values.prompts), f"{tokens.min()} to {tokens.max()}"]
+        for protection in CALLED:
+            if protection not in of.protections:
+                line.append("")
+                continue
+            verdicts = shown(values, protection)
+            numbers = [verdicts.count(each) for each in (BETTER, WORSE, SAME, OPEN)]
+            line.append(", ".join(map(str, numbers)))
             matrices = [values.matrix(protection, share) for share in range(len(of.shares))]
-            in_set = sum(bool(best_set(x)[1][0]) for x in matrices)
-            bounds = [excess(x)[0].max() for x in matrices]
-            line = [title(of), CALLED[protection], str(values.prompts), *numbers]
-            line += [f"{in_set} of {len(matrices)}", _times(max(bounds))]
-            lines.append(line)
-    return markdown(head, lines)
+            cells += len(matrices)
+            in_set += sum(bool(best_set(x)[1][0]) for x in matrices)
+        lines.append(line)
+    table = markdown(["workload", "prompts", "tokens", *CALLED.values()], lines)
+    best = f"`random` could be the best of all policies (95 %) at {in_set} of {cells} budgets."
+    return f"{table}\n\n{best}"
 
 
 def policies(every: Mapping[str, Values]) -> str:
-    """KL over that of random sets at the middle budget, and what is shown at all of them."""
-    shown_of = [every[name] for name in TABLED if name in every]
-    columns = [(x, protection) for x in shown_of for protection in x.workload.protections]
-    names = [*shown_of[0].workload.policies[1:]] if shown_of else []
-    head = ["policy", *(f"{x.workload.kind}: {CALLED[protection]}" for x, protection in columns)]
+    """On how many workloads each policy is shown to be better than random sets, and worse."""
     lines = []
-    for name in names:
+    for name in [*next(iter(WORKLOADS.values())).policies[1:]]:
         line = [f"`{name}`"]
-        for values, protection in columns:
-            x, y = values.kl(protection, name), values.kl(protection, RANDOM)
-            middle = x.shape[1] // 2
-            mean, low, high = ratio(x[:, middle], y[:, middle])
-            mark = {BETTER: " ▼", WORSE: " ▲", SAME: " =", OPEN: ""}
-            shown = mark[against_random(values, protection, name)]
-            line.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]{shown}")
+        for protection in CALLED:
+            verdicts = [
+                against_random(values, protection, name)
+                for values in every.values()
+                if protection in values.workload.protections and name in values.workload.policies
+            ]
+            better, worse = verdicts.count(BETTER), verdicts.count(WORSE)
+            line.append(f"{better}/{len(verdicts)}" + f", {worse} worse" * (worse > 0))
         lines.append(line)
-    return markdown(head, lines)
+    return markdown(["policy", *CALLED.values()], lines)
 
 
 def claims(every: Mapping[str, Values]) -> str:
-    """Each sentence of the papers on each workload."""
+    """Each sentence of the papers, and the workloads on which it holds, does not, or is open."""
     lines = []
     for name, sentence in CLAIMS.items():
         test, fits = TESTS[name]
-        cells = []
+        found: dict[str, list[str]] = {HOLDS: [], FAILS: [], OPEN: []}
         for values in every.values():
             if fits(values.workload):
                 verdict, detail = test(values)
-                cells.append(f"{title(values.workload)}: {verdict} ({detail})")
-        lines.append([name, sentence, "; ".join(cells) or "not measured yet"])
-    return markdown(["", "claim, and how it is tested", "result"], lines)
+                of = title(values.workload)
+                found[verdict].append(of if verdict == OPEN else f"{of} ({detail})")
+        lines.append(f"* {name}. {sentence}")
+        lines += [f"  * {verdict}: {'; '.join(of)}" for verdict, of in found.items() if of]
+        lines += [] if any(found.values()) else ["  * not measured yet"]
+    return "\n".join(lines)
 
 
 def opening(every: Mapping[str, Values]) -> str:
     """The answer: what is shown of scorers and random sets under each protection."""
     sentences, most = [], []
     for protection, called in CALLED.items():
-        shown = [
-            against_random(values, protection, each)
+        verdicts = [
+            verdict
             for values in every.values()
             if protection in values.workload.protections
-            for each in values.workload.scorers
+            for verdict in shown(values, protection)
         ]
-        if not shown:
+        if not verdicts:
             continue
-        numbers = {each: shown.count(each) for each in (BETTER, WORSE, SAME, OPEN)}
-        most.append(next((name for name, n in numbers.items() if 2 * n > len(shown)), OPEN))
-        better = f"{numbers[BETTER]} of {len(shown)}"
+        numbers = {each: verdicts.count(each) for each in (BETTER, WORSE, SAME, OPEN)}
+        most.append(next((name for name, n in numbers.items() if 2 * n > len(verdicts)), OPEN))
+        better = f"{numbers[BETTER]} of {len(verdicts)}"
         if not sentences:
             better += " pairs of a scorer and a workload are better than random sets at all budgets"
         sentences.append(
             f"With {called} protected, {better} ({numbers[WORSE]} worse, {numbers[SAME]} "
-            f"equivalent within {100 * MARGIN:.0f} %, {numbers[OPEN]} not decided)."
+            f"equivalent, {numbers[OPEN]} not decided)."
         )
     prompts = [values.prompts for values in every.values()]
     planned = max(each.prompts for each in WORKLOADS.values())
     if len(every) < len(WORKLOADS) or min(prompts) < planned:
         sentences.append(
             f"Measured so far: {len(every)} of {len(WORKLOADS)} workloads, at least {min(prompts)} "
-            f"of {planned} prompts each; what is said may still change."
+            f"of {planned} prompts each; results may still change."
         )
     first = {BETTER: "It does here.", WORSE: "It harms here.", SAME: "It hardly does here."}
     alike = len({*most}) == 1
@@ -325,35 +334,15 @@ def opening(every: Mapping[str, Values]) -> str:
     return " ".join([answer, *sentences])
 
 
-def state(stored: pl.DataFrame) -> str:
-    """How many prompts of each workload have values, and what a prompt takes."""
-    lines = []
-    for name, of in WORKLOADS.items():
-        rows = stored.filter(workload=name)
-        lengths, seconds, number = "", "", rows["number"].n_unique() if len(rows) else 0
-        if number:
-            shown = (rows[each] for each in ("prompt_tokens", "tokens"))
-            lengths = ", ".join(f"{each.min()} to {each.max()}" for each in shown)
-            seconds = f"{rows['seconds'].unique().mean():.0f}"
-        protected = ", ".join(CALLED[each] for each in of.protections)
-        size = f"{len(of.scorers)} scorers, {len(of.shares)} budgets"
-        count = f"{number} of {of.prompts}"
-        lines.append([f"`{name}`", title(of), protected, size, count, lengths, seconds])
-    head = ["`--workloads`", "workload", "protected", "of each prompt", "prompts measured"]
-    return markdown([*head, "tokens of the prompt, of all", "CPU seconds of a prompt"], lines)
-
-
 def figure(every: Mapping[str, Values], path: Path) -> None:
     """Draw KL over that of random sets at the middle budget, by policy and protection."""
-    shown = [*every.values()]
-    across = max(1, min(4, len(shown)))
-    down = max(1, -(-len(shown) // across))
-    drawn = Figure(figsize=(10, 0.6 + 2.9 * down), layout="constrained")
-    axes = drawn.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    down = -(-len(every) // 3)
+    drawn = Figure(figsize=(8.6, 0.8 + 2.9 * down), layout="constrained")
+    axes = drawn.subplots(down, 3, squeeze=False, sharex=True, sharey=True).ravel()
     names = [*next(iter(WORKLOADS.values())).policies[1:]]
-    for ax, values in zip(axes, shown, strict=False):
+    for ax, values in zip(axes, every.values(), strict=False):
         ax.axvspan(1 / (1 + MARGIN), 1 + MARGIN, color="0.9")
-        for at, (protection, called) in enumerate(CALLED.items()):
+        for at, protection in enumerate(CALLED):
             if protection not in values.workload.protections:
                 continue
             for row, name in enumerate(names):
@@ -362,25 +351,24 @@ def figure(every: Mapping[str, Values], path: Path) -> None:
                 x, y = values.kl(protection, name), values.kl(protection, RANDOM)
                 middle, place = x.shape[1] // 2, row + 0.25 * (at - 1)
                 mean, low, high = ratio(x[:, middle], y[:, middle])
-                ax.plot([low, min(high, 99)], [place, place], color=f"C{at}", lw=1)
-                label = called if row == 0 else None
-                ax.plot(mean, place, "o", color=f"C{at}", ms=3, label=label)
+                ax.plot([low, min(high, 99)], [place, place], color=COLOURS[at], lw=1)
+                ax.plot(mean, place, "o", color=COLOURS[at], ms=3)
         ax.set_xscale("log")
-        ax.set_title(f"{title(values.workload)} ({values.prompts})".replace("`", ""), fontsize=8)
-    for ax in axes[len(shown) :]:
+        ax.set_xlim(0.01, 12)
+        ax.set_title(f"{title(values.workload)} ({values.prompts})".replace("`", ""), fontsize=9)
+        ax.tick_params(labelsize=8)
+        ax.grid(axis="y", color="0.95")
+    for ax in axes[len(every) :]:
         ax.set_axis_off()
+    for ax in axes[max(0, len(every) - 3) : len(every)]:
+        ax.tick_params(labelbottom=True)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    for ax in axes:
-        ax.tick_params(labelsize=7)
-    drawn.supxlabel("KL over that of random sets, middle budget (log)", fontsize=8)
-    handles, labels = axes[0].get_legend_handles_labels()
-    for ax in axes[1 : len(shown)]:
-        more_handles, more_labels = ax.get_legend_handles_labels()
-        if len(more_labels) > len(labels):
-            handles, labels = more_handles, more_labels
-    drawn.legend(handles, labels, loc="outside upper right", ncols=3, fontsize=8, title=None)
-    picture(drawn, path, dpi=100)
+    drawn.supxlabel("KL over that of random sets, middle budget (log)", fontsize=9)
+    handles = [Line2D([], [], color=colour, marker="o", ms=3) for colour in COLOURS[: len(CALLED)]]
+    labels = [f"protected: {called}" for called in CALLED.values()]
+    drawn.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
+    picture(drawn, path, dpi=116)
 
 
 def parts(stored: pl.DataFrame) -> dict[str, str]:
@@ -388,15 +376,12 @@ def parts(stored: pl.DataFrame) -> dict[str, str]:
     every = read(stored)
     few = f"Fewer than {plural(FEWEST, 'prompt')} of each workload have values."
     if not every:
-        return dict.fromkeys(("opening", "counts", "policies", "claims"), few) | {
-            "state": state(stored)
-        }
+        return dict.fromkeys(("opening", "workloads", "policies", "claims"), few)
     return {
         "opening": opening(every),
-        "counts": counts(every),
+        "workloads": workloads(every),
         "policies": policies(every),
         "claims": claims(every),
-        "state": state(stored),
     }
 
 

@@ -69,7 +69,8 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     colours = ScalarMappable(norm, "Blues")
     for axis, (policy, budget) in zip(axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
-        for row in means.filter(policy=policy, requested=budget).iter_rows(named=True):
+        of = means.filter(policy=policy, requested=budget).sort("depth", "length")
+        for row in of.iter_rows(named=True):
             place = depths.index(row["depth"]), lengths.index(row["length"])
             grid[place] = mean = row["mean"]
             shown = f"{mean * row['n']:.3g}/{row['n']}" if answers else f"{100 * mean:.0f}"

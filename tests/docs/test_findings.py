@@ -5,6 +5,9 @@ import re
 
 import polars as pl
 import pytest
+import scoring
+import scoring_page
+from scoring_plan import NOTHING, PROMPT
 
 import leaderboard
 from answer import wilson
@@ -83,22 +86,23 @@ def test_ranks_of_random():
 
 
 def test_scorers_and_protection():
-    """As the page on scoring says."""
-    page = (DOCS / "scoring.md").read_text("utf-8")
-    rows = [line.split(" | ") for line in page.splitlines() if " | 24 | " in line]
-    better = {(row[0].strip("| "), row[1]): int(row[3]) for row in rows}
-    worse = {(row[0].strip("| "), row[1]): int(row[5]) for row in rows}
-    answers = ("answers, SmolLM2", "answers, `tiny`")
-    assert [sum(better[x, y] for x in answers) for y in ("nothing", "the prompt")] == [18, 12]
-    assert better[answers[0], "nothing"] == better[answers[0], "the prompt"] == 9
-    assert worse[answers[0], "nothing"] == 0
+    """Of the stored values of the page on scoring."""
+    every = scoring_page.read(scoring.values(scoring.RESULTS))
+    answers = [every[name] for name in ("answers", "tiny-answers")]
+    nothing, prompt = (
+        [scoring_page.shown(each, protection) for each in answers]
+        for protection in (NOTHING, PROMPT)
+    )
+    assert [sum(x.count("better") for x in of) for of in (nothing, prompt)] == [18, 12]
+    assert [nothing[0].count(x) for x in ("better", "worse")] == [9, 0]
+    assert prompt[0].count("better") == 9
     assert "18 of 24 pairs" in TEXT[4]
     assert "12 of 24 with the prompt" in TEXT[4]
     assert "9 of 12 scorers are better and none is worse" in TEXT[3]
-    assert "6 of 9 workloads" in page
-    (row,) = (line for line in page.splitlines() if line.startswith("| R1 "))
-    for policy, p in (("h2o", "0.003"), ("lagkv", "0.009")):
-        assert f"p = {p}, `{policy}`" in row
+    for values, policy, p in zip(answers, ("h2o", "lagkv"), ("0.003", "0.009"), strict=True):
+        verdict, detail = scoring_page.TESTS["R1"][0](values)
+        assert verdict == scoring_page.FAILS
+        assert f"p = {p}, `{policy}`" in detail
         assert f"`{policy}`" in TEXT[5]
         assert f"p = {p}" in TEXT[5]
 

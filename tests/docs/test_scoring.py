@@ -113,13 +113,21 @@ def test_a_page_has_all_parts_of_what_is_measured(tmp_path):
     page.write(stored, scoring.PAGE, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text("utf-8")
 
-    lines = [line for line in text.splitlines() if line.startswith("| answers, SmolLM2 |")]
-    assert [line.split(" | ")[3:7] for line in lines] == [["1", "11", "0", "0"]] * 3
-    assert (
-        "| `turns` | turns, SmolLM2 | nothing, both ends | 12 scorers, 3 budgets | 3 of 24" in text
-    )
-    assert "3 of 36 scorers on a workload" not in text
+    assert "| answers, SmolLM2 | 24 | 200 to 200 | " + " | ".join(["1, 0, 11, 0"] * 3) in text
+    assert "| turns, SmolLM2 |" not in text
+    assert "| `h2o` | 1/1 | 1/1 | 1/1 |" in text
+    assert "Measured so far: 1 of 9 workloads" in text
     assert (tmp_path / "figures" / "scoring.png").stat().st_size < 50_000
+
+
+def test_a_page_of_all_workloads_is_short():
+    """Every claim has a result on each workload that it is about."""
+    parts = page.parts(pl.concat([values(each).rows for each in WORKLOADS.values()]))
+
+    assert "Measured so far" not in parts["opening"]
+    assert parts["workloads"].count(" | 24 | ") == len(WORKLOADS)
+    assert "not measured" not in parts["claims"]
+    assert sum(len(text.split()) for text in parts.values()) < 1_300
 
 
 @pytest.mark.deep

@@ -44,7 +44,7 @@ def _value_norm(e: Evidence) -> Iterator[Claim]:
     tested = "share of the kept entries that the norm alone would keep, minus 1/2"
     half = partial(np.add, -0.5)
     yield e.claim("E4", says, (larger,), metric=overlap, cell=half, tested=tested)
-    says = "With epsilon it decides about more of the kept entries than without"
+    says = "The norm decides about more of the kept entries than without epsilon"
     yield e.claim("E4", says, (larger, zero), metric=overlap)
     normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
     # without the norm epsilon is added to every score alike and does nothing
