@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from study import NAMED, markdown, picture
+from study import markdown, picture
 
 from apps.tiny.card import proportion
 from kvsim import plots
 from kvsim.analysis.table import TYPES
 
 DOCS = Path(__file__).resolve().parent
+NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 
 
 def values() -> pl.DataFrame:

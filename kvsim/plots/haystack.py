@@ -71,11 +71,11 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         grid = np.full((len(depths), len(lengths)), np.nan)
         of = means.filter(policy=policy, requested=budget).sort("depth", "length")
         for row in of.iter_rows(named=True):
-            place = depths.index(row["depth"]), lengths.index(row["length"])
-            grid[place] = mean = row["mean"]
+            down, across = depths.index(row["depth"]), lengths.index(row["length"])
+            grid[down, across] = mean = row["mean"]
             shown = f"{mean * row['n']:.3g}/{row['n']}" if answers else f"{100 * mean:.0f}"
             colour = "white" if mean > 0.6 else "black"
-            axis.text(*reversed(place), shown, color=colour, **_MIDDLE)
+            axis.text(across, down, shown, color=colour, **_MIDDLE)
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         axis.grid(visible=False)
         axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
