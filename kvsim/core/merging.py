@@ -10,7 +10,8 @@ stay, e that leave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsim.core.checks import compute_dtype
@@ -116,7 +117,8 @@ Places = Callable[[Tensor, int], Tensor]
 class Store:
     """What becomes of the entries of a block of layers under a quantizer, a merger, or neither.
 
-    evicted_at: as of the block. first: the row after which the first entries are rounded.
+    evicted_at: as of the block. first: the row after which the first entries are rounded. layers:
+    the place of each in the trace.
     rounded_after: the row after which each key is rounded, int32 [L, H, T]; None where none is.
     """
 
@@ -126,6 +128,7 @@ class Store:
         source: Source,
         evicted_at: Tensor,
         first: int,
+        layers: Sequence[int],
     ) -> None:
         self._storage, self._source, self._evicted_at = storage, source, evicted_at
         self._first = self._to = first
@@ -134,6 +137,10 @@ class Store:
         if isinstance(storage, Quantizer):
             self._after = evicted_at.new_full((2, *evicted_at.shape), NEVER)
             self.rounded_after = self._after[0]
+            # layers of equal quantizers are rounded together
+            each = groupby(enumerate(map(storage.of_layer, layers)), lambda x: x[1])
+            runs = ((of, [at for at, _ in run]) for of, run in each)
+            self._runs = [(of, slice(at[0], at[-1] + 1)) for of, at in runs]
 
     def before(self, row: int, places: Places) -> None:
         """Round what left its exact window before row `row`."""
@@ -148,8 +155,10 @@ class Store:
             if begins or not clock.once:
                 stop = start + 1 if clock.once else row
                 due = advance(self._after[which], self._evicted_at, clock, start, stop)
-                writable = self._source.writable(which)
-                round_marked(quantizer, which, writable, places(due, row), channels)
+                writable, marked = self._source.writable(which), places(due, row)
+                for of, part in self._runs:
+                    pruned = None if channels is None else channels[part]
+                    round_marked(of, which, writable[part], marked[part], pruned)
         self._to = row
 
     def _channels(self, quantizer: Quantizer, row: int, places: Places) -> Tensor:

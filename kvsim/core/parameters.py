@@ -19,7 +19,7 @@ import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -138,7 +138,7 @@ def _parameters(kind: type) -> dict[str, Parameter]:
     return {f.name: Parameter(f.name, hints.get(f.name, Any), f.default) for f in fields(kind)}
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Parametrised:
     """Base of classes that are frozen dataclasses without saying so: annotated fields, parameters.
 

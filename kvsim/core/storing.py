@@ -9,16 +9,24 @@ Shape letters: L layers, H KV heads, T tokens, d head dimension, g entries of a 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields, replace
+from typing import Annotated, Any, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Piece
+from kvsim.core.parameters import AtLeast, AtMost
+from kvsim.core.pieces import Piece, Run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
+
+#: Bits of a number that is stored as recorded.
+EXACT = 16
+#: Bits of all layers, or a plan of runs of layers, such as `8x2/4x26/8x2`.
+Bits = Annotated[int, AtLeast(1), AtMost(EXACT)] | str | None
+_PLAN = re.compile(r"\d{1,2}(x[1-9]\d{0,3})?(/\d{1,2}(x[1-9]\d{0,3})?)*")
 
 
 class Clock(NamedTuple):
@@ -70,6 +78,104 @@ class Quantizer(Piece, ABC):
     @abstractmethod
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of a stored key and of a stored value, with their share of scales."""
+
+    def of_layer(self, layer: int) -> Quantizer:
+        """The quantizer of a layer, by its place in the trace: the same clocks, maybe other bits.
+
+        Of a layer that reads the entries of another, the other's.
+        """
+        return self
+
+
+class SplitQuantizer(Quantizer):
+    """A quantizer that takes bits of keys and of values.
+
+    `k_bits`, `v_bits`: of a number, by default `bits_per_number` or the only ones that there are;
+    16: as recorded. A text is a plan by layer: `8x2/4x26/8x2` has 8 bits in the first two layers, 4
+    in the next 26, and 8 in the last two.
+    """
+
+    k_bits: Bits = field(default=None, kw_only=True)
+    v_bits: Bits = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, given in self._given.items():
+            choices = sorted({*self.choices, EXACT})
+            if not _PLAN.fullmatch(str(given)) or not {*_planned(given)} <= {*choices}:
+                raise PolicyError(
+                    f"{self.label}: {name} is {given!r}; expected {', '.join(map(str, choices))} "
+                    f"for all layers, or a plan by layer such as 16x2/{choices[0]}x28"
+                )
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """Bits to which it rounds."""
+        return range(1, EXACT)
+
+    @property
+    def _given(self) -> dict[str, int | str]:
+        both = {"k_bits": self.k_bits, "v_bits": self.v_bits}
+        return {name: bits for name, bits in both.items() if bits is not None}
+
+    def check(self, run: Run) -> None:
+        """Raise PolicyError where a plan has other layers than the trace."""
+        for name, given in self._given.items():
+            if isinstance(given, str) and (count := len(_planned(given))) != run.n_layers:
+                raise PolicyError(
+                    f"{self.label}: {name} is {given!r}, a plan of {count} layers; expected a plan "
+                    f"of {run.n_layers}"
+                )
+
+    def of_layer(self, layer: int) -> Quantizer:
+        """The same with the bits that plans have for a layer."""
+        plans = {name: x for name, x in self._given.items() if isinstance(x, str)}
+        bits: dict[str, Any] = {name: _planned(plan)[layer] for name, plan in plans.items()}
+        return replace(self, **bits) if bits else self
+
+    def _round(
+        self, given: Bits, groups: Tensor, through: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        return groups if given == EXACT else through(groups, self._bits(given))
+
+    def _bits(self, given: Bits) -> int:
+        own: Any = getattr(self, "bits_per_number", self.choices[0])
+        return int(given or own)
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Keys [N, g, d] after the round trip."""
+        return self._round(self.k_bits, groups, self.round_keys)
+
+    def values(self, groups: Tensor) -> Tensor:
+        """Values [N, g, d] after the round trip."""
+        return self._round(self.v_bits, groups, self.round_values)
+
+    def bits(self, dim: int) -> tuple[float, float]:
+        """Bits of a stored key and of a stored value, with their share of scales."""
+        exact, given = float(EXACT * dim), (self.k_bits, self.v_bits)
+        key, value = (
+            exact if bits == EXACT else self.size(dim, self._bits(bits))[which]
+            for which, bits in enumerate(given)
+        )
+        return key, value
+
+    @abstractmethod
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
+        """Keys [N, g, d] after the round trip through so many bits, in the same dtype."""
+
+    def round_values(self, groups: Tensor, bits: int) -> Tensor:
+        """Values [N, g, d] after the round trip; by default as keys."""
+        return self.round_keys(groups, bits)
+
+    @abstractmethod
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
+        """`bits` of this quantizer where numbers of keys and values have so many bits."""
+
+
+def _planned(given: int | str) -> list[int]:
+    """The bits of each layer of a plan; of a number itself."""
+    runs = (x.partition("x") for x in str(given).split("/"))
+    return [int(bits) for bits, _, count in runs for _ in range(int(count or 1))]
 
 
 def check_channels(label: str, dim: int, unit: int) -> None:

@@ -103,7 +103,7 @@ class Block:
         self.since = torch.full_like(self.layers, -1)
         self._next = 0  # first position not yet appended
         first = setting.ends[0] - 1
-        self.store = Store(policy.storage, source, self.evicted_at, first)
+        self.store = Store(policy.storage, source, self.evicted_at, first, layers)
 
     def fire(self, rows: Iterable[int], internals: bool | Collection[str] = False) -> list[Plans]:
         """Fire the events after rows; returns decisions on request (`Choice.recorded`)."""

@@ -162,6 +162,12 @@ _BEHIND: Mapping[str, Entry] = {
     "nvfp4": Entry(
         "stores 4-bit floating-point numbers, with a scale per block", "per_token:BlockFloats"
     ),
+    "q8_0": Entry("llama.cpp's 8 bits, with a scale per block of 32", "llama_cpp:Blocks"),
+    "q4_0": Entry(
+        "llama.cpp's 4 bits, with a scale per block of 32",
+        "llama_cpp:Blocks",
+        params={"bits_per_number": 4},
+    ),
     "lookm": of_file("lookm:LookM", default="h2o"),
     "d2o": of_file("d2o:D2O", default="h2o"),
 }
@@ -302,6 +308,10 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         rotation="hadamard",
         unit=True,
         uniform_values=True,
+    ),
+    "q8_0@rotated": variant("a Hadamard matrix before, and back after", rotated=True),
+    "q4_0@rotated": variant(
+        "a Hadamard matrix before, and back after", rotated=True, bits_per_number=4
     ),
     "think@kvpress": variant("prunes the recent keys, too", recent=0),
     "d2o@release": variant(

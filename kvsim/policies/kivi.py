@@ -7,10 +7,10 @@ from typing import Annotated
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Clock, Quantizer, check_channels
+from kvsim.core.storing import Clock, SplitQuantizer, check_channels
 
 
-class Kivi(Quantizer):
+class Kivi(SplitQuantizer):
     """Keys are rounded in groups of tokens, channel by channel, values token by token.
 
     Numbers are rounded to the nearest of 2^bits levels between the smallest and the largest value
@@ -37,23 +37,23 @@ class Kivi(Quantizer):
 
     def check(self, run: Run) -> None:
         """Raise PolicyError where the values of a head are no whole groups."""
+        super().check(run)
         for dim in run.dims:
             check_channels(self.label, dim, min(self.group, dim))
 
-    def keys(self, groups: Tensor) -> Tensor:
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Keys [N, g, d]: each channel of a group by itself."""
-        return between_limits(groups, 1, self.bits_per_number)
+        return between_limits(groups, 1, bits)
 
-    def values(self, groups: Tensor) -> Tensor:
+    def round_values(self, groups: Tensor, bits: int) -> Tensor:
         """Values [N, 1, d]: `group` channels of a token by themselves."""
         parts = groups.unflatten(-1, (-1, min(self.group, groups.shape[-1])))
-        out: Tensor = between_limits(parts, -1, self.bits_per_number).flatten(-2)
+        out: Tensor = between_limits(parts, -1, bits).flatten(-2)
         return out
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers, and 32 for each group of them."""
-        of_key = dim * (self.bits_per_number + 32 / self.group)
-        return of_key, dim * (self.bits_per_number + 32 / min(self.group, dim))
+        return dim * (bits + 32 / self.group), dim * (bits + 32 / min(self.group, dim))
 
 
 def between_limits(x: Tensor, dim: int, bits: int) -> Tensor:

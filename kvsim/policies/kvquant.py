@@ -6,11 +6,11 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Clock, Quantizer
+from kvsim.core.storing import Clock, SplitQuantizer
 from kvsim.policies.kivi import between_limits
 
 
-class KVQuant(Quantizer):
+class KVQuant(SplitQuantizer):
     """Keys are rounded channel by channel, values token by token, but for a few outliers of each.
 
     A vector is a channel of `group` keys (after RoPE) or a token's value. The `outliers` share of
@@ -36,26 +36,23 @@ class KVQuant(Quantizer):
         """Keys a group at a time, values one by one."""
         return Clock(step=self.group, group=self.group), Clock()
 
-    def keys(self, groups: Tensor) -> Tensor:
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Keys [N, g, d]: each channel by itself."""
-        return self._rounded(groups.mT).mT.contiguous()
+        return self.round_values(groups.mT, bits).mT.contiguous()
 
-    def values(self, groups: Tensor) -> Tensor:
+    def round_values(self, groups: Tensor, bits: int) -> Tensor:
         """Values [N, 1, d]: each token by itself."""
-        return self._rounded(groups)
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        median = x.median(-1, keepdim=True).values
+        x, median = groups, groups.median(-1, keepdim=True).values
         order = (x - median).abs().argsort(dim=-1, descending=True, stable=True)
         apart = torch.zeros_like(x, dtype=torch.bool)
         apart.scatter_(-1, order[..., : self._count(x.shape[-1])], True)  # noqa: FBT003 - a value
-        out: Tensor = between_limits(median.where(apart, x), -1, self.bits_per_number)
+        out: Tensor = between_limits(median.where(apart, x), -1, bits)
         return x.where(apart, out)
 
     def _count(self, numbers: int) -> int:
         return round(self.outliers * numbers)
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers, 32 for the limits of each vector, and 32 for each outlier."""
-        of_key = dim * (self.bits_per_number + 32 * (1 + self._count(self.group)) / self.group)
-        return of_key, dim * self.bits_per_number + 32.0 * (1 + self._count(dim))
+        of_key = dim * (bits + 32 * (1 + self._count(self.group)) / self.group)
+        return of_key, dim * bits + 32.0 * (1 + self._count(dim))

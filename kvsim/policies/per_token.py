@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Quantizer, check_channels
+from kvsim.core.storing import SplitQuantizer, check_channels
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -15,7 +16,7 @@ _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "
 _BLOCK = 16
 
 
-class Integers(Quantizer):
+class Integers(SplitQuantizer):
     """Symmetric integers: in each head, a token's key and its value have one scale each.
 
     scale = max |x| / (2^(bits - 1) - 1) over the channels, in 16 bits; x / scale is rounded to the
@@ -27,24 +28,25 @@ class Integers(Quantizer):
     """
 
     label: ClassVar[str] = "int8"
+    choices = range(2, 16)
 
     bits_per_number: Annotated[int, AtLeast(2), AtMost(16)] = 8
     window: Annotated[int, AtLeast(0)] = 0
 
-    def keys(self, groups: Tensor) -> Tensor:
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Numbers [N, 1, d], each token by itself."""
         largest = groups.abs().amax(-1, keepdim=True)
-        scale = largest / (2 ** (self.bits_per_number - 1) - 1)
+        scale = largest / (2 ** (bits - 1) - 1)
         out: Tensor = (groups / scale).round_().nan_to_num_(0.0).mul_(scale)
         return out
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers, and 16 for the scale."""
-        both = float(dim * self.bits_per_number + 16)
+        both = float(dim * bits + 16)
         return both, both
 
 
-class ShortFloats(Quantizer):
+class ShortFloats(SplitQuantizer):
     """Short floating-point numbers: round to the nearest one, clip to the largest one.
 
     Without a scale, as vLLM stores an fp8 cache by default. e4m3 has a largest number of 448 and
@@ -63,19 +65,24 @@ class ShortFloats(Quantizer):
         out: torch.dtype = getattr(torch, _FORMATS[self.format])
         return out
 
-    def keys(self, groups: Tensor) -> Tensor:
+    @property
+    def choices(self) -> Sequence[int]:
+        """Bits of the format."""
+        return (torch.finfo(self._dtype).bits,)
+
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Numbers [N, 1, d]."""
         form = self._dtype
         largest = torch.finfo(form).max
         return groups.clamp(-largest, largest).to(form).to(groups.dtype)
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers."""
-        both = float(dim * torch.finfo(self._dtype).bits)
+        both = float(dim * bits)
         return both, both
 
 
-class BlockFloats(Quantizer):
+class BlockFloats(SplitQuantizer):
     """NVFP4: 4-bit floating-point numbers, with a scale for each block of 16 channels.
 
     A number is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign (E2M1), the nearest one, of two as near the
@@ -89,15 +96,17 @@ class BlockFloats(Quantizer):
     """
 
     label: ClassVar[str] = "nvfp4"
+    choices = (4,)
 
     window: Annotated[int, AtLeast(0)] = 0
 
     def check(self, run: Run) -> None:
         """Raise PolicyError where a head has no whole blocks."""
+        super().check(run)
         for dim in run.dims:
             check_channels(self.label, dim, min(_BLOCK, dim))
 
-    def keys(self, groups: Tensor) -> Tensor:
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Numbers [N, 1, d], each block by itself."""
         blocks = groups.unflatten(-1, (-1, min(_BLOCK, groups.shape[-1])))
         largest = blocks.abs().amax(-1, keepdim=True)
@@ -109,7 +118,7 @@ class BlockFloats(Quantizer):
         out: Tensor = number.mul_(scale).flatten(-2)
         return out
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Four bits a number, and eight for each block."""
-        both = 4.0 * dim + 8 * dim / min(_BLOCK, dim)
+        both = float(bits * dim) + 8 * dim / min(_BLOCK, dim)
         return both, both

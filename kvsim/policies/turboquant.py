@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Run
-from kvsim.core.storing import Quantizer, check_channels
+from kvsim.core.storing import SplitQuantizer, check_channels
 from kvsim.policies.kivi import between_limits
 
 
-class TurboQuant(Quantizer):
+class TurboQuant(SplitQuantizer):
     """A vector's norm is stored, and each number of the rotated unit vector in a few bits.
 
     A coordinate of a random unit vector has the density (1 - x^2)^((d - 3) / 2) on [-1, 1], up to a
@@ -37,6 +37,8 @@ class TurboQuant(Quantizer):
     give more bits to channels with outliers, without saying how these are chosen; left out.
     """
 
+    choices = range(1, 9)
+
     bits_per_number: Annotated[int, AtLeast(1), AtMost(8)] = 4
     objective: Literal["mse", "prod"] = "mse"
     rotation: Literal["random", "hadamard"] = "random"
@@ -47,27 +49,28 @@ class TurboQuant(Quantizer):
 
     def check(self, run: Run) -> None:
         """Raise PolicyError for a Hadamard matrix whose size is no power of two."""
+        super().check(run)
         for dim in run.dims if self.rotation == "hadamard" else ():
             check_channels(self.label, dim, 1 << (dim - 1).bit_length())
 
-    def keys(self, groups: Tensor) -> Tensor:
+    def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Keys [N, 1, d], each token by itself."""
-        return self._rounded(groups, residual=self.objective == "prod")
+        return self._rounded(groups, bits, residual=self.objective == "prod")
 
-    def values(self, groups: Tensor) -> Tensor:
+    def round_values(self, groups: Tensor, bits: int) -> Tensor:
         """Values [N, 1, d], each token by itself."""
         if self.uniform_values:
-            return between_limits(groups, -1, self.bits_per_number)
-        return self._rounded(groups, residual=False)
+            return between_limits(groups, -1, bits)
+        return self._rounded(groups, bits, residual=False)
 
-    def _rounded(self, x: Tensor, *, residual: bool) -> Tensor:
+    def _rounded(self, x: Tensor, bits: int, *, residual: bool) -> Tensor:
         dim = x.shape[-1]
         largest = x.abs().amax(-1, keepdim=True)
         part = x / largest.where(largest > 0, 1.0)  # whose squares neither vanish nor overflow
         length = _norm(part)
         part = part / length.where(length > 0, 1.0)
-        matrix = torch.from_numpy(_rotation(dim, self.rotation, self.seed)).to(x)
-        levels = torch.from_numpy(codebook(dim, self.bits_per_number - residual)).to(x)
+        matrix = torch.from_numpy(orthogonal(dim, self.rotation, self.seed)).to(x)
+        levels = torch.from_numpy(codebook(dim, bits - residual)).to(x)
         middles = (levels[1:] + levels[:-1]) / 2
         coded = levels[torch.bucketize(product(part, matrix.mT), middles)]
         if self.unit:
@@ -81,9 +84,9 @@ class TurboQuant(Quantizer):
             out = out + product(signs, gaussian) * (_norm(rest) * (sqrt(pi / 2) / dim))
         return out * length * largest
 
-    def bits(self, dim: int) -> tuple[float, float]:
+    def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers, and 16 for each norm, smallest number and step."""
-        numbers = float(dim * self.bits_per_number)
+        numbers = float(dim * bits)
         of_key = 32 if self.objective == "prod" else 16
         return numbers + of_key, numbers + (32 if self.uniform_values else 16)
 
@@ -123,7 +126,7 @@ def codebook(dim: int, bits: int) -> NDArray[np.float64]:
 
 
 @lru_cache
-def _rotation(dim: int, kind: str, seed: int) -> NDArray[np.float64]:
+def orthogonal(dim: int, kind: str, seed: int) -> NDArray[np.float64]:
     """An orthogonal matrix [d, d]."""
     if kind == "hadamard":
         out = np.ones((1, 1))

@@ -29,7 +29,7 @@ class Store:
     rounds: the numbers of these tokens after the round trip. bits: of a token of some channels.
     prunes: which channels of keys become 0, given the queries of rows up to now and the keys that
     are held. once: nothing is rounded after later rows. merges: what entries become when others
-    leave.
+    leave. layers: the store of each layer, where they differ.
     """
 
     due: tuple[Callable[[int], int], Callable[[int], int]]
@@ -38,6 +38,24 @@ class Store:
     prunes: Callable[[list[list[Token]], list[Token]], list[int]] | None = None
     once: bool = False
     merges: Fold | None = None
+    layers: tuple["Store", ...] = ()
+
+    def of(self, layer: int) -> "Store":
+        """The store of a layer."""
+        return self.layers[layer] if self.layers else self
+
+
+def split(keys: Store, values: Store) -> Store:
+    """Keys as one store has them, values as another."""
+    both = ((getattr(keys, x)[0], getattr(values, x)[1]) for x in ("due", "rounds", "bits"))
+    return Store(*both)
+
+
+def exact(like: Store) -> Store:
+    """Nothing changes, and a number has 16 bits."""
+    same: Callable[[list[Token]], list[Token]] = lambda tokens: tokens  # noqa: E731
+    whole: Callable[[int], float] = lambda dim: 16 * dim  # noqa: E731
+    return Store(like.due, (same, same), (whole, whole))
 
 
 def merging(fold: Fold) -> Store:
@@ -161,6 +179,31 @@ def nvfp4(window: int) -> Store:
         return out
 
     return _by_token(rounds, lambda dim: dim * 4 + 8 * -(-dim // 16), window)
+
+
+def llama_cpp(bits: int) -> Store:
+    """Blocks of 32 channels in float32, one number at a time: q8_0 or q4_0 of ggml-quants.c."""
+    one = np.float32
+
+    def block(numbers: Token) -> Token:
+        x = [one(number) for number in numbers]
+        largest = max(x, key=abs)  # the first of equals
+        d = abs(largest) / one(127) if bits == 8 else largest / one(-8)
+        scale = float(np.float16(d))
+        codes = []
+        for number in x if scale else ():  # 1 / d may be infinite where it is 0
+            scaled = number * (one(1) / d)
+            if bits == 8:  # C's roundf: the nearest integer, halves away from 0
+                size = math.floor(abs(float(scaled)) + 0.5)
+                codes.append(math.copysign(size, scaled))
+            else:
+                codes.append(min(15, math.trunc(float(scaled + one(8.5)))) - 8)
+        return [float(code * scale) for code in codes] or [0.0] * len(x)
+
+    def rounds(tokens: list[Token]) -> list[Token]:
+        return [[x for at in range(0, len(t), 32) for x in block(t[at : at + 32])] for t in tokens]
+
+    return _by_token(rounds, lambda dim: dim * bits + 16 * -(-dim // 32), 0)
 
 
 def kvquant(bits: int, group: int, outliers: float) -> Store:
@@ -320,30 +363,31 @@ class Stored:
 
     def round(self, layer: int, head: int, row: int, live: Sequence[int]) -> None:
         """After row `row`, and the event after it: the oldest exact entries leave the window."""
-        if self.store.merges is not None:
+        store = self.store.of(layer)
+        if store.merges is not None:
             state, left = self.states.setdefault((layer, head), ({}, set()))
             keys, values = self.keys[layer, head], self.values[layer, head]
             gone = [p for p in range(row + 1) if p not in live and p not in left]
             left.update(gone)
             pairs = [[(keys[p].tolist(), values[p].tolist()) for p in of] for of in (gone, live)]
-            for at, new in self.store.merges(state, *pairs).items():
+            for at, new in store.merges(state, *pairs).items():
                 keys[live[at]], values[live[at]] = new
                 self.after[:, layer, head, live[at]] = row
             return
-        if row < self.first or (self.store.once and row > self.first):
+        if row < self.first or (store.once and row > self.first):
             return
         pruned: list[int] = []
-        if self.store.prunes is not None and live:
+        if store.prunes is not None and live:
             group = self.queries.shape[1] // self.keys.shape[1]
             queries = self.queries[layer, head * group : (head + 1) * group, : row + 1]
-            pruned = self.store.prunes(queries.tolist(), self.keys[layer, head, live].tolist())
+            pruned = store.prunes(queries.tolist(), self.keys[layer, head, live].tolist())
         for which, numbers in enumerate((self.keys, self.values)):
             after = self.after[which, layer, head]
             exact = [p for p in live if after[p] == NEVER]
-            gone = exact[: self.store.due[which](len(exact))]
+            gone = exact[: store.due[which](len(exact))]
             if gone:
                 tokens = [numbers[layer, head, p].tolist() for p in gone]
-                for p, token in zip(gone, self.store.rounds[which](tokens), strict=True):
+                for p, token in zip(gone, store.rounds[which](tokens), strict=True):
                     numbers[layer, head, p] = token
                     numbers[layer, head, p, [] if which else pruned] = 0
                     after[p] = row
@@ -403,7 +447,7 @@ def measured(
                 for which in range(2):
                     short = sum(after[which, p] < row for p in seen)
                     held[layer, row] += 16 * dim * (len(seen) - short)
-                    held[layer, row] += store.bits[which](dim) * short
+                    held[layer, row] += store.of(layer).bits[which](dim) * short
                 for i in range(head * group, (head + 1) * group):
                     query = queries[layer, i, row]
                     sink = [sinks[i]] if len(sinks) else []

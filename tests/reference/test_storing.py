@@ -23,6 +23,7 @@ from kvsim.policies import ACCESS
 from kvsim.policies.d2o import D2O
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
+from kvsim.policies.llama_cpp import Blocks
 from kvsim.policies.lookm import LookM
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
 from kvsim.policies.think import ThinK
@@ -31,6 +32,7 @@ from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import merging, storing
 from reference.rules import known
+from reference.strategies import Setup as Named
 from reference.strategies import examples, naive, seeded, setups
 from traces import changed
 
@@ -96,6 +98,20 @@ def _nvfp4(data):
     return BlockFloats(window=window), storing.nvfp4(window)
 
 
+def _blocks(bits):
+    def draw(data):
+        k, v = (data.draw(st.sampled_from((16, 4, 8))) for _ in range(2))
+        return _apart(Blocks(bits), storing.llama_cpp, k, v)
+
+    return draw
+
+
+def _apart(quantizer, store, k, v):
+    """The quantizer with these bits of keys and values, and its naive store."""
+    of = [storing.exact(store(4)) if bits == 16 else store(bits) for bits in (k, v)]
+    return replace(quantizer, k_bits=k, v_bits=v), storing.split(*of)
+
+
 def _lookm(data):
     merge = data.draw(st.sampled_from(("averaged", "pivotal", "weighted")))
     return LookM(merge), storing.merging(merging.lookm(merge))
@@ -123,6 +139,8 @@ QUANTIZERS = {
     "turboquant@prod": _turboquant(3, prod={"prod": True}),
     "nvfp4": _nvfp4,
     "think": _think,
+    "q8_0": _blocks(8),
+    "q4_0": _blocks(4),
     "lookm": _lookm,
     "d2o": _d2o,
 }
@@ -268,6 +286,51 @@ def test_storing_under_a_softcap_and_sinks(name):
             sinks=sinks,
         )
     assert name in MERGERS or expected.error.max() > 1e-4  # by rounding alone
+
+
+#: Parameters of quantizers, and the naive store of some bits; few and many bits, if not any.
+APART = {
+    "int8": ({"window": 2}, lambda bits: storing.integers(bits, 2)),
+    "kivi": ({"group": 2, "window": 4}, lambda bits: storing.kivi(bits, 2, 4)),
+    "kvquant": ({"group": 2}, lambda bits: storing.kvquant(bits, 2, 0.01)),
+    "turboquant": ({}, lambda bits: storing.turboquant(bits, 0, 0)),
+    "q8_0": ({}, storing.llama_cpp),
+    "fp8": ({}, lambda _: storing.floats("e4m3", 0)),
+    "nvfp4": ({}, lambda _: storing.nvfp4(0)),
+}
+BITS = {"q8_0": (4, 8), "turboquant": (2, 3), "fp8": (8, 8), "nvfp4": (4, 4)}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_bits_of_keys_and_values_by_layer_equal_the_naive_ones(name):
+    """Events decide on them, and errors and bytes are theirs."""
+    params, store = APART[name]
+    quantizer, (few, many) = ACCESS[name].piece(**params), BITS.get(name, (3, 7))
+    plans = (few, many, many, 16), (16, few, few, many)
+    stores = [_apart(quantizer, store, k, v)[1] for k, v in zip(*plans, strict=True)]
+    store = replace(stores[0], layers=tuple(stores))
+    texts = f"{few}/{many}x2/16", f"16/{few}x2/{many}"
+    sizes = {"layers": 4, "heads": 1, "group": 2, "n": 18, "prompt_len": 8}
+    case = strategies.make_case("sharp", **sizes, seed=2)
+    setup = Named(f"h2o+{name}", dict(zip(("k_bits", "v_bits"), texts, strict=True)), 9, 4, True)
+    policy = kvsim.policy(setup.policy, **setup.params, **params)
+    assert kvsim.policy(policy.name, **policy.params) == policy
+    record = run(Setup(case.trace(), policy, setup.budget, setup.schedule).checked())
+    stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
+    outcome = naive(case, replace(setup, params={}), "h2o", store=stored.event)
+    assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
+    assert len(record.events) == 2
+    _compare(case, case.trace(), record, store, first=case.prompt_len - 1)
+
+
+def test_bits_that_a_quantizer_or_a_trace_does_not_have_are_refused():
+    """Other numbers, texts that are no plan, and plans of another number of layers."""
+    for bits in (3, "8/", "8x", "x2", "8x0", "8,4", "8/5", "eight"):
+        with pytest.raises(PolicyError, match=r"k_bits is .*; expected 4, 8, 16"):
+            kvsim.policy("q8_0", k_bits=bits)
+    trace = strategies.make_case("normal", layers=2, n=6, prompt_len=3).trace()
+    with pytest.raises(PolicyError, match="a plan of 3 layers; expected a plan of 2"):
+        kvsim.replay(trace, kvsim.policy("int8", v_bits="8x2/4"), 6)
 
 
 def test_kivi_stores_as_its_release_does():

@@ -50,6 +50,7 @@ ROUNDING = {
     "nvfp4": {},
     "think": {"pruned": 0.6},
     "h2o+think": {"pruned": 0.6, "window": 8, "recent": 4},
+    "tova+int8": {"k_bits": "2/16", "v_bits": "16/2"},
     "h2o+kivi": {"group": 4, "window": 8},
     "adakv+expected_attention+kivi": {"group": 8, "window": 8},
     "h2o+lookm": {},

@@ -80,9 +80,10 @@ def gap(live, layer, record, end=None):
 
 def rounded(live, layer, record, which, end=None):
     """Keys (0) or values (1) after the round trip [H, T, d], and whether rows see them so."""
-    exact, quantizer = (live.k, live.v)[which][layer], record.storage
-    if quantizer is None:
+    exact = (live.k, live.v)[which][layer]
+    if record.storage is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
+    quantizer = record.storage.of_layer(layer)
     gone = torch.from_numpy(record.evicted_at)
     ends = record.schedule.ends(PROMPT, live.decoding.sketch.header.context_len)
     first = (end or min(ends)) - 1
@@ -149,6 +150,7 @@ QUANTIZERS = {
     "h2o+think": {"pruned": 0.6, "recent": 4},
     "adakv+snapkv+think": {"pruned": 0.6, "window": 8, "recent": 4},
     "quest+int4": {**QUEST, "bits_per_number": 2, "share": 0.5},
+    "tova+q4_0": {"k_bits": "8/16x2", "v_bits": "4/8x2"},
 }
 
 

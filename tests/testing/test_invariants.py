@@ -89,6 +89,7 @@ BEHIND = [
     ("double_sparsity", {"calibration": "prefix:1", "dense_layers": 0, "share": 0.5}),
     ("kivi", {"group": 2, "window": 4}),
     ("int8", {}),
+    ("h2o+q8_0", {"v_bits": 4}),
     ("h2o+lookm", {}),
     ("fp8", {"format": "e5m2", "window": 2}),
     ("tova+kvquant", {"group": 1, "outliers": 0.25}),
@@ -104,7 +105,7 @@ BEHIND += [
 ]
 BEHIND += [
     more("adakv+snapkv+d2o", {"window": 4}),
-    more("tova+int4", {}),
+    more("tova+int4", {"k_bits": 16}),
     more("think@kvpress", {"window": 3}),
     more("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
     more("adakv+snapkv+topk", {"window": 2, "share": 0.5}),

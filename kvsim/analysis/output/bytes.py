@@ -17,11 +17,9 @@ from kvsim.analysis.output.changed import first_row, shortened
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
+from kvsim.core.storing import EXACT
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
-
-#: Bits of a number that is stored as recorded.
-EXACT = 16
 
 # Entries of rows that are looked at together.
 _MOST = 1 << 24
@@ -59,7 +57,8 @@ def _of_layer(
     key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
     exact = float(key), float(value)
     storage, last = stored_piece(record.storage), first_row(record, trace) - 1
-    short = shortened(storage, gone, last, (trace.dim, trace.value_dim))
+    owner = trace.owners[record.layers[index]]
+    short = shortened(storage, owner, gone, last, (trace.dim, trace.value_dim))
     reads = record.reads
     if reads is not None and reads.dense(index):
         reads = None

@@ -120,7 +120,7 @@ def rounded(
     layer: its index in the trace; gone: after which row each entry has left, int [H, T]; last: the
     row after which the first entries are rounded; exact: keys and values [H, T, d].
     """
-    out, channels = [], None
+    out, channels, quantizer = [], None, quantizer.of_layer(trace.owners[layer])
     if quantizer.reads.last:
         channels = kept_channels(quantizer, trace, layer, gone, last)
     for which, (clock, numbers) in enumerate(zip(quantizer.clocks, exact, strict=True)):
@@ -131,14 +131,15 @@ def rounded(
 
 
 def shortened(
-    storage: object, gone: Tensor, last: int, dims: tuple[int, int]
+    storage: object, layer: int, gone: Tensor, last: int, dims: tuple[int, int]
 ) -> list[tuple[Tensor, float]]:
     """After which row keys and values are rounded, and to how many bits; empty without a quantizer.
 
-    dims: of a key and of a value; other terms as in `rounded`.
+    layer: the owner of the entries; dims: of a key and of a value; other terms as in `rounded`.
     """
     if not isinstance(storage, Quantizer):
         return []
+    storage = storage.of_layer(layer)
     bits = storage.bits(dims[0])[0], storage.bits(dims[1])[1]
     pairs = zip(storage.clocks, bits, strict=True)
     return [(stored_after(gone, clock, last), of_entry) for clock, of_entry in pairs]

@@ -102,6 +102,7 @@ def quantizer_is_a_function(trial: Trial) -> None:
     quantizer = trial.policy.storage
     if not isinstance(quantizer, Quantizer):
         return
+    quantizer = quantizer.of_layer(trial.record.layers[0])
     dim = trial.case.shape[-1]
     numbers = trial.case.trace().read("k").reshape(-1, dim)
     for which, rounds in enumerate((quantizer.keys, quantizer.values)):
