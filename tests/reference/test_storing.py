@@ -312,7 +312,9 @@ def test_bits_of_keys_and_values_by_layer_equal_the_naive_ones(name):
     texts = f"{few}/{many}x2/16", f"16/{few}x2/{many}"
     sizes = {"layers": 4, "heads": 1, "group": 2, "n": 18, "prompt_len": 8}
     case = strategies.make_case("sharp", **sizes, seed=2)
-    setup = Named(f"h2o+{name}", dict(zip(("k_bits", "v_bits"), texts, strict=True)), 9, 4, True)
+    setup = Named(
+        f"h2o+{name}", dict(zip(("k_bits", "v_bits"), texts, strict=True)), 9, 4, prefill=True
+    )
     policy = kvsim.policy(setup.policy, **setup.params, **params)
     assert kvsim.policy(policy.name, **policy.params) == policy
     record = run(Setup(case.trace(), policy, setup.budget, setup.schedule).checked())
