@@ -29,6 +29,8 @@ def live_policies():
             given = {"calibration": "prefix:16"} if "calibration" in parameters(name) else {}
             if name == "raas":  # it protects the prompt, which is over these budgets
                 given = {"protect_prompt": False}
+            elif name.startswith("openvino"):  # the same of its ends
+                given = {"page": 4, "sink": 4, "recent": 4}
             policy = kvsim.policy(name, **given)
             check_live(policy)
         except PolicyError:  # a composition alone, or no policy for a running model

@@ -95,6 +95,12 @@ _ENTRIES: Mapping[str, Entry] = {
     "lacache": of_file("lacache:LaCache", EVERY_ROW),
     "raas": of_file("raas:RaaS", Schedule(interval=1, prefill=False)),
     "rpc": of_file("rpc:RPC", Schedule(interval=1024, prefill=False), by_layer="rpc:Growing"),
+    "openvino": of_file(
+        "openvino:OpenVINO",
+        Schedule(interval=1, prefill=False),
+        allocator="openvino:Blocks",
+        meant_for={"sink": 672, "recent": 672},
+    ),
     "global": Entry(
         "the best by any scorer, with its scores remembered over events",
         "gkv:Global",
@@ -266,6 +272,8 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         schedule=EVERY_512,
         meant_for=_AT_512,
     ),
+    "openvino@sum": variant("sums of attention that are not divided", aggregation="sum"),
+    "openvino@kvcrush": variant("one block more stays by KVCrush", crush=1),
     "ams@release": variant(
         "as in the released code: hyper-parameters, segments, rounding, a final cut",
         segment_mass=0.02,

@@ -144,5 +144,6 @@ class Entry:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Its parameters by name; one that pieces share is that of the first of them."""
-        first, then = parameters(self.piece), parameters(self.layer_budgets)
+        first, others = parameters(self.piece), (self.layer_budgets, load(self.allocator))
+        then = {key: each for kind in others for key, each in parameters(kind).items()}
         return {key: each for key, each in {**first, **then, **first}.items() if key != "scorer"}

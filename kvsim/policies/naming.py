@@ -186,7 +186,7 @@ def _innermost(
     return Policy(
         name,
         own,
-        load(entry.allocator)(),
+        piece(load(entry.allocator)),
         schedule,
         layer_budgets=piece(entry.layer_budgets),
         positions=entry.positions,

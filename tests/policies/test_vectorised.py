@@ -33,6 +33,8 @@ def operations(name, *, layers, heads, tokens):
     params = dict(entry.required)
     if "protect_prompt" in entry.parameters:
         params["protect_prompt"] = False
+    if name.startswith("openvino"):  # whose ends exceed short budgets
+        params |= {"page": 8, "sink": 8, "recent": 8}
     policy = kvsim.policy(full, **params)
     case = make_case("normal", layers=layers, heads=heads, n=tokens + 1, dim=8, prompt_len=tokens)
     trace = case.trace()

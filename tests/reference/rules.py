@@ -15,7 +15,7 @@ from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.loops import Scored
-from reference import allocation, classic, expected, layouts, leverage, repeated, windows
+from reference import allocation, blocks, classic, expected, layouts, leverage, repeated, windows
 from reference.event import Event
 from reference.propagation import PROPAGATIONS
 
@@ -70,6 +70,7 @@ RULES: dict[str, tuple[Callable[[Event], Scored] | None, str]] = {
     "kvcompose": (repeated.kvcompose, "sink"),
     "kvzip": (repeated.kvzip, "sink"),
     "lacache": (layouts.lacache, "span overlap sink offset passes"),
+    "openvino": (blocks.openvino, "window pool_kernel aggregation"),
     "raas": (windows.raas, "alpha share query_buffer protect_prompt"),
     "rpc": (windows.rpc, "window pool_kernel compression"),
     "rpc@ams": (windows.rpc_ams, "window pool_kernel sink"),
@@ -84,6 +85,7 @@ OUTER: dict[str, tuple[Callable[..., Any], str]] = {
     "chunkkv": (allocation.chunkkv, "chunk"),
     "chunkkv@kvpress": (partial(allocation.chunkkv, exact=False), "chunk"),
     "dms": (layouts.dms, "threshold window"),
+    "openvino": (blocks.blocks, "sink recent page crush anchor"),
     "paged": (layouts.paged, "page heads reduction prompt ends"),
     "global": (windows.global_score, "fusion decay"),
     "criticalkv": (expected.critical, "epsilon first_stage"),
@@ -187,6 +189,8 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     own = [_values(takes, innermost, built.layer_budgets)]
     kinds = [CATALOGUE[x.partition("@")[0]].kind for x in names]
     allocator = names.pop(0) if kinds[:1] == ["allocator"] else None
+    if built.allocator.label == innermost.label and innermost.label in OUTER:
+        allocator = innermost.label  # its own
     wrappers = [_values(known(OUTER, x)[1], y) for x, y in zip(names, wrapping, strict=True)]
     outer = {} if allocator is None else _values(known(OUTER, allocator)[1], built.allocator)
     across = _values(known(PROPAGATIONS, propagation) if propagation else "", built.propagation)
@@ -228,6 +232,9 @@ def smallest_budget(
     """The fewest entries that a policy can keep at an event after `row`: its protected size."""
     chain = parse(name, params)
     scorer = chain.params[-1]
+    if chain.allocator == "openvino":
+        ends = [n * int(chain.params[0]["page"]) for n in blocks.sizes(chain.params[0])]
+        scorer = dict(zip(("sink", "recent"), ends, strict=True))
     if chain.allocator == "chunkkv@kvpress" and not chain.layers.startswith(
         ("Pyramid fixed", "CakeBudgets")
     ):

@@ -355,6 +355,8 @@ def test_every_policy_of_the_catalogue_is_judged_or_refused_in_one_line():
             given = {"calibration": "prefix:16"} if "calibration" in parameters(name) else {}
             if "protect_prompt" in parameters(name):
                 given["protect_prompt"] = False
+            if "crush" in parameters(name):
+                given["recent"] = 32
             record = kvsim.replay(trace, kvsim.policy(name, **given), 96, interval=32)
         except (PolicyError, NeedsError):  # a composition alone, or of other traces
             continue

@@ -163,7 +163,8 @@ def live_policies():
     for name in (*names(), *COMPOSED):
         try:
             declared = kvsim.policies.parameters(name)
-            policy = kvsim.policy(name, **{x: y for x, y in SIZES.items() if x in declared})
+            sizes = SIZES | ({"page": 4} if "crush" in declared else {})
+            policy = kvsim.policy(name, **{x: y for x, y in sizes.items() if x in declared})
             policy = replace(policy, schedule=policy.schedule.override(INTERVAL, prefill=True))
             check_budget(policy, BUDGET, prompt_len=PROMPT, n_layers=2)
             Decoding(running(), policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW)
