@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -83,44 +82,47 @@ def figures() -> str:
 
 #: An option in the help of a command.
 _OPTION = re.compile(r"^  -[^\n]+\n(?: {3,}[^\n]+\n)*", re.MULTILINE)
-#: Commands from which on such an option is described once for all of them.
-_SEVERAL = 3
 
 
 def commands() -> str:
-    """Return what `--help` prints for each command, 80 columns wide, without common options."""
+    """Return what `--help` prints for each command, 80 columns wide; equal options stand once."""
     command = typer.main.get_command(app())
-    texts = {"kvsim": _help(command, [])}
-    texts |= {f"kvsim {name}": _help(command, name.split()) for name in command_names()}
-    options: dict[str, list[str]] = {}
-    for text in texts.values():
+    texts = {"": _help(command, [])}
+    texts |= {name: _help(command, name.split()) for name in command_names()}
+    options: dict[str, dict[str, str]] = {}
+    for name, text in texts.items():
         for option in _OPTION.findall(text):
-            options.setdefault(_plain(option), []).append(option)
-    shared = {key: max(same, key=len) for key, same in options.items() if len(same) >= _SEVERAL}
+            options.setdefault(_plain(option), {})[name] = option
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for of_commands in options.values():
+        if len(of_commands) > 1:
+            names = tuple(filter(None, of_commands))
+            shared.setdefault(names, []).append(max(of_commands.values(), key=len))
     parts = []
-    for title, text in texts.items():
-        own = _OPTION.sub(partial(_unless, shared), text).rstrip()
-        parts += [f"## {title}", _block(re.sub(r"\n\nOptions:(?=\n\n|$)", "", own))]
-        names = [_name(each) for each in _OPTION.findall(text) if _plain(each) in shared]
-        if names:
-            parts.append(f"And [options of several commands]({_SHARED}): {', '.join(names)}.")
-    parts += ["## Options of several commands", _block("".join(shared.values()))]
+    for name, text in texts.items():
+        own = _OPTION.sub(lambda x: x[0] * (len(options[_plain(x[0])]) == 1), text)
+        own = _LISTING.sub("\n", re.sub(r"\n\nOptions:(?=\n\n|$)", "", own.rstrip()))
+        parts += [f"## {' '.join(['kvsim', name]).strip()}", _block(own)]
+        names = [_name(each) for each in _OPTION.findall(text) if len(options[_plain(each)]) > 1]
+        if names[:-1]:  # the last is -h
+            parts.append(f"And [options of several commands]({_SHARED}): {', '.join(names[:-1])}.")
+    parts.append("## Options of several commands")
+    for names, same in sorted(shared.items(), key=lambda x: -len(x[0]))[1:]:  # all have -h
+        parts += [f"{', '.join(f'`{name}`' for name in names)}:", _block("".join(same))]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
 _SHARED = "#options-of-several-commands"
+#: The list of commands in the help of a group, each of which has its own section.
+_LISTING = re.compile(r"\n\nCommands:\n(?:  [^\n]*\n?)+")
 
 
 def _plain(option: str) -> str:
-    return " ".join(option.split())
+    return re.sub(r"(?<=\w)- (?=\w)", "-", " ".join(option.split()))  # broken at a hyphen
 
 
 def _name(option: str) -> str:
     return f"`{option.split(maxsplit=1)[0].rstrip(',')}`"
-
-
-def _unless(shared: Mapping[str, str], option: re.Match[str]) -> str:
-    return "" if _plain(option[0]) in shared else option[0]
 
 
 def _block(text: str) -> str:
