@@ -102,7 +102,7 @@ def commands() -> str:
     for name, text in texts.items():
         own = _OPTION.sub(lambda x: x[0] * (len(options[_plain(x[0])]) == 1), text)
         own = _LISTING.sub("\n", re.sub(r"\n\nOptions:(?=\n\n|$)", "", own.rstrip()))
-        parts += [f"## {' '.join(['kvsim', name]).strip()}", _block(own)]
+        parts += [f"## {f'kvsim {name}'.strip()}", _block(own)]
         names = [_name(each) for each in _OPTION.findall(text) if len(options[_plain(each)]) > 1]
         if names[:-1]:  # the last is -h
             parts.append(f"And [options of several commands]({_SHARED}): {', '.join(names[:-1])}.")

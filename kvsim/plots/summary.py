@@ -63,9 +63,19 @@ _SHADE = "#f2efe9"
 def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
-    metrics: a panel each, their main variants; those that the table lacks are left out, PolicyError
-    if it has none. By default what `kvsim.compare` ranks by, retained mass and wipe-out. Budgets
-    are in the order of their entries, of shares the mean over traces.
+    Budgets are in the order of their entries, of shares the mean over traces. With one budget it is
+    `ranking` by the metrics that have a better direction.
+
+    Args:
+        table: results of a replay or live run, or the path of a run.
+        metrics: a panel each, of the main variant, in the metric's unit. Metrics that the table
+            lacks are left out. By default the metric of `kvsim.compare`, retained mass, wipe-out.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        PolicyError: for unknown metrics, or if the table has none of them.
     """
     table = as_table(table)
     metrics = _metrics(table, "retained_mass", "wipeout") if metrics is None else listed(metrics)
@@ -74,6 +84,8 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
     sizes = table.drop_nulls("budget").group_by(requested=REQUESTED).agg(pl.col("budget").mean())
     entries = dict(sizes.iter_rows())
     budgets = sorted(requested_order(means["requested"].to_list()), key=entries.__getitem__)
+    if len(budgets) == 1 and (ranked := [name for name in shown if METRICS[name].better]):
+        return ranking(table, ranked)
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = panels(len(shown), columns=3, size=(3.4, 2.9), share="none")
     for axis, name in zip(axes, shown, strict=True):
@@ -101,12 +113,19 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
 
     A policy at a budget is on the front if no other result is better with as few entries. A metric
     without a better direction has no front. Budgets bind policies differently, so the axis is
-    `entries_seen` instead of the requested budget. Some policies read or store entries in
-    another way: where the table has one, the axes are `bytes_held` and `bytes_read`.
+    `entries_seen` instead of the requested budget. With sparse attention or quantizers the axes are
+    `bytes_held` and `bytes_read`. With one budget and the axis `entries_seen` it is `ranking`.
 
-    metrics: as in `over_budgets`, by default without retained mass; the table needs those of the
-    axes too. `entries_seen`, `bytes_held` and `bytes_read` among them are the axes, with a panel
-    for each metric and axis.
+    Args:
+        table: results of a replay or live run, or the path of a run; with the metrics of the axes.
+        metrics: as in `over_budgets`, by default without retained mass. `entries_seen`,
+            `bytes_held` and `bytes_read` among them are the axes, a panel for each metric and axis.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        PolicyError: for unknown metrics, or if the table lacks all of them or those of the axes.
     """
     table = as_table(table)
     named: list[str] = _metrics(table, "wipeout") if metrics is None else listed(metrics)
@@ -126,6 +145,9 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
             f"table has {', '.join(sorted(measured))}; replay with --metric "
             f"{','.join([*metrics, *costs])}{others}"
         )
+    directed = [name for name, _ in shown if METRICS[name].better]
+    if directed and costs == ["entries_seen"] and means["requested"].n_unique() == 1:
+        return ranking(table, directed)
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = panels(len(shown), columns=3, size=(4.2, 3.1), share="none")
     for axis, (name, cost) in zip(axes, shown, strict=True):
@@ -159,27 +181,32 @@ def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
 def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
-    Filled are the policies that could
-    be the best (`kvsim.analysis.comparison`); the dotted line is the best mean. References that
-    have no rank are grey squares at the bottom; where there are more policies than colours, all
+    Filled circles could be the best policy (`kvsim.compare`); the dotted line is the best mean.
+    References that have no rank are grey squares. Where there are more policies than colours, all
     have one.
 
-    metrics: one, with a better direction, as in `kvsim.compare`.
+    Args:
+        table: results of a replay or live run, or the path of a run.
+        metrics: panels each, with a better direction; by default the metric of `kvsim.compare`.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        PolicyError: as `kvsim.compare`.
     """
     table = as_table(table)
     names: list[str] = [] if metrics is None else listed(metrics)
-    if len(names) > 1:
-        raise PolicyError(f"metrics are {', '.join(names)}; expected one of them to rank by")
-    comparison = compare(table, *names)
-    name, rows = comparison.metric, comparison.overall
-    budgets = rows["requested"].unique(maintain_order=True).to_list()
-    names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
-    shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
-    colours = dict(zip(names, shades, strict=False))
-    size = 4.3, 0.7 + 0.28 * len(names)
-    figure, axes = panels(len(budgets), columns=3, size=size, share="none")
-    for axis, budget in zip(axes, budgets, strict=True):
-        part = rows.filter(requested=budget)
+    comparisons = [compare(table, name) for name in names] or [compare(table)]
+    policies = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
+    shades = COLOURS if len(policies) <= len(COLOURS) else COLOURS[:1] * len(policies)
+    colours = dict(zip(policies, shades, strict=False))
+    every = pl.concat(x.overall.with_columns(ranks=pl.lit(x.metric)) for x in comparisons)
+    shown = every.partition_by("ranks", "requested", maintain_order=True)
+    size = 4.3, 0.7 + 0.28 * len(policies)
+    figure, axes = panels(len(shown), columns=3, size=size, share="none")
+    for axis, part in zip(axes, shown, strict=True):
+        name = part["ranks"][0]
         for place, row in enumerate(part.iter_rows(named=True)):
             ranked = row["rank"] is not None
             colour = colours[row["policy"]] if ranked else NEUTRAL
@@ -192,11 +219,11 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
         labels = [short_text(policy, 30) for policy in part["policy"]]
         axis.set_yticks(range(part.height), labels, parse_math=False)
         axis.set_ylim(part.height - 0.5, -0.5)
-        plain(axis, metric_label(name), title=f"budget {budget}")
-    note = f"Mean over {counted(rows['n'])}\nfilled: could be the best; dotted: the best mean"
-    if rows["rank"].null_count():
+        plain(axis, fill(metric_label(name), 44), title=f"budget {part['requested'][0]}")
+    note = f"Mean over {counted(every['n'])}\nfilled: could be the best; dotted: the best mean"
+    if every["rank"].null_count():
         note += "; grey squares: references, not tested"
-    caption(figure, note, rows["fidelity"])
+    caption(figure, note, every["fidelity"])
     return figure
 
 

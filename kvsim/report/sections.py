@@ -18,7 +18,6 @@ from kvsim.analysis.sentences import answer, tabulated
 from kvsim.analysis.summaries import averages, main_variants
 from kvsim.core.trace import Trace
 from kvsim.plots.summary import over_budgets, pareto
-from kvsim.plots.summary import ranking as ranked
 from kvsim.registry import Registry
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
@@ -79,9 +78,7 @@ def _verdict(
         for row in rows:
             part = means.filter(metric=name, requested=row[0], policy=row[1]).to_dicts()
             row.append("".join(map(html.interval, part)) or "-")
-    one = comparison.table["requested"].n_unique() == 1
-    draw = ranked if one else over_budgets
-    figure = html.image("The metric that ranks", partial(draw, table, comparison.metric))
+    figure = html.image("The metric that ranks", partial(over_budgets, table, comparison.metric))
     note = html.broken([each.removesuffix(".") for each in said])
     note += html.broken(merged([*comparison.remarks, *remarks]), "Note: ")
     return section("Verdict", note, lines([table_of(head, rows, right=2), figure]))
@@ -99,7 +96,9 @@ def _results(table: pl.DataFrame) -> str:
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
-    images = (html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
+    one = means["requested"].drop_nulls().n_unique() == 1 and not (table["access"] != "").any()
+    shown = list(drawn.items())[: 1 if one else 2]  # of one budget both are the same ranking
+    images = (html.image(alt, partial(draw, table)) for alt, draw in shown)
     columns = ("policy", "requested", "interval", "prefill", "metric")
     every = lines([_means(means, columns), *images])
     return section("Results", note, details(every, "every metric"))

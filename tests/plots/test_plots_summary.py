@@ -115,8 +115,18 @@ def test_the_ranking_shows_order_and_verdicts(table):
     assert few.get_suptitle() == (
         "Mean over 3 prompts\nfilled: could be the best; dotted: the best mean (fidelity: open)"
     )
-    with pytest.raises(PolicyError, match="expected one of them to rank by"):
-        ranking(table, ["output_error", "wipeout"])
+    assert [axis.get_title() for axis in ranking(table, ["output_error", "wipeout"]).axes] == (
+        ["budget 32", "budget 64"] * 2
+    )
+
+
+@pytest.mark.parametrize("draw", [over_budgets, pareto])
+def test_one_budget_is_a_ranking(table, draw):
+    """Lines of one point would show nothing: policies are ranked, of metrics with a direction."""
+    axes = draw(table.filter(budget=32), ["output_error", "wipeout", "burst_share"]).axes
+
+    assert [axis.get_xlabel().partition(" (")[0] for axis in axes] == ["output error", "wipeout"]
+    assert [text.get_text() for text in axes[0].get_yticklabels()] == ["ams", "tova"]
 
 
 def test_figures_open_with_what_ranks_the_policies(table):
