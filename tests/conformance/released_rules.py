@@ -1,7 +1,8 @@
 """Rules of releases that no preset has: what explains a dump where kvsim's definition does not."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from kvsim.core.policy import Plan, Policy
 from kvsim.core.select import compete
 from kvsim.core.view import View
 from kvsim.policies.adakv import AdaKV
+from kvsim.policies.openvino import Blocks
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.studies.conformance.deviations import _Seeing
 
@@ -46,6 +48,32 @@ class Stairs(Pyramid):
         return high - view.layers * step + self.window
 
 
+class PartialSort(Blocks):
+    """KVCrush whose bits of entries with equal sums follow the heap of C++'s partial_sort."""
+
+    def _crushed(
+        self, value: Tensor, inside: Tensor, block: Tensor, place: Tensor, leaves: Tensor
+    ) -> Tensor:
+        value = value.clone()
+        for numbers, entries in zip(value, inside, strict=True):
+            candidates = [Entry(float(numbers[slot]), int(slot)) for slot in entries.nonzero()]
+            above = candidates[: len(candidates) // 2]
+            heapify(above)  # moves entries as the heap of libstdc++ does
+            for entry in candidates[len(above) :]:
+                if above[0] < entry:
+                    heapreplace(above, entry)
+            numbers[[entry.slot for entry in above]] = torch.inf
+        return super()._crushed(value, inside, block, place, leaves)
+
+
+@dataclass(order=True)
+class Entry:
+    """The score and the slot of an entry, compared by the score alone."""
+
+    score: float
+    slot: int = field(compare=False)
+
+
 def blended(policy: Policy) -> Policy:
     """AdaKV as its authors released it."""
     return replace(policy, allocator=Blended(policy.allocator.floor))
@@ -63,9 +91,15 @@ def grouped(policy: Policy) -> Policy:
     return replace(policy, scorer=scorer)
 
 
+def heaped(policy: Policy) -> Policy:
+    """OpenVINO's blocks with the order of its C++ library."""
+    return replace(policy, allocator=PartialSort(**vars(policy.allocator)))
+
+
 #: What `kvsim conform` tries where none of its deviations explains a dump.
 RULES: dict[str, tuple[str, Callable[[Policy], Policy]]] = {
     "blended quotas": ("adakv", blended),
     "blended quotas, mean-before-pool": ("adakv", lambda policy: grouped(blended(policy))),
     "stairs and a window on top": ("pyramidkv", stairs),
+    "order of partial_sort": ("openvino", heaped),
 }

@@ -145,7 +145,9 @@ class _Seen:
     def scored(self, scorer: Scorer) -> Scores:
         return Scores.of(scorer.score(self))  # type: ignore[arg-type]  # not what the plain view knows
 
-    def attn(self, rows: int, group: Any = None, *, log: bool = False) -> Tensor:
+    def attn(self, rows: int | range, group: Any = None, *, log: bool = False) -> Tensor:
+        if isinstance(rows, range):  # no window of recent rows, which deviations change
+            return self._view.attn(rows, group, log=log)
         weights = self._weigh(self._view, rows).nan_to_num(0.0)
         return reduce_group(weights.double().log() if log else weights, group)
 
