@@ -131,6 +131,21 @@ def test_bytes_count_once_and_errors_in_each_layer():
     assert errors["value"].to_list() == expected["value"].to_list()
 
 
+def test_entries_have_the_bits_of_the_layer_that_holds_them():
+    """A plan's bits of a layer without entries of its own mean nothing."""
+    trace = make()
+    plans = ("3/4/5/6", "3/4/16/6", "16/4/5/6")
+
+    def values(bits):
+        record = kvsim.replay(trace, kvsim.policy("knorm+int8", k_bits=bits), 7, interval=4)
+        table = kvsim.measure(trace, record, metrics=["bytes_read", "output_error"])
+        return table["value"].to_list(), record.evicted_at.tolist()
+
+    first, same, other = map(values, plans)
+    assert first == same
+    assert first[0] != other[0]
+
+
 REFUSED = {"pyramidkv": {"window": 2}, "cake": {"window": 2}, "asl+tova": {"window": 2}}
 REFUSED |= {"snapkv@original": {"window": 3}}
 
