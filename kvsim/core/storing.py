@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.pieces import Piece, Run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
 
 #: Bits of a number that is stored as recorded.
 EXACT = 16
-#: Bits of all layers, or a plan of runs of layers, such as `8x2/4x26/8x2`.
-Bits = Annotated[int, AtLeast(1), AtMost(EXACT)] | str | None
 _PLAN = re.compile(r"\d{1,2}(x[1-9]\d{0,3})?(/\d{1,2}(x[1-9]\d{0,3})?)*")
 
 
@@ -95,17 +92,17 @@ class SplitQuantizer(Quantizer):
     in the next 26, and 8 in the last two.
     """
 
-    k_bits: Bits = field(default=None, kw_only=True)
-    v_bits: Bits = field(default=None, kw_only=True)
+    k_bits: int | str | None = field(default=None, kw_only=True)
+    v_bits: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        allowed = sorted({*self.choices, EXACT})
         for name, given in self._given.items():
-            choices = sorted({*self.choices, EXACT})
-            if not _PLAN.fullmatch(str(given)) or not {*_planned(given)} <= {*choices}:
+            if not _PLAN.fullmatch(str(given)) or not {*_planned(given)} <= {*allowed}:
                 raise PolicyError(
-                    f"{self.label}: {name} is {given!r}; expected {', '.join(map(str, choices))} "
-                    f"for all layers, or a plan by layer such as 16x2/{choices[0]}x28"
+                    f"{self.label}: {name} is {given!r}; expected {', '.join(map(str, allowed))} "
+                    f"for all layers, or a plan by layer such as 16x2/{allowed[0]}x28"
                 )
 
     @property
@@ -114,50 +111,49 @@ class SplitQuantizer(Quantizer):
         return range(1, EXACT)
 
     @property
+    def block(self) -> int:
+        """Channels that are rounded together; a smaller head is one block."""
+        return 1
+
+    @property
     def _given(self) -> dict[str, int | str]:
         both = {"k_bits": self.k_bits, "v_bits": self.v_bits}
         return {name: bits for name, bits in both.items() if bits is not None}
 
+    @property
+    def _bits(self) -> tuple[int, int]:
+        own: Any = getattr(self, "bits_per_number", self.choices[0])
+        return int(self.k_bits or own), int(self.v_bits or own)
+
     def check(self, run: Run) -> None:
-        """Raise PolicyError where a plan has other layers than the trace."""
-        for name, given in self._given.items():
-            if isinstance(given, str) and (count := len(_planned(given))) != run.n_layers:
+        """Raise PolicyError for a plan of other layers, and heads that are no whole blocks."""
+        for name, plan in self._given.items():
+            if isinstance(plan, str) and (n := len(_planned(plan))) != run.n_layers:
                 raise PolicyError(
-                    f"{self.label}: {name} is {given!r}, a plan of {count} layers; expected a plan "
-                    f"of {run.n_layers}"
+                    f"{self.label}: {name} is {plan!r}, a plan of {n} layers; expected a plan of "
+                    f"{run.n_layers}"
                 )
+        for dim in run.dims:
+            check_channels(self.label, dim, min(self.block, dim))
 
     def of_layer(self, layer: int) -> Quantizer:
         """The same with the bits that plans have for a layer."""
-        plans = {name: x for name, x in self._given.items() if isinstance(x, str)}
+        plans = {name: plan for name, plan in self._given.items() if isinstance(plan, str)}
         bits: dict[str, Any] = {name: _planned(plan)[layer] for name, plan in plans.items()}
         return replace(self, **bits) if bits else self
 
-    def _round(
-        self, given: Bits, groups: Tensor, through: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
-        return groups if given == EXACT else through(groups, self._bits(given))
-
-    def _bits(self, given: Bits) -> int:
-        own: Any = getattr(self, "bits_per_number", self.choices[0])
-        return int(given or own)
-
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d] after the round trip."""
-        return self._round(self.k_bits, groups, self.round_keys)
+        return groups if self.k_bits == EXACT else self.round_keys(groups, self._bits[0])
 
     def values(self, groups: Tensor) -> Tensor:
         """Values [N, g, d] after the round trip."""
-        return self._round(self.v_bits, groups, self.round_values)
+        return groups if self.v_bits == EXACT else self.round_values(groups, self._bits[1])
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of a stored key and of a stored value, with their share of scales."""
-        exact, given = float(EXACT * dim), (self.k_bits, self.v_bits)
-        key, value = (
-            exact if bits == EXACT else self.size(dim, self._bits(bits))[which]
-            for which, bits in enumerate(given)
-        )
-        return key, value
+        (key, _), (_, value), whole = *(self.size(dim, x) for x in self._bits), float(EXACT * dim)
+        return whole if self.k_bits == EXACT else key, whole if self.v_bits == EXACT else value
 
     @abstractmethod
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:

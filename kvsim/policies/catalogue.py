@@ -317,10 +317,8 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         unit=True,
         uniform_values=True,
     ),
-    "q8_0@rotated": variant("a Hadamard matrix before, and back after", rotated=True),
-    "q4_0@rotated": variant(
-        "a Hadamard matrix before, and back after", rotated=True, bits_per_number=4
-    ),
+    "q8_0@rotated": variant("rotated by a Hadamard matrix", rotated=True),
+    "q4_0@rotated": variant("rotated by a Hadamard matrix", rotated=True, bits_per_number=4),
     "think@kvpress": variant("prunes the recent keys, too", recent=0),
     "d2o@release": variant(
         "weights are cosines, and heads share a threshold", weights="cosine", across_heads=True

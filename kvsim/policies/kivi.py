@@ -6,8 +6,7 @@ from typing import Annotated
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.pieces import Run
-from kvsim.core.storing import Clock, SplitQuantizer, check_channels
+from kvsim.core.storing import Clock, SplitQuantizer
 
 
 class Kivi(SplitQuantizer):
@@ -35,11 +34,10 @@ class Kivi(SplitQuantizer):
         """Keys leave a window at a time, values one by one."""
         return Clock(step=self.window, group=self.group), Clock(exact=self.window)
 
-    def check(self, run: Run) -> None:
-        """Raise PolicyError where the values of a head are no whole groups."""
-        super().check(run)
-        for dim in run.dims:
-            check_channels(self.label, dim, min(self.group, dim))
+    @property
+    def block(self) -> int:
+        """Channels of a value that are rounded together."""
+        return self.group
 
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Keys [N, g, d]: each channel of a group by itself."""

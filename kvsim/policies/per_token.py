@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.pieces import Run
-from kvsim.core.storing import SplitQuantizer, check_channels
+from kvsim.core.storing import SplitQuantizer
 
 #: Names of dtypes in torch.
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
@@ -97,14 +96,9 @@ class BlockFloats(SplitQuantizer):
 
     label: ClassVar[str] = "nvfp4"
     choices = (4,)
+    block = _BLOCK
 
     window: Annotated[int, AtLeast(0)] = 0
-
-    def check(self, run: Run) -> None:
-        """Raise PolicyError where a head has no whole blocks."""
-        super().check(run)
-        for dim in run.dims:
-            check_channels(self.label, dim, min(_BLOCK, dim))
 
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Numbers [N, 1, d], each block by itself."""

@@ -6,7 +6,7 @@ Written from the papers and the releases: KIVI's rule is that of `models/llama_k
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 
@@ -51,19 +51,17 @@ def split(keys: Store, values: Store) -> Store:
     return Store(*both)
 
 
-def exact(like: Store) -> Store:
+def exact(due: tuple[Callable[[int], int], Callable[[int], int]]) -> Store:
     """Nothing changes, and a number has 16 bits."""
     same: Callable[[list[Token]], list[Token]] = lambda tokens: tokens  # noqa: E731
     whole: Callable[[int], float] = lambda dim: 16 * dim  # noqa: E731
-    return Store(like.due, (same, same), (whole, whole))
+    return Store(due, (same, same), (whole, whole))
 
 
 def merging(fold: Fold) -> Store:
     """Nothing is rounded; entries that stay change when others leave."""
     none: Callable[[int], int] = lambda _: 0  # noqa: E731
-    same: Callable[[list[Token]], list[Token]] = lambda tokens: tokens  # noqa: E731
-    whole: Callable[[int], float] = lambda dim: 16 * dim  # noqa: E731
-    return Store((none, none), (same, same), (whole, whole), merges=fold)
+    return replace(exact((none, none)), merges=fold)
 
 
 def think(share: float, window: int, recent: int) -> Store:

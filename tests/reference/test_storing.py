@@ -108,7 +108,7 @@ def _blocks(bits):
 
 def _apart(quantizer, store, k, v):
     """The quantizer with these bits of keys and values, and its naive store."""
-    of = [storing.exact(store(4)) if bits == 16 else store(bits) for bits in (k, v)]
+    of = [storing.exact(store(4).due) if bits == 16 else store(bits) for bits in (k, v)]
     return replace(quantizer, k_bits=k, v_bits=v), storing.split(*of)
 
 
