@@ -33,7 +33,6 @@ from claims.policies import scaled
 from claims.rank_correlation import rank_correlation
 from claims.statistics import read_values
 from claims.traces import samples
-from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.output.metrics import REGRET
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import per_prompt
@@ -56,6 +55,8 @@ OFFLINE = (
     *("weighted_error", "layer_error", "output_error", "concat_error"),
     *("retained_mass", "wipeout"),
 )
+#: Those of them in the tables.
+TABLED = ("weighted_error", "layer_error", "output_error", "retained_mass", "wipeout")
 _SMALLER = Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16)
 #: Prompts, budgets, and the tokens that a model writes where the response is not given.
 STUDIES: dict[str, tuple[Plan, tuple[int, ...], int]] = {
@@ -101,28 +102,23 @@ def matrix(
     return sign * wide.drop("prompt").to_numpy().astype(np.float64)
 
 
-def cell(x: Matrix, y: Matrix) -> str:
-    """Rank correlation of means over prompts, with its interval if it has one, and within prompts.
-
-    A prompt in which nothing varies does not count.
-    """
+def cell(model: str, budget: int, metric: str, way: str, **of: Any) -> str:
+    """Rank correlation with live KL of means over prompts, with its interval if it has one."""
+    x = matrix(model, budget, metric, way, **of)
+    y = matrix(model, budget, "response_kl", "closed", **of)
     between, low, high = (None if np.isnan(value) else value for value in rank_correlation(x, y))
-    return show.interval(".2f", between, low, high) + f", {np.nanmean(spearman(x, y)):.2f}"
+    return show.interval(".2f", between, low, high)
 
 
-def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[str]:
-    """Lines of a table; rows: metric and way by label."""
+def _table(model: str) -> Iterator[str]:
+    """Lines of a table: judged KL, then metrics of a replay."""
     budgets = STUDIES[model][1]
     yield f"| {model}: ranked by | {' | '.join(f'{each} entries' for each in budgets)} |"
     yield f"| --- | {' | '.join('---:' for _ in budgets)} |"
-    for label, (metric, way) in rows.items():
-        cells = [
-            cell(
-                matrix(model, budget, metric, way, **of),
-                matrix(model, budget, "response_kl", "closed", **of),
-            )
-            for budget in budgets
-        ]
+    rows = {"judged KL": ("response_kl", "judged")}
+    rows |= {f"`{name}`": (name, "open") for name in TABLED}
+    for label, of in rows.items():
+        cells = (cell(model, budget, *of) for budget in budgets)
         yield f"| {label} | {' | '.join(cells)} |"
 
 
@@ -133,30 +129,31 @@ def _ratios() -> Iterator[str]:
             judged, live = (
                 matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
             )
-            low, middle, high = np.quantile((judged / live)[live > 0], (0.05, 0.5, 0.95))
-            parts.append(f"{middle:.2f} [{low:.2f}, {high:.2f}] at {budget}")
+            low, high = np.quantile((judged / live)[live > 0], (0.05, 0.95))
+            parts.append(f"{low:.2f} to {high:.2f} at {budget}")
             same += int(judged.mean(0).argmin() == live.mean(0).argmin())
         yield (
-            f"* {model}: judged KL by live KL of a cell, median and 90 % of the cells: "
-            f"{', '.join(parts)}. The policy with the lowest mean is the same at {same} of "
+            f"* {model}: judged over live KL of a prompt under a policy is {', '.join(parts)} in "
+            f"90 % of the cases. The policy with the lowest mean is the same at {same} of "
             f"{len(budgets)} budgets."
         )
+    kinds = {True: "Answers of up to 24 tokens", False: "Texts of about 128 tokens"}
+    for answers, kind in kinds.items():
+        ranges = []
+        for label, *of in (
+            ("judged KL", "response_kl", "judged"),
+            ("`weighted_error`", "weighted_error", "open"),
+        ):
+            cells = [cell("smollm2", x, *of, answers=answers) for x in STUDIES["smollm2"][1]]
+            numbers = sorted(each.split()[0] for each in cells)
+            ranges.append(f"{label} at {numbers[0]} to {numbers[-1]}")
+        yield f"* {kind} of smollm2 apart: {' and '.join(ranges)}."
 
 
 def part() -> str:
     """The tables, from the stored values."""
-    judged = {"judged KL": ("response_kl", "judged")}
-    offline = {f"`{name}`": (name, "open") for name in OFFLINE}
-    few = judged | {f"`{name}`": (name, "open") for name in OFFLINE[:2]}
-    apart = [
-        [title, "", *_table("smollm2", few, answers=answers)]
-        for title, answers in (
-            ("Answers of up to 24 tokens, nothing evicted but after the prompt:", True),
-            ("Texts that go on for about 128 tokens, with events in them:", False),
-        )
-    ]
-    blocks = [[*_table(model, judged | offline)] for model in STUDIES]
-    return "\n\n".join("\n".join(lines) for lines in (*blocks, [*_ratios()], *apart))
+    blocks = [*([*_table(model)] for model in STUDIES), [*_ratios()]]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
 def answers() -> str:

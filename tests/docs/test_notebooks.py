@@ -71,10 +71,10 @@ def test_a_notebook_runs_and_shows_what_it_computes(name, tmp_path, monkeypatch)
             assert numbers == pytest.approx(expected, rel=0.02, abs=2e-3)
 
 
-def test_there_are_three_with_outputs_and_without_errors():
+def test_there_are_four_with_outputs_and_without_errors():
     """Each is linked, has a result, no path of a machine, and is small."""
     index = FOLDER.with_name("index.md").read_text("utf-8")
-    assert NAMES == ["compare", "policy", "record"]
+    assert NAMES == ["compare", "expectation", "policy", "record"]
     for name in NAMES:
         text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
         assert len(text) < 200_000

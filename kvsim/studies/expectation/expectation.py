@@ -1,4 +1,4 @@
-"""Expected against observed attention, and the four steps between the two (docs/expectation.md).
+"""Expected against observed attention, and four steps between (docs/notebooks/expectation.ipynb).
 
 Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10 and eq. 7. Rows before a cut are the past,
 those from it on the future. Observed is the mean attention of the future's rows on each key of the
