@@ -8,30 +8,44 @@ documented, with their tests, in docs/kvpress.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from kvsim.core.arguments import setting
-from kvsim.core.attention import reduce_group
-from kvsim.core.lazy import Tensor, torch
+from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Policy, Protection, Scorer, Scores, Uniform, Wrapper
+from kvsim.core.policy import Policy, Protection, Uniform
 from kvsim.core.view import View
 from kvsim.engine.checks import DROPS, QUERY_HEADS, does
-from kvsim.errors import KvsimError, PolicyError
-from kvsim.policies import CATALOGUE
+from kvsim.errors import KvsimError
+from kvsim.policies import ACCESS, CATALOGUE
 from kvsim.policies import policy as build_policy
 from kvsim.policies.streaming_llm import StreamingLLM
-from kvsim.policies.window import first_of
+from kvsim.studies.conformance.definitions import (
+    Reduced,
+    Rescored,
+    Scrambled,
+    Seeing,
+    Unprotected,
+    Weigh,
+    interleaved,
+    neighbour,
+    over_heads,
+    products,
+    rotated,
+    unrotated,
+)
+from kvsim.studies.conformance.difference import Difference
 from kvsim.studies.conformance.judging import DumpCase
 
-#: Attention of the last rows of a view, [L, H, G, w, n].
-Weigh = Callable[[View, int], Tensor]
+#: So large a share of the entries that chance exchanges is as by chance.
+_CHANCE = 0.9
 
 
 class Deviation(NamedTuple):
@@ -43,26 +57,39 @@ class Deviation(NamedTuple):
 
 def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
     """Yield the case under each known deviation that applies to it, and by other presets."""
-    for name, (description, change) in _CHANGES.items():
+    changes = (_CHANGES if case.kept else {}) | _ACCESSES
+    for name, (description, change) in changes.items():
         with suppress(KvsimError):  # no such budget, parameter or score
             if (changed := change(case)) is not None:
                 yield Deviation(name, description), changed
     yield from _policies(case, _presets)
 
 
-def guess(case: DumpCase) -> Iterator[Deviation]:
-    """Yield other parameters that explain a case, of which ties leave at most half to differ.
-
-    Other scores can have more ties.
-    """
-    most = sum(len(each.extra + each.missing) for each in case.differences()) / 2
+def guess(case: DumpCase, most: float) -> Iterator[Deviation]:
+    """Yield other parameters that explain a case, as `explains` does."""
     for deviation, changed in _policies(case, _parameters):
         if explains(changed, most):
             yield deviation
 
 
-def explains(case: DumpCase, most: float = math.inf) -> bool:
-    """Whether the sets of a case agree with its definition but for ties, of `most` entries."""
+def by_chance(case: DumpCase, differences: Sequence[Difference]) -> bool:
+    """Whether the first sets are as large as by definition, and agree with them as by chance."""
+    row = min(case.kept, default=-1)
+    first = [each for each in differences if each.row == row]
+    if not case.kept or any(len(each.extra) != len(each.missing) for each in first):
+        return False
+    protected = case.policy.protection(case.budget).size(row + 1)
+    n, sets = row + 1 - protected, case.kept[row][..., 0].size
+    free = case.kept[row].sum() / sets - protected
+    exchanged = sum(len(each.extra) for each in first) / sets
+    return bool(exchanged > _CHANCE * free * (1 - free / max(n, free)))
+
+
+def explains(case: DumpCase, most: float) -> bool:
+    """Whether the sets of a case agree with its definition but for ties, of `most` entries.
+
+    Other scores can have so many ties that any sets agree with them.
+    """
     try:
         for each in case.differences():
             most -= len(each.extra + each.missing)
@@ -105,7 +132,7 @@ def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None
         for piece in pieces
     )
     nothing: dict[str, Any] = {name: 0}
-    protect, scorer = replace(policy.protect, **nothing), _Unprotected(inner, name)
+    protect, scorer = replace(policy.protect, **nothing), Unprotected(inner, name)
     return _changed(case, scorer=scorer, allocator=allocator, protect=protect)
 
 
@@ -113,146 +140,28 @@ def _changed(case: DumpCase, **pieces: Any) -> DumpCase:
     return replace(case, policy=replace(case.policy, **pieces))
 
 
-class _Unprotected(Wrapper):
-    """The scorer inside, without a part of its protection."""
-
-    part: Literal["sink", "recent"]
-
-    def score(self, view: View) -> Scores:
-        return self.inner(view)
-
-    def protection(self, budget: int) -> Protection:
-        nothing: dict[str, Any] = {self.part: 0}
-        return replace(self.scorer.protection(budget), **nothing)
+def _seeing(weigh: Weigh, case: DumpCase, *, pooled: bool = False) -> DumpCase:
+    return _changed(case, scorer=Seeing(case.policy.scorer, weigh, pooled))
 
 
-class _Seen:
-    """A view for the scorer inside of a wrapper: other attributes, and attention by a formula.
-
-    weigh: of the view and its last rows, [L, H, G, w, n].
-    """
-
-    def __init__(self, view: View, weigh: Weigh, **changed: Any) -> None:
-        self._view, self._weigh = view, weigh
-        vars(self).update(changed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
-
-    def __getitem__(self, column: str) -> Tensor:
-        return self._view[column]
-
-    def scored(self, scorer: Scorer) -> Scores:
-        return Scores.of(scorer.score(self))  # type: ignore[arg-type]  # not what the plain view knows
-
-    def attn(self, rows: int | range, group: Any = None, *, log: bool = False) -> Tensor:
-        if isinstance(rows, range):  # no window of recent rows, which deviations change
-            return self._view.attn(rows, group, log=log)
-        weights = self._weigh(self._view, rows).nan_to_num(0.0)
-        return reduce_group(weights.double().log() if log else weights, group)
-
-    def logits(self, last: int) -> Tensor:
-        return self.attn(last, log=True)
+def _rescored(change: Callable[[Tensor, View], Tensor], case: DumpCase) -> DumpCase:
+    return _changed(case, scorer=Rescored(case.policy.scorer, change))
 
 
-def _rotated(view: View, last: int) -> Tensor:
-    """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
-    if view.is_prompt:  # there every query has its position
-        return view.attn(last)
-    first, stop = first_of(view, last), view.row + 1
-    plain = view.queries(range(first, stop), rotated=False)
-    rows = torch.arange(first, stop)
-    queries = view.rope.rotate(plain, torch.full_like(rows, view.row))
-    logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.formula.scale
-    hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
-    return logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
+def _reading(change: Callable[[Tensor, Tensor], Tensor], case: DumpCase) -> DumpCase | None:
+    """Sparse attention by other scores [H, G, w, P]; the rows' own pages bool [H, 1, w, P]."""
+    sparse = case.policy.sparse
+    if sparse is None:
+        return None
 
+    def chosen(scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        own = (entries > 0) & ~(entries > 0).roll(-1, -1)
+        own[..., -1] = entries[..., -1] > 0
+        return sparse.chosen(change(scores, own), entries, budget)
 
-class _Seeing(Wrapper):
-    """The scorer inside on another view of the window."""
-
-    weigh: Weigh
-
-    scale: ClassVar[Any] = property(attrgetter("scorer.scale"))
-    reads: ClassVar[Any] = property(
-        lambda x: replace(
-            x.scorer.reads, rows=x.scorer.reads.rows + 1, last=x.scorer.reads.last + 1
-        )
-    )
-
-    def __post_init__(self) -> None:
-        """Take logarithms, too: nothing is computed with the scores."""
-
-    def score(self, view: View) -> Scores:
-        seen: Any = _Seen(view, self.weigh)
-        return self.inner(seen)
-
-
-class _Reduced(Wrapper):
-    """The scorer inside for each query head, and another reduction over them."""
-
-    over: Literal["max", "first", "all"]
-
-    def score(self, view: View) -> Tensor:
-        group = view.queries(1).shape[2]
-        names = ("pos", "live", "keys", "values", "count")
-        heads = {name: getattr(view, name).repeat_interleave(group, 1) for name in names}
-        seen: Any = _Seen(view, lambda x, last: x.attn(last).flatten(1, 2).unsqueeze(2), **heads)
-        each: Tensor = self.inner(seen).values.unflatten(1, (-1, group))  # [L, H, G, n]
-        if self.over == "max":
-            return each.amax(2)
-        if self.over == "first":
-            return each[:, :, 0]
-        return each.mean((1, 2)).unsqueeze(1).expand_as(each[:, :, 0])
-
-
-class _Scrambled(Wrapper):
-    """Entries stand in the order in which top-k returned them (kvpress in decoding).
-
-    recent: how many are padded with the largest score + 1. by_slot: the first slots are the sinks,
-    whatever they hold.
-    """
-
-    recent: int = 0
-    by_slot: int = 0
-
-    columns: ClassVar[Mapping[str, float]] = {"place": math.inf}
-
-    def score(self, view: View) -> Scores:
-        """Minus the place in the top-k, so that its choice stays; [L, H, n]."""
-        budgets = set(view.budget.flatten().tolist())
-        if len(budgets) > 1 or not bool(view.live.all()):
-            raise PolicyError("heads hold different numbers of entries, which top-k cannot return")
-        budget = min(budgets.pop(), view.pos.shape[-1])
-        order = view["place"].argsort(dim=-1, stable=True)
-        rows = {
-            name: x.gather(2, order.unsqueeze(-1).expand_as(x))
-            for name, x in (("keys", view.keys), ("values", view.values))
-        }
-
-        def weigh(view: View, last: int) -> Tensor:
-            weights = view.attn(last)
-            return weights.gather(-1, order[:, :, None, None].expand_as(weights))
-
-        seen: Any = _Seen(view, weigh, pos=view.pos.gather(-1, order), **rows)
-        if self.by_slot:
-            scores = torch.ones_like(view.keys[..., 0])
-            scores[..., self.by_slot : self.by_slot + scores.shape[-1] - budget] = 0
-        else:
-            scores = self.inner(seen).values
-        scores = scores.masked_fill(seen.pos > view.row - self.recent, float(scores.max()) + 1)
-        top = order.gather(-1, scores.topk(budget, dim=-1).indices)
-        place = torch.arange(budget, dtype=view["place"].dtype).expand_as(top)
-        place = torch.full_like(view["place"], torch.inf).scatter(-1, top, place)
-        return Scores(-place, {"place": place})
-
-    def protection(self, budget: int) -> Protection:
-        """Protect no entries: the score itself protects the window, whose entries are padded."""
-        return Protection()
-
-
-def _seeing(weigh: Weigh, case: DumpCase) -> DumpCase:
-    return _changed(case, scorer=_Seeing(case.policy.scorer, weigh))
+    changed = copy(sparse)
+    object.__setattr__(changed, "chosen", chosen)
+    return _changed(case, sparse=changed)
 
 
 def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase | None:
@@ -260,7 +169,7 @@ def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase |
     of_parameter = {"heads", "group"} & {*parameters(type(scorer))}  # has other values itself
     if of_parameter or scorer.columns or not hasattr(scorer, "window"):
         return None
-    return _changed(case, scorer=_Reduced(scorer, over))
+    return _changed(case, scorer=Reduced(scorer, over))
 
 
 def _scrambled(case: DumpCase) -> DumpCase | None:
@@ -268,8 +177,8 @@ def _scrambled(case: DumpCase) -> DumpCase | None:
     if not isinstance(policy.allocator, Uniform) or scorer.columns:
         return None
     if isinstance(scorer, StreamingLLM):
-        return _changed(case, scorer=_Scrambled(scorer, by_slot=scorer.sink))
-    return _changed(case, scorer=_Scrambled(scorer, scorer.protection(case.budget).recent))
+        return _changed(case, scorer=Scrambled(scorer, by_slot=scorer.sink))
+    return _changed(case, scorer=Scrambled(scorer, scorer.protection(case.budget).recent))
 
 
 def _one_row(case: DumpCase) -> DumpCase | None:
@@ -300,7 +209,8 @@ def _presets(policy: Policy) -> Iterator[tuple[str, dict[str, Any]]]:
     """The other presets of the outermost part: name and parameters."""
     outer, plus, inside = policy.name.partition("+")
     base, _, preset = outer.partition("@")
-    for other in ("", *CATALOGUE[base].presets) if base in CATALOGUE else ():
+    entry = {**CATALOGUE, **ACCESS}.get(base)
+    for other in () if entry is None else ("", *entry.presets):
         if other != preset:
             yield f"{base}@{other}".removesuffix("@") + plus + inside, {}
 
@@ -322,7 +232,8 @@ def _values(hint: Any, value: Any) -> Sequence[Any]:
         return [x for part in parts for x in _values(part, value)]
     x = value if type(value) is int else 1
     near = (x - 1, x + 1, 1, 3, 5, 7, 0, 2 * x, x // 2)
-    return {int: near, bool: (True, False), type(None): (None,)}.get(hint, ())
+    shares = (2 * value, value / 2, max(value, 1.0)) if type(value) is float else ()
+    return {int: near, float: shares, bool: (True, False), type(None): (None,)}.get(hint, ())
 
 
 _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
@@ -341,13 +252,13 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         partial(_seeing, lambda view, last: view.attn(last + 1)[..., :-1, :])),
     "window-rotated": (
         "all queries of the window are rotated to the row of the event (kvpress, decoding)",
-        partial(_seeing, _rotated)),
+        partial(_seeing, rotated)),
     "window-of-one": ("only the last row of the window is read (kvpress, eager)", _one_row),
     "top-k-order": (
         "entries are taken in the order of the last top-k, not of the text (kvpress, decoding)",
         _scrambled),
     "window-rotated, top-k-order": ("both window-rotated and top-k-order",
-        lambda case: _scrambled(_seeing(_rotated, case))),
+        lambda case: _scrambled(_seeing(rotated, case))),
     "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
     "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
     "mean-before-pool": (
@@ -355,4 +266,33 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         partial(_seeing, lambda view, last: view.attn(last, "mean").unsqueeze(2))),
     "mean-of-all-heads": ("the mean over all query heads of the layer instead of each group",
         partial(_reduced, "all")),
+    "heads-interleaved": ("query head i belongs to KV head i % H, not to i // G",
+        partial(_seeing, interleaved)),
+    "unrotated": ("queries and keys are those before RoPE", partial(_seeing, unrotated)),
+    "no-mask": ("rows of the window see later entries, too",
+        partial(_seeing, lambda view, last: products(view, view.queries(last)).softmax(-1))),
+    "unscaled": ("logits are not multiplied by the scale", partial(_seeing,
+        lambda view, last: (view.logits(last) / view.formula.scale).softmax(-1))),
+    "no-softmax": ("logits are taken instead of attention", partial(_seeing,
+        lambda view, last: view.logits(last).nan_to_num(neginf=0.0))),
+    "softmax-over-heads": ("the softmax is over heads, not over entries",
+        partial(_seeing, over_heads)),
+    "shifted-left": ("each entry has the attention of the next", partial(_seeing,
+        partial(neighbour, -1))),
+    "shifted-right": ("each entry has the attention of the one before", partial(_seeing,
+        partial(neighbour, 1))),
+    "window-pooled": ("attention of the window's own entries is pooled, too",
+        partial(_seeing, lambda view, last: view.attn(last), pooled=True)),
+    "lowest-scores": ("the lowest scores stay", partial(_rescored, lambda x, _: -x)),
+    "constant-scores-low": ("all scores are equal, and the first entries stay",
+        partial(_rescored, lambda x, view: -view.pos.to(x.dtype))),
+    "constant-scores-high": ("all scores are equal, and the last entries stay",
+        partial(_rescored, lambda x, view: view.pos.to(x.dtype))),
+}  # fmt: skip
+#: Of sparse attention.
+_ACCESSES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
+    "own-page-always": ("a row reads its own page, whatever its score",
+        partial(_reading, lambda x, own: x.masked_fill(own, math.inf))),
+    "own-page-never": ("a row's own page is no candidate",
+        partial(_reading, lambda x, own: x.masked_fill(own, -math.inf))),
 }  # fmt: skip

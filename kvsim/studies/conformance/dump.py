@@ -1,12 +1,12 @@
-"""The sets that an implementation kept, as a table of (layer, head, row, pos), and their files.
+"""The sets that an implementation kept, the pages that it read and the bits that it stored.
 
-An `.npz` file has the table and may have the queries, keys and values that the implementation
+An `.npz` file has a table of each and may have the queries, keys and values that the implementation
 computed; docs/conform.md describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -24,8 +24,14 @@ from kvsim.files import published, read_input
 from kvsim.schema import NEVER
 from kvsim.store.inputs import decode_arrays, encode_arrays
 
-#: Columns of the table: one line for each entry that stays after the event after a row.
-COLUMNS = ("layer", "head", "row", "pos")
+#: Columns of the tables of a file (docs/kvsim_dump.py): a line for each entry that stays after an
+#: event, for each page that a row reads (`read_`), and for each stored entry (`stored_`).
+KEPT = ("layer", "head", "row", "pos")
+READ = ("layer", "head", "row", "page")
+STORED = ("layer", "head", "row", "pos", "key_bits", "value_bits")
+
+#: A table by column.
+Table = Mapping[str, NDArray[Any]]
 
 #: Most bytes of the sets of a dump, one for each entry after each event: of any dump; for each line
 #: of its table; and of a dump with few lines.
@@ -36,12 +42,13 @@ _ROPE = {"attention_scaling": float, "rotary_dim": int, "layout": str}
 
 @dataclass(frozen=True, eq=False)
 class Dump:
-    """Entries that an implementation kept after each of its events.
+    """Entries that an implementation kept after its events, read in rows, or stored in few bits.
 
     kept: by the row that an event follows, bool [layer, head, row + 1]; in a layer without an
     event there, what it kept before and all later positions. layers: their numbers in the model.
     trace: q, k and v that the implementation itself computed; None where the file has no such
-    arrays. budget, schedule: of the implementation, if recorded.
+    arrays. budget, schedule: of the implementation, if recorded. read: pages of `page` entries;
+    stored: bits of numbers; columns as `kvsim_dump` has them, None for no table.
 
     Raises DumpError for sets that do not fit the arrays.
     """
@@ -52,12 +59,16 @@ class Dump:
     trace: Trace | None = None
     budget: int | None = None
     schedule: Schedule | None = None
+    read: Table | None = None
+    page: int = 1
+    stored: Table | None = None
 
     def __post_init__(self) -> None:
-        _require(self.kept, f"{self.name}: no event; expected one after which entries left")
-        trace, last = self.trace, max(self.kept)
-        n_heads = self.kept[last].shape[1]
+        tables = (self.kept, self.read, self.stored)
+        _require(any(tables), f"{self.name}: no event; expected one after which entries left")
+        trace, last = self.trace, self.last
         if trace is not None:
+            n_heads = self.kept[max(self.kept)].shape[1] if self.kept else trace.n_heads
             _require(
                 n_heads == trace.n_heads
                 and last < trace.n_pos
@@ -67,29 +78,35 @@ class Dump:
                 f"heads and at most {trace.n_pos} rows, as its q, k and v",
             )
 
+    @property
+    def last(self) -> int:
+        """The last row of any table."""
+        tables = (self.read, self.stored)
+        return max([*self.kept, *(int(x["row"].max()) for x in tables if x is not None)])
+
+    def evicted_at(self, n_heads: int, n_pos: int) -> NDArray[np.int32]:
+        """After which row each entry left, int32 [layer, head, n_pos], as a Record has it."""
+        out = np.full((len(self.layers), n_heads, n_pos), NEVER, np.int32)
+        for row in sorted(self.kept):
+            before = out[..., : row + 1]
+            before[(before == NEVER) & ~self.kept[row]] = row
+        return out
+
     @classmethod
     def of_table(cls, table: Mapping[str, Any], name: str = "memory", **more: Any) -> Dump:
-        """Return the dump of columns of whole numbers: layer, head, row and pos.
+        """Return the dump of columns, as `kvsim_dump` names them.
 
         Raises DumpError for a table that no implementation can have written.
         """
-        columns = {column: np.asarray(table.get(column, ())) for column in COLUMNS}
-        found = ", ".join(f"{x} is {y.dtype} {list(y.shape)}" for x, y in columns.items())
-        whole = all(
-            x.ndim == 1 and x.size and x.dtype.kind in "iu" and 0 <= x.min() <= x.max() < NEVER
-            for x in columns.values()
-        )
-        _require(
-            whole and len({x.shape for x in columns.values()}) == 1,
-            f"{name}: {found}; expected whole numbers from 0 to below {NEVER}, one of each for "
-            "each entry that stays after an event",
-        )
-        layer, head, row, pos = (x.astype(np.int64) for x in columns.values())
-        numbers, n_heads, rows = np.unique(layer), int(head.max()) + 1, np.unique(row)
-        late = (
-            f"{name}: {(pos > row).sum()} positions stay after rows before them; expected positions"
-        )
-        _require((pos <= row).all(), f"{late} up to the row, both from 0 in prompt and response")
+        for kind, prefix, names in (("read", "read_", READ), ("stored", "stored_", STORED)):
+            if any(prefix + column in table for column in names):
+                more[kind] = _columns(table, names, name, prefix)
+        others = [more[kind]["layer"] for kind in ("read", "stored") if kind in more]
+        if others and not {*KEPT} & {*table}:
+            return cls({}, tuple(np.unique(np.concatenate(others)).tolist()), name, **more)
+        layer, head, row, pos = _columns(table, KEPT, name).values()
+        numbers = np.unique(np.concatenate([layer, *others]))
+        n_heads, rows = int(head.max()) + 1, np.unique(row)
         size = len(numbers) * n_heads * int((rows + 1).sum())
         most = min(_LARGEST, _FEW + _PER_LINE * len(row))
         _require(
@@ -119,7 +136,7 @@ class Dump:
 
     @classmethod
     def of_record(cls, record: Record, trace: Trace | None = None) -> Dump:
-        """Return the kept sets of a replay or a live run. trace: its q, k and v."""
+        """Return the kept sets of a replay or a live run, without reads. trace: its q, k and v."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
         return cls(kept, record.layer_ids, record.trace, trace, record.budget, record.schedule)
 
@@ -130,8 +147,12 @@ class Dump:
         for row, sets in self.kept.items():
             layer, head, pos = np.nonzero(sets)
             parts.append((np.array(self.layers)[layer], head, np.full_like(pos, row), pos))
-        columns = np.concatenate(parts, axis=1).astype(np.int32)
-        arrays: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
+        arrays: dict[str, Any] = {"page": self.page}
+        if parts:
+            columns = np.concatenate(parts, axis=1).astype(np.int32)
+            arrays |= zip(KEPT, columns, strict=True)
+        for prefix, table in (("read_", self.read), ("stored_", self.stored)):
+            arrays |= {prefix + column: x for column, x in (table or {}).items()}
         if self.budget is not None:
             arrays["budget"] = self.budget
         if self.schedule is not None:
@@ -161,6 +182,8 @@ def read_dump(path: str | Path) -> Dump:
         arrays = decode_arrays(read_input(target, _LARGEST))
         if "budget" in arrays:
             more["budget"] = index(arrays["budget"][()])
+        if "page" in arrays:
+            more["page"] = index(arrays["page"][()])
         if "interval" in arrays:
             interval = index(arrays["interval"][()]) or None
             more["schedule"] = Schedule(interval, bool(arrays.get("prefill", interval is None)))
@@ -185,3 +208,29 @@ def read_dump(path: str | Path) -> Dump:
 def _require(condition: object, problem: str) -> None:
     if not condition:
         raise DumpError(problem)
+
+
+def _columns(
+    table: Mapping[str, Any], names: Sequence[str], name: str, prefix: str = ""
+) -> dict[str, NDArray[Any]]:
+    """The columns of a table; whole numbers but for bits."""
+    columns = {column: np.asarray(table.get(prefix + column, ())) for column in names}
+    found = ", ".join(f"{x} is {y.dtype} {list(y.shape)}" for x, y in columns.items())
+    whole = all(
+        x.ndim == 1
+        and x.size
+        and x.dtype.kind in ("iuf" if column.endswith("bits") else "iu")
+        and 0 <= x.min() <= x.max() < NEVER
+        for column, x in columns.items()
+    )
+    _require(
+        whole and len({x.shape for x in columns.values()}) == 1,
+        f"{name}: {found}; expected whole numbers from 0 to below {NEVER}, one of each for "
+        "each entry that stays after an event",
+    )
+    columns = {x: y if x.endswith("bits") else y.astype(np.int64) for x, y in columns.items()}
+    at = columns[names[3]]  # pos or page
+    late = f"{name}: {(at > columns['row']).sum()} positions stay after rows before them; expected"
+    advice = "positions up to the row, both from 0 in prompt and response"
+    _require((at <= columns["row"]).all(), f"{late} {advice}")
+    return columns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,40 +15,19 @@ from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
 from kvsim.engine.checks import Setup
 from kvsim.engine.layers import runs
-from kvsim.engine.source import TraceSource
+from kvsim.engine.source import TraceSource, ended
 from kvsim.errors import DumpError
-
-#: Kinds of differing sets: tied at the cut; another choice; everything kept at an event that
-#: should evict; entries evicted where the definition has no event; evicted entries that return.
-DifferenceKind = Literal["tie", "choice", "no eviction", "no event", "return"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A set that differs from the definition's, of one layer and head after the event after a row.
-
-    extra: positions that stay and by definition leave; missing: that leave and by definition stay;
-    returned: that had left before. gap: the highest score of what is missing less the lowest of
-    what is extra, as a share of the largest score of the layer; None where one of them is empty or
-    protected. highest: the extra entries are the highest positions of an exact tie.
-    """
-
-    row: int
-    layer: int
-    head: int
-    kind: DifferenceKind
-    extra: tuple[int, ...]
-    missing: tuple[int, ...]
-    returned: tuple[int, ...] = ()
-    gap: float | None = None
-    highest: bool = False
+from kvsim.studies.conformance.accesses import read_apart, stored_apart
+from kvsim.studies.conformance.difference import Difference, DifferenceKind
+from kvsim.studies.conformance.dump import Dump
 
 
 @dataclass(frozen=True)
 class DumpCase:
     """Sets to be judged, and by what: a policy at a budget and the rows of its events, on a trace.
 
-    kept: by row, bool [layer, head, row + 1] of `layers`, which are counted in the trace.
+    kept: by row, bool [layer, head, row + 1] of `layers`, which are counted in the trace. dump: has
+    what is read and stored.
     """
 
     kept: dict[int, NDArray[np.bool_]]
@@ -59,9 +38,25 @@ class DumpCase:
     schedule: Schedule
     events: tuple[int, ...]
     tolerance: float
+    dump: Dump
 
     def differences(self) -> Iterator[Difference]:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
+        if self.kept:
+            yield from self._kept()
+        policy, trace = self.policy.at(self.budget), self.trace
+        gone = torch.from_numpy(self.dump.evicted_at(trace.n_heads, trace.n_pos))
+        first = self.schedule.ends(trace.prompt_len, trace.header.context_len)[0]
+        for layer, of_layer in zip(self.layers, gone, strict=True):
+            if self.dump.read is not None and policy.sparse is not None:
+                terms = policy.sparse, of_layer, self.budget, self.dump, self.tolerance
+                yield from read_apart(ended(trace, first), layer, *terms)
+            if self.dump.stored is not None and policy.rounds:
+                yield from stored_apart(
+                    trace, layer, policy.storage, of_layer, first - 1, self.dump.stored
+                )
+
+    def _kept(self) -> Iterator[Difference]:
         setup = Setup(self.trace, self.policy, self.budget, self.schedule).checked()
         trace, policy, setting = setup.trace, setup.policy, setup.setting()
         for run in runs(trace, self.layers, policy):
@@ -111,7 +106,7 @@ class DumpCase:
             moved = of_head & (extra | missing)
             parts = [of_head & (group == part) for part in group[moved].unique()]
             gaps = self._gaps(choice, index, extra & of_head, missing & of_head, parts)
-            highest = bool(gaps) and not any(gaps)
+            highest = bool(gaps) and not any(gap for gap, _ in gaps)
             for part in parts if highest else ():
                 scores = choice.scores[index].double()  # type: ignore[index]  # of gaps
                 cut = scores[extra & part].min()
@@ -125,6 +120,7 @@ class DumpCase:
                 "no eviction": bool((theirs == choice.view.live[index])[head].all()),
             }
             pos = choice.view.pos[index, head]
+            gap, cut = max(gaps, key=lambda x: abs(x[0]), default=(None, None))
             differences.append(
                 Difference(
                     row=choice.view.row,
@@ -134,21 +130,24 @@ class DumpCase:
                     extra=tuple(pos[extra[head]].tolist()),
                     missing=tuple(pos[missing[head]].tolist()),
                     returned=returned,
-                    gap=max(gaps, key=abs, default=None),
+                    gap=gap,
                     highest=highest,
+                    cut=cut,
                 )
             )
         shared = self._gaps(choice, index, extra, missing, [every])
         exchanged = bool((extra.sum(-1) != missing.sum(-1)).any())  # from one head to another
         choices = {each.kind for each in differences} - {"tie"} == {"choice"}
         if choices and exchanged and shared and self._tied(shared):
-            return [replace(each, kind="tie", gap=shared[0]) for each in differences]
+            return [replace(each, kind="tie", gap=shared[0][0]) for each in differences]
         return differences
 
     def _gaps(
         self, choice: Choice, index: int, extra: Tensor, missing: Tensor, parts: Sequence[Tensor]
-    ) -> list[float]:
+    ) -> list[tuple[float, tuple[float, float]]]:
         """The gap between the scores of differing entries in each part of a layer, [H, n].
+
+        And the scores: of the best that is missing, and of the worst that is extra.
 
         Empty where other entries than those that scores decide on differ, or more than they stay.
         """
@@ -161,8 +160,9 @@ class DumpCase:
             a, b = extra & part, missing & part
             if int(a.sum()) != int(b.sum()) or bool((choice.protected[index] & (a | b)).any()):
                 return []
-            gaps.append(float(scores[b].max() - scores[a].min()) / scale)
+            cut = float(scores[b].max()), float(scores[a].min())
+            gaps.append(((cut[0] - cut[1]) / scale, cut))
         return gaps
 
-    def _tied(self, gaps: Sequence[float]) -> bool:
-        return all(abs(gap) <= self.tolerance for gap in gaps)
+    def _tied(self, gaps: Sequence[tuple[float, Any]]) -> bool:
+        return all(abs(gap) <= self.tolerance for gap, _ in gaps)

@@ -10,21 +10,28 @@ from typing import Any
 
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import PolicyLike
-from kvsim.engine.checks import DROPS, FUTURE, QUERY_HEADS, refuse
+from kvsim.engine.checks import DROPS, FUTURE, PART, QUERY_HEADS, ROUNDS, does, refuse
 from kvsim.engine.layers import layers_to_replay
 from kvsim.errors import DumpError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.conformance.deviations import Deviation, explains, guess, hypotheses
+from kvsim.studies.conformance.accesses import accesses
+from kvsim.studies.conformance.deviations import Deviation, by_chance, explains, guess, hypotheses
+from kvsim.studies.conformance.difference import Difference
 from kvsim.studies.conformance.dump import Dump, read_dump
-from kvsim.studies.conformance.judging import Difference, DumpCase
+from kvsim.studies.conformance.judging import DumpCase
 
 #: Scores closer than this share of the layer's largest are tied: two libraries round differently.
 TOLERANCE = 1e-5
 
 _HIGHEST = Deviation("ties-high", "ties go to the higher position; by definition to the lower")
 _RETURN = Deviation("evicted-return", "entries that have left are in the cache again")
+_CHANCE = Deviation(
+    "by-chance",
+    "at the first event sets agree with the definition's as by chance; so do those by scores that "
+    "are all equal, as after a softmax over rows",
+)
 _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
 
 
@@ -66,7 +73,8 @@ class Conformance:
 
     def lines(self) -> list[str]:
         """Return the report as text, a statement per line."""
-        sets = f"{self.compared} sets ({plural(self.events, 'event')})"
+        events = f" ({plural(self.events, 'event')})" * bool(self.events)
+        sets = f"{self.compared} sets{events}"
         against = f"{self.policy} at budget {self.budget}"
         ties, apart = len(self.ties), self.apart
         if not apart:
@@ -147,10 +155,15 @@ def conform(
     layers_to_replay(source, layers)
     total = resolve_budget(entries, source.n_pos)
     schedule = (dump.schedule or rule.schedule).override(interval, prefill)
-    events = tuple(schedule.rows(source.prompt_len, max(dump.kept) + 1, *source.extent[2:]))
-    case = DumpCase(dict(dump.kept), layers, source, rule, total, schedule, events, tolerance)
+    has = {"pages that rows read": (dump.read, PART), "bits of entries": (dump.stored, ROUNDS)}
+    for name, (table, rule_does) in has.items():
+        if table is not None and not does(rule, rule_does):
+            raise DumpError(f"{dump.name} has {name}; expected a policy that {rule_does}")
+    events = tuple(schedule.rows(source.prompt_len, dump.last + 1, *source.extent[2:]))
+    kept = dict(dump.kept)
+    case = DumpCase(kept, layers, source, rule, total, schedule, events, tolerance, dump)
     differences = sorted(case.differences(), key=lambda each: (each.row, each.layer, each.head))
-    rows = sorted({*case.events, *case.kept})
+    rows = sorted({*case.events, *case.kept}) if kept else []
     later = (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1
     remarks = {
         "states are those of the trace: exact in the first layer and at the first event; later the "
@@ -166,7 +179,7 @@ def conform(
         policy=rule.name,
         budget=total,
         events=len(rows),
-        compared=len(rows) * len(dump.layers) * source.n_heads,
+        compared=len(rows) * len(dump.layers) * source.n_heads + accesses(dump, rule, source),
         differences=tuple(differences),
         deviations=tuple(_deviations(case, differences)),
         remarks=tuple(remark for remark, holds in remarks.items() if holds),
@@ -179,21 +192,34 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
         return [_HIGHEST] * all(each.highest for each in differences)
     if not kinds - {"tie"}:
         return []
-    deviations = [deviation for deviation, changed in hypotheses(case) if explains(changed)]
+    most = sum(len(each.extra + each.missing) for each in differences) - 1
+    deviations = [deviation for deviation, changed in hypotheses(case) if explains(changed, most)]
     names = {each.name for each in deviations}
     # a part of a combination is enough
     deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
     if not deviations and kinds <= {"tie", "choice"}:
-        deviations = [*islice(guess(case), 1)]
+        deviations = [*islice(guess(case, most / 2), 1)]
     if "return" in kinds:
         deviations.append(_RETURN)
     elif kinds - {"tie"} == {"no eviction"} and not deviations:
         deviations.append(_KEEPS)
+    elif not deviations and kinds <= {"tie", "choice"} and by_chance(case, differences):
+        deviations.append(_CHANCE)
     return deviations
 
 
+#: What the implementation does, and what it does not, with each kind of set.
+_VERBS = {
+    "entries": ("keeps", "evicts"),
+    "pages": ("reads pages", "leaves pages"),
+    "keys": ("rounds keys of", "leaves exact keys of"),
+    "values": ("rounds values of", "leaves exact values of"),
+}
+
+
 def _words(difference: Difference) -> str:
-    sets = {"keeps": difference.extra, "evicts": difference.missing, "has": difference.returned}
+    extra, missing = _VERBS[difference.of]
+    sets = {extra: difference.extra, missing: difference.missing, "has": difference.returned}
     parts = [f"{verb} {first_of([*map(str, at)], 6)}" for verb, at in sets.items() if at]
     if difference.returned:
         parts[-1] += " again"
@@ -201,6 +227,14 @@ def _words(difference: Difference) -> str:
         parts.append("by definition there is no event")
     elif difference.kind == "no eviction":
         parts.append("by definition entries leave")
+    elif difference.bits is not None:
+        theirs, ours = (f"{x:g}" for x in difference.bits)
+        parts.append(f"{difference.of} have {theirs} bits; by definition {ours}")
     elif difference.gap is not None:
         parts.append(f"score gap {difference.gap:.2g} of the layer's largest, no tie")
+    if difference.cut is not None:
+        best, worst = (f"{x:.5g}" for x in difference.cut)
+        parts.append(
+            f"by definition what it {missing} scores up to {best}, what it {extra} {worst}"
+        )
     return "; ".join(parts)

@@ -1,0 +1,151 @@
+"""Where the pages that rows read, and the bits that entries are stored in, part from a policy's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.output.changed import shortened
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.policy import Policy
+from kvsim.core.reading import SparseAttention, shared, visible
+from kvsim.core.trace import Trace
+from kvsim.engine.reading import chosen_pages, reads_all
+from kvsim.errors import DumpError
+from kvsim.studies.conformance.difference import Difference
+from kvsim.studies.conformance.dump import Dump, Table
+
+#: Numbers of so many bits are not rounded; bits that differ by less are equal.
+EXACT, _BITS = 16, 0.01
+
+
+def accesses(dump: Dump, policy: Policy, trace: Trace) -> int:
+    """Sets of pages that are compared, and of rounded keys and values."""
+    count = 0
+    if dump.read is not None and policy.sparse is not None:
+        of_policy = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[policy.sparse.heads]
+        rows = np.unique([dump.read["layer"], dump.read["row"]], axis=1).shape[1]
+        count += rows * max(of_policy, int(dump.read["head"].max()) + 1)
+    if dump.stored is not None:
+        columns = [dump.stored[name] for name in ("layer", "head", "row")]
+        count += 2 * np.unique(columns, axis=1).shape[1]
+    return count
+
+
+def read_apart(
+    trace: Trace,
+    layer: int,
+    sparse: SparseAttention,
+    gone: Tensor,
+    budget: int,
+    dump: Dump,
+    tolerance: float,
+) -> Iterator[Difference]:
+    """Yield the rows and heads of a layer that read other pages than sparse attention chooses.
+
+    layer: its index in the trace; gone: after which row each entry has left, int [H, T].
+    """
+    table: Any = dump.read
+    n_heads, size, number = int(table["head"].max()) + 1, dump.page, trace.layer_ids[layer]
+    rows, first = _by_row(table, number), trace.prompt_len
+    known = (1, trace.n_heads, trace.n_qheads)
+    if n_heads not in known or min(rows, default=first) < first:
+        raise DumpError(
+            f"{dump.name}: pages of {n_heads} heads, from row {min(rows, default=first)} on; "
+            f"expected 1, {known[1]} or {known[2]} heads, and rows from {first} on"
+        )
+    for start, chosen, scores in _blocks(trace, layer, sparse.at(trace, budget), gone, budget):
+        for row in sorted(x for x in rows if start <= x < start + chosen.shape[1]):
+            held = visible(gone, slice(row, row + 1))[:, 0].sum(-1).tolist()
+            for head in range(count := max(n_heads, len(chosen))):
+                of_dump, of_rule, of_held = (
+                    head * x // count for x in (n_heads, len(chosen), len(held))
+                )
+                n, page = held[of_held], rows[row]["page"][rows[row]["head"] == of_dump]
+                mine = chosen[of_rule, row - start].numpy().repeat(sparse.page)[:n].nonzero()[0]
+                theirs = (page[:, None] * size + np.arange(size)).ravel()
+                theirs = theirs[(theirs < n) | (theirs // size > (n - 1) // size)]
+                pair = (theirs, mine), (mine, theirs)
+                extra, missing = (np.unique(np.setdiff1d(*x) // sparse.page) for x in pair)
+                if len(extra) or len(missing):
+                    cut, gap = _cut(scores[of_rule, row - start].numpy(), extra, missing)
+                    kind: Any = "tie" if gap is not None and abs(gap) <= tolerance else "choice"
+                    sets = tuple(extra.tolist()), tuple(missing.tolist())
+                    yield Difference(row, number, head, kind, *sets, gap=gap, of="pages", cut=cut)
+
+
+def _blocks(
+    trace: Trace, layer: int, sparse: SparseAttention, gone: Tensor, budget: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Blocks of rows: the first row, the pages they read and the scores of these, [head, w, P]."""
+    first, n = trace.prompt_len, trace.n_pos
+    if reads_all(trace, sparse, layer):
+        every = torch.ones(1, n - first, -(-n // sparse.page))
+        yield first, every.bool(), every
+        return
+    only, watched, last = slice(layer, layer + 1), copy(sparse), list[Tensor]()
+
+    def chosen(scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+        last[:] = [shared(sparse.heads, scores, entries)[0].flatten(0, 1)]
+        return sparse.chosen(scores, entries, budget)
+
+    object.__setattr__(watched, "chosen", chosen)
+    qkv = [trace.read("q", only, slice(first, None))[0], *(trace.read(x, only)[0] for x in "kv")]
+    for start, pages in chosen_pages(trace, layer, watched, gone, budget, qkv):
+        yield start, pages, last[0]
+
+
+def _cut(
+    scores: NDArray[Any], extra: NDArray[Any], missing: NDArray[Any]
+) -> tuple[tuple[float, float] | None, float | None]:
+    """The scores of the best missing and the worst extra page, and their gap."""
+    if len(extra) != len(missing) or extra[-1] >= len(scores):
+        return None, None
+    largest = float(np.abs(scores[np.isfinite(scores)]).max(initial=0)) or 1.0
+    best, worst = float(scores[missing].max()), float(scores[extra].min())
+    return (best, worst), (best - worst) / largest
+
+
+def stored_apart(
+    trace: Trace, layer: int, storage: object, gone: Tensor, first: int, table: Table
+) -> Iterator[Difference]:
+    """Yield where a layer stores keys or values of other entries rounded, or in other bits.
+
+    first: the row after which the first entries are rounded; other terms as in `read_apart`.
+    """
+    key_dim, value_dim = (trace.read(x, slice(layer, layer + 1)).shape[-1] for x in "kv")
+    rules = shortened(storage, gone, first, (key_dim, value_dim))
+    for row, lines in _by_row(table, trace.layer_ids[layer]).items():
+        for head in np.unique(lines["head"]).tolist():
+            at = lines["head"] == head
+            pos = lines["pos"][at]
+            for (after, bits), dim, of in zip(
+                rules, (key_dim, value_dim), ("keys", "values"), strict=True
+            ):
+                theirs = lines[f"{of[:-1]}_bits"][at].astype(float)
+                theirs[theirs >= EXACT] = math.inf
+                mine = np.where(after[head].numpy()[pos] <= row, bits / dim, math.inf)
+                differs = ~np.isclose(theirs, mine, rtol=0, atol=_BITS)
+                extra, missing = (tuple(pos[differs & np.isinf(x)]) for x in (mine, theirs))
+                both = theirs[differs & np.isfinite(theirs) & np.isfinite(mine)]
+                if differs.any():
+                    kind: Any = "bits" if len(both) else "choice"
+                    widths = (float(both[0]), bits / dim) if len(both) else None
+                    sets = tuple(map(int, extra)), tuple(map(int, missing))
+                    number = trace.layer_ids[layer]
+                    yield Difference(row, number, head, kind, *sets, of=of, bits=widths)
+
+
+def _by_row(table: Table, number: int) -> dict[int, dict[str, NDArray[Any]]]:
+    """The lines of a layer of a table, by row, ascending."""
+    of_layer = {name: column[table["layer"] == number] for name, column in table.items()}
+    rows = np.unique(of_layer["row"]).tolist()
+    return {
+        row: {name: column[of_layer["row"] == row] for name, column in of_layer.items()}
+        for row in rows
+    }

@@ -1,0 +1,138 @@
+"""Dumps of the pages that rows read, and of the bits that entries are stored in, by plain loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from kvsim_dump import Dump
+
+import kvsim
+from kvsim.errors import DumpError
+from kvsim.studies.conformance import dump
+from kvsim.studies.conformance.dump import read_dump
+from kvsim.testing import conforms
+
+PROMPT, N, PAGE, BUDGET = 30, 60, 4, 16
+QUEST = kvsim.policy("quest", page=PAGE, dense_layers=0)
+KIVI = kvsim.policy("kivi", window=16, group=16, bits_per_number=4)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """A random trace of two layers, two KV heads and four query heads."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, N, 8, generator=generator) for heads in (4, 2, 2))
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=PROMPT, rope=kvsim.Rope.default(8))
+
+
+def bounds(q, k, row):
+    """The largest logit that each page could have, channel by channel."""
+    out = []
+    for first in range(0, row + 1, PAGE):
+        keys = k[first : min(first + PAGE, row + 1)]
+        out.append(sum(max(x * y for y in keys[:, c]) for c, x in enumerate(q)))
+    return out
+
+
+def pages_of(trace, path, kind=""):
+    """Write the pages that Quest reads in each row after the prompt, with a deviation."""
+    out = Dump(page=PAGE, budget=BUDGET)
+    q, k = (trace.read(x).double().numpy() for x in "qk")
+    for layer in range(2):
+        for row in range(PROMPT, N):
+            chosen = []
+            for qhead in range(4):
+                score = bounds(q[layer, qhead, row], k[layer, qhead // 2], row)
+                own = len(score) - 1
+                score = {
+                    "own-page-always": [*score[:own], math.inf],
+                    "own-page-never": [*score[:own], -math.inf],
+                }.get(kind, score)
+                best = np.argsort(-np.array(score), kind="stable")
+                chosen.append(np.sort(best[: BUDGET // PAGE]))
+            out.read(layer, row, chosen)
+    out.save(path)
+    return read_dump(path)
+
+
+@pytest.mark.parametrize("kind", ["", "own-page-always", "own-page-never"])
+def test_pages_are_those_of_a_plain_loop(trace, tmp_path, kind):
+    """And each deviation is explained by its name."""
+    report = kvsim.conform(pages_of(trace, tmp_path / "d.npz", kind), QUEST, trace=trace)
+    assert report.compared == 2 * 4 * (N - PROMPT)
+    assert report.equal is not bool(kind)
+    assert [each.name for each in report.deviations] == [kind] * bool(kind)
+    if kind:
+        first = report.apart[0]
+        q = trace.read("q")[first.layer, first.head, first.row].double().numpy()
+        score = bounds(q, trace.read("k")[first.layer, first.head // 2].double().numpy(), first.row)
+        best, worst = max(score[x] for x in first.missing), min(score[x] for x in first.extra)
+        assert first.cut == pytest.approx((best, worst), rel=1e-5)
+        assert f"reads pages {first.extra[0]}" in report.lines()[1]
+
+
+def test_other_pages_and_heads_are_parameters(trace, tmp_path):
+    """A definition of other pages, or of other heads, is named."""
+    pages = pages_of(trace, tmp_path / "d.npz")
+    for params, explained in (({"page": 2}, "page=4"), ({"heads": "kv"}, "heads=query")):
+        policy = kvsim.policy("quest", **{"page": PAGE, "dense_layers": 0, **params})
+        report = kvsim.conform(pages, policy, trace=trace)
+        assert explained in [each.name for each in report.deviations]
+
+
+def bits_of(trace, path, late=0, bits=(6.0, 8.0)):
+    """Write what KIVI has rounded after each row: keys by windows of 16, values behind 16."""
+    out = Dump(heads=2, budget=N)
+    for layer in range(2):
+        for row in range(PROMPT - 1, N):
+            n = row + 1 - late
+            for pos in range(row + 1):
+                key, value = pos < n - n % 16, pos < n - 16
+                widths = [x if is_so else 32 for x, is_so in zip(bits, (key, value), strict=True)]
+                out.stored(layer, row, [pos], *widths)
+    out.save(path)
+    return read_dump(path)
+
+
+def test_bits_are_those_of_a_plain_loop(trace, tmp_path):
+    """4 bits and 32 for each group of 16 keys, or 8 channels of a value; other bits are seen."""
+    path = tmp_path / "d.npz"
+    conforms(bits_of(trace, path), KIVI, trace=trace)
+    report = kvsim.conform(bits_of(trace, path, bits=(8.0, 6.0)), KIVI, trace=trace)
+    assert "keys have 8 bits; by definition 6" in report.lines()[1]
+    with pytest.raises(AssertionError, match="leaves exact values of 13"):
+        conforms(bits_of(trace, path, late=1), KIVI, trace=trace)
+
+
+def test_tables_need_a_policy_with_a_rule_for_them(trace, tmp_path):
+    """Pages need sparse attention, bits a quantizer; pages follow the prompt."""
+    pages = pages_of(trace, tmp_path / "d.npz")
+    for given, policy in ((pages, "h2o"), (bits_of(trace, tmp_path / "b.npz"), QUEST)):
+        with pytest.raises(DumpError, match="expected a policy that"):
+            kvsim.conform(given, policy, trace=trace)
+    early = Dump(page=PAGE, budget=BUDGET)
+    early.read(0, 3, [[0]] * 3)
+    early.save(tmp_path / "e.npz")
+    with pytest.raises(DumpError, match="3 heads, from row 3 on; expected 1, 2 or 4"):
+        kvsim.conform(tmp_path / "e.npz", QUEST, trace=trace)
+
+
+def test_a_dump_returns_from_its_file(trace, tmp_path):
+    """Tables of all three kinds."""
+    path = tmp_path / "d.npz"
+    for first in (pages_of(trace, path), bits_of(trace, path)):
+        back = read_dump(first.save(tmp_path / "e.npz", overwrite=True))
+        assert back.page == first.page
+        for mine, other in ((first.read, back.read), (first.stored, back.stored)):
+            assert (mine is None) == (other is None)
+            assert all((other[name] == x).all() for name, x in (mine or {}).items())
+
+
+@pytest.mark.parametrize("name", ["qfilter", "adakv+qfilter", "h2o+double_sparsity"])
+def test_sets_that_differ_under_a_calibration_are_reported(name):
+    """Presets and parameters are tried with the calibration that was given."""
+    sample = kvsim.open_trace("sample")
+    policy = kvsim.policy(name, calibration="prefix:64")
+    record = kvsim.replay(sample, "snapkv", 96)
+    assert not kvsim.conform(dump.Dump.of_record(record, sample), policy).equal
