@@ -119,7 +119,7 @@ def stored_apart(
     first: the row after which the first entries are rounded; other terms as in `read_apart`.
     """
     key_dim, value_dim = (trace.read(x, slice(layer, layer + 1)).shape[-1] for x in "kv")
-    rules = shortened(storage, gone, first, (key_dim, value_dim))
+    rules = shortened(storage, trace.owners[layer], gone, first, (key_dim, value_dim))
     for row, lines in _by_row(table, trace.layer_ids[layer]).items():
         for head in np.unique(lines["head"]).tolist():
             at = lines["head"] == head
