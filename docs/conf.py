@@ -65,6 +65,15 @@ def add_rules(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] = with_rules(source[0])
 
 
+def add_board(_: Sphinx, page: str, source: list[str]) -> None:
+    """Append a table to sort and filter to the leaderboard."""
+    if page == "docs/leaderboard":
+        sys.path.append(str(Path(__file__).parent))
+        from leaderboard_site import with_rows  # noqa: PLC0415 - lies beside this file
+
+        source[0] = with_rows(source[0])
+
+
 def add_entrance(app: Sphinx, error: Exception | None) -> None:
     """Let the top of the site lead to its first page."""
     if error is None:
@@ -77,4 +86,5 @@ def setup(app: Sphinx) -> None:
     """Connect what this file adds."""
     app.connect("source-read", add_navigation)
     app.connect("source-read", add_rules)
+    app.connect("source-read", add_board)
     app.connect("build-finished", add_entrance)

@@ -36,12 +36,15 @@ OTHERS = {
     **dict.fromkeys(
         (
             f"figures/leaderboard-{board}.png"
-            for board in ("8k", "qwen-1.5b", "qwen-1.5b-8k", "qwen-1.5b-sheets", "smollm2", "tiny")
+            for board in (
+                *("8k", "qwen-1.5b", "qwen-1.5b-8k", "qwen-1.5b-sheets", "smollm2", "tiny"),
+                *("smollm2-answers", "smollm2-needles"),
+            )
         ),
         "docs/leaderboard.py",
     ),
     "figures/answer.png": "docs/answer.py",
-    "figures/access.png": "docs/access.py of kvsim 0.1.0",
+    "figures/access.png": "docs/leaderboard.py",
     "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "apps/tiny/distill.py of kvsim 0.1.0",
     "figures/needle-tiny.png": "docs/needle.py",

@@ -4,10 +4,16 @@ import numpy as np
 import polars as pl
 import pytest
 
+import kvsim
 import leaderboard
+import leaderboard_page
+import leaderboard_rows
+import leaderboard_site
 from claims.plan import PLANS
 from claims.statistics import read_values
-from leaderboard import BOARDS, KL, PAGE, VALUES
+from kvsim.analysis.summaries import per_prompt
+from leaderboard_rows import BOARDS, DOCS, VALUES
+from workloads import KL
 
 pytestmark = pytest.mark.deep
 
@@ -18,18 +24,19 @@ def values():
     return pl.read_parquet(VALUES)
 
 
-def test_the_page_follows_from_the_file(tmp_path, monkeypatch):
-    """Tables, sentences and figures."""
-    monkeypatch.setattr(leaderboard, "picture", lambda *_: None)
+def test_the_page_follows_from_the_file(monkeypatch):
+    """Tables, sentences and the spreadsheet."""
+    monkeypatch.setattr(leaderboard_page, "picture", lambda *_: None)
 
-    assert leaderboard.page() == PAGE.read_text("utf-8")
+    for path, text in leaderboard_page.pages().items():
+        assert path.read_text("utf-8") == text
 
 
-@pytest.mark.parametrize("name", [board.plan for board in BOARDS])
+@pytest.mark.parametrize("name", [x.name for x in BOARDS if x.name in PLANS])
 def test_values_are_those_of_the_study(name, values):
     """Each policy has the KL of each prompt that claims are tested on."""
     plan = PLANS[name]
-    study = read_values(leaderboard.DOCS / plan.values, plan)
+    study = read_values(DOCS / plan.values, plan)
     of_board = values.filter(board=name, metric=KL)
 
     assert of_board.select("trace", "policy", "budget").is_unique().all()
@@ -46,7 +53,7 @@ def test_a_cell_is_the_mean_over_equal_prompts(values):
         kl.setdefault(row["trace"], {}).setdefault(row["budget"], {})[row["policy"]] = row["value"]
         tasks[row["trace"]] = row["task"]
     both = [trace for trace, budgets in kl.items() if {128, 256} <= {*budgets}]
-    comparison = leaderboard.compared(leaderboard.table("smollm2"))
+    comparison = leaderboard_rows.compared(leaderboard_rows.table("smollm2"))
 
     assert len(both) == 42
     for policy in ("dropkv", "snapkv", "random", "oracle", "kvzip"):
@@ -61,25 +68,78 @@ def test_a_cell_is_the_mean_over_equal_prompts(values):
             assert found["rank"].is_null().item() == (policy in ("oracle", "kvzip"))
 
 
-def test_a_policy_is_measured_on_the_prompts_of_a_board(tmp_path, capsys):
-    """That of the catalogue gets the mean of its stored values, but for another processor."""
-    board = next(board for board in BOARDS if board.plan == "tiny")
+@pytest.mark.parametrize("policies", [["tova"], ["test_leaderboard_policy:newest"]])
+def test_policies_are_measured_on_frozen_prompts(policies, tmp_path, capsys, monkeypatch):
+    """The smallest form of the command: values are those of a sweep; other prompts are refused."""
+    (tmp_path / "test_leaderboard_policy.py").write_text(NEWEST)
+    monkeypatch.syspath_prepend(tmp_path)
+    values, folder = tmp_path / "values.parquet", tmp_path / "traces"
+    common = ["--model=tiny", "--workloads=needles", "--prompts=1"]
+    common += [f"--traces={folder}", f"--values={values}", "--policy"]
 
-    leaderboard.stand(board, "tova", 2, tmp_path, None)
+    leaderboard.main([*common, "full", "random", *policies, "--add"])
+    leaderboard.main([*common, *policies])
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tova at ")]
-    stored = leaderboard.table("tiny").filter(policy="tova", metric=KL)
-    stored = stored.filter(pl.col("prompt").str.contains("-0[12]-"))
-    for line, (_, rows) in zip(
-        lines, stored.sort("budget").group_by("budget", maintain_order=True), strict=True
-    ):
-        assert float(line.split()[3].strip("[],")) == pytest.approx(rows["value"].mean(), rel=0.05)
+    printed = capsys.readouterr().out.splitlines()
+    (path,) = folder.glob("tiny-needles-00*.zarr")
+    run = kvsim.sweep(
+        traces=path, policies=policies, budgets=["25%", "50%"], interval=32, judge=True,
+        metrics=[KL, "bytes_held"],
+    )  # fmt: skip
+    expected = per_prompt(run.table)
+    stored = pl.read_parquet(values).filter(policy=policies[0])
+    for budget in ("25%", "50%"):
+        for metric in (KL, "bytes_held"):
+            (value,) = stored.filter(metric=metric, share=budget)["value"]
+            (known,) = expected.filter(metric=metric, requested=budget)["value"]
+            assert value == pytest.approx(known, rel=1e-4)
+        shown = [line for line in printed if line.startswith(f"tiny-needles: {policies[0]} ")]
+        assert sum(f" at {budget}: KL " in line for line in shown) == 2
+    pl.read_parquet(values).with_columns(prompt=pl.lit("another")).write_parquet(values)
+    with pytest.raises(SystemExit, match="prompt 0 of needles has digest"):
+        leaderboard.main([*common, "tova"])
 
 
-def test_another_prompt_is_refused(tmp_path, monkeypatch):
-    """A board of other weights or prompts says so before anything is recorded."""
-    monkeypatch.setattr(leaderboard, "key", lambda *_: "another")
+NEWEST = """
+from kvsim.core.policy import Policy, Scorer
 
-    with pytest.raises(SystemExit, match="prompt 1"):
-        leaderboard.stand(BOARDS[-1], "tova", 1, tmp_path, None)
-    assert list(tmp_path.iterdir()) == []
+class Newest(Scorer):
+    scale = "signed"
+
+    def score(self, view):
+        return view.keys[..., 0]
+
+def newest():
+    return Policy("newest", Newest())
+"""
+
+
+def test_prompts_of_a_board_are_equal_for_all_policies(values):
+    """Boards of frozen workloads have the same prompts under every policy, each with its digest."""
+    frozen = values.drop_nulls("number").filter(metric=KL)
+    assert {"smollm2-answers", "smollm2-needles"} <= {*frozen["board"]}
+    for _, rows in frozen.group_by("board"):
+        per_policy = rows.group_by("policy").agg(pl.col("prompt").unique().sort())
+        assert per_policy["prompt"].n_unique() == 1
+        assert rows.select("number", "prompt").unique().height == rows["number"].n_unique()
+
+
+def test_nothing_that_holds_as_few_bytes_beats_the_front():
+    """By pairs, on the rows of a board."""
+    rows = leaderboard_rows.rows_of(leaderboard_rows.table("smollm2-needles"))
+    usable = [x for x in rows if "bound" not in x["class"] and x["class"] != "no budget"]
+    front = leaderboard_rows.on_front(rows)
+
+    for row in usable:
+        others = (x for x in usable if x is not row and x["held"] <= row["held"])
+        beaten = any(x["mean"] < row["mean"] for x in others)
+        assert beaten != any(row is x for x in front), row["policy"]
+
+
+def test_rows_of_boards_on_the_site():
+    """Each row of the spreadsheet is a row of the table, which words filter."""
+    page = leaderboard_site.with_rows("# Leaderboard")
+
+    rows = leaderboard_site.ROWS.read_text("utf-8").splitlines()
+    assert page.count("<tr><td>") == len(rows) - 1
+    assert page.count("<th>") == rows[0].count(",") + 1

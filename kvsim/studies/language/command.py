@@ -93,7 +93,7 @@ def prompts(
     Prints a JSON object per line, in the format of `kvsim capture --prompts`. Several tasks,
     levels, domains, lengths or depths alternate in all combinations. For the shipped models a level
     sets all sizes; without a level, sizes have defaults of about 500 tokens. For other models the
-    text is Python's documentation; docs/smollm2.md says which tasks SmolLM2 solves.
+    text is Python's documentation; docs/models.md says which tasks SmolLM2 solves.
     """
     if out is not None:
         check_output(out, overwrite=overwrite)
