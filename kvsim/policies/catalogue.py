@@ -20,6 +20,8 @@ EVERY_512 = Schedule(interval=512)
 
 _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 
+_BACK_END = {"pruning": "per_head", "population": "all", "protect_prompt": False}
+
 # Where heads keep sets of their own, an average over all of them compares different tokens; and
 # what is wrapped is the score alone, without the rule of TriAttention and RaaS that the prompt
 # stays.
@@ -223,6 +225,30 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "compactor@attention": variant("what neighbours attend to", parts="attention"),
     "kvzip@uniform": variant("the same number of entries in each head", allocator=Uniform),
     "kvzip@kvpress": variant("4 first entries stay, and join the softmax of each chunk", sink=4),
+    "triattention@union": variant(
+        "one set for the model, ranked by the largest score of any head: the released default",
+        target="triattention:EngineTriAttention",
+    ),
+    "triattention@per_head": variant(
+        "one set per KV head for all layers, by the mean of their scores",
+        target="triattention:EngineTriAttention",
+        pruning="per_head",
+        over_layers="mean",
+    ),
+    "triattention@vllm": variant(
+        "its vLLM back end: z-scores over all entries, the prompt competes, 128 recent stay",
+        target="triattention:EngineTriAttention",
+        **_BACK_END,
+        over_layers="mean",
+        recent=128,
+        meant_for={"recent": 2048},
+    ),
+    "triattention@sglang": variant(
+        "its SGLang back end: the largest of the group, then z-scores, then the largest layer",
+        target="triattention:EngineTriAttention",
+        **_BACK_END,
+        normalise="kv_heads",
+    ),
     "gkv@r1_qwen_7b": variant("mix_lambda for R1-Distill-Qwen-7B", mix_lambda=0.7),
     "gkv@r1_llama_8b": variant("mix_lambda for R1-Distill-Llama-8B", mix_lambda=0.9),
     "gkv@release": variant("mix_lambda of the released scripts", mix_lambda=0.5),

@@ -13,24 +13,44 @@ The first sum is a trigonometric series in the distance from the key. The second
 key, weighted by the spread of the queries. Scores of a query head are standardised over the entries
 (z-score); an entry gets the largest of its group.
 
-Deviations. One set per KV head and layer, the mode that the released code calls per_layer_perhead;
-its default shares one set among the layers. kvsim adds no noise to break ties. The prompt is
-protected and counts in the budget (`protect_prompt`); under an allocator or a wrapper it competes
-like all other entries. Dimensions that the rotary embedding does not rotate, for which the released
-code has no rule, add the product with the mean query.
+The released code has three modes and three back ends, which differ in what they rank. Modes
+(`pruning`): one set per KV head and layer (`per_layer_perhead`, the default here), one per KV head
+of all layers (`per_head`), one for the model (`union`, its default). In `union` each query head
+nominates as many entries as stay, and of these the largest score ranks; as the best by the largest
+score are always nominated, that is the ranking by the largest score of any head.
+
+                    sets       over layers   z-score over      prompt     recent
+    triattention    all        -             the response      stays
+    @per_head       per_head   mean          the response      stays
+    @union          union      max           the response      stays
+    @vllm           per_head   mean          all entries       competes   128
+    @sglang         per_head   max           all entries, of   competes
+                                             the group's max
+
+With `protect_prompt=True` the prompt stays in the last two, too; it still counts in their z-scores.
+Where vLLM counts the prompt beside the budget (`include_prefill_in_budget=False`), give a budget
+that is larger by the prompt.
+
+Deviations. kvsim adds no noise to break ties. The prompt counts in the budget where it is
+protected; under an allocator or a wrapper it competes like all other entries. Events follow each
+other at one interval from the end of the prompt; the back ends act once the cache is longer than
+the budget by that interval, transformers at multiples of it. Dimensions that the rotary embedding
+does not rotate, for which the released code has no rule, add the product with the mean query.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import protected_by
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
+from kvsim.policies.union import check_alike
 
 # Distances into the future at which a key is scored.
 OFFSETS = tuple(2**i for i in range(17))
@@ -63,6 +83,11 @@ class TriAttention(Calibrated):
 
     def score(self, view: View) -> Tensor:
         """max over the group of z(trigonometric series + norm); [L, H, n]."""
+        candidate = view.live & ~protected_by(self.protection, view)
+        return standardised(self.expected(view), candidate.unsqueeze(2)).amax(2)
+
+    def expected(self, view: View) -> Tensor:
+        """Trigonometric series + norm of each query head; [L, H, G, n]."""
         mean, size = self.learned(view)
         future = int(view.positions[-1]) + 1 + torch.tensor(OFFSETS, device=mean.device)
         # rotate and the cached keys carry the embedding's scaling, one factor each
@@ -74,9 +99,42 @@ class TriAttention(Calibrated):
         else:
             each = (query @ view.keys.mT for query in centre.unbind(-2))
             series = reduce(torch.maximum, each)
-        scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
-        candidate = view.live & ~protected_by(self.protection, view)
-        return standardised(scores, candidate.unsqueeze(2)).amax(2)
+        return series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
+
+
+class EngineTriAttention(TriAttention):
+    """The modes and back ends of the released code, which share sets among layers.
+
+    pruning: which heads share a set. over_layers: how their scores are combined. normalise: each
+    query head, or the largest score of a KV head's group. population: entries that the z-score is
+    over.
+    """
+
+    recent: Annotated[int, AtLeast(0)] = 0
+    pruning: Literal["per_layer_perhead", "per_head", "union"] = "union"
+    over_layers: Literal["mean", "max"] = "max"
+    normalise: Literal["query_heads", "kv_heads"] = "query_heads"
+    population: Literal["candidates", "all"] = "candidates"
+
+    across_layers: ClassVar[Any] = property(lambda self: self.pruning != "per_layer_perhead")
+
+    def score(self, view: View) -> Tensor:
+        """z(trigonometric series + norm), over the group and the heads that share; [L, H, n]."""
+        among, expected = view.live, self.expected(view)
+        if self.population == "candidates":
+            among = among & ~protected_by(self.protection, view)
+        if self.normalise == "kv_heads":
+            scores = standardised(expected.amax(2), among)
+        else:
+            scores = standardised(expected, among.unsqueeze(2)).amax(2)
+        if not self.across_layers:
+            return scores
+        axes = (0, 1) if self.pruning == "union" else (0,)
+        first = view.pos[:1, : 1 if self.pruning == "union" else None]
+        check_alike(f"triattention: {self.pruning} heads", view.pos, first, "no ams, adakv")
+        if self.over_layers == "max":
+            return scores.amax(axes, keepdim=True).expand_as(scores)
+        return scores.double().mean(axes, keepdim=True).expand_as(scores)
 
 
 def standardised(scores: Tensor, among: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from kvsim.errors import BudgetError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Floats, Numbers, Scored, Sets, first, last, union
 from kvsim.testing.strategies import Case
-from reference import allocation, repeated
+from reference import allocation, engines, repeated
 from reference.event import Event
 from reference.propagation import Descended, propagate
 from reference.rules import OUTER, Chain, known, own_protection, parse
@@ -88,6 +88,8 @@ class _Pieces:
                 average=chain.average,
             )
             scored.append(chain.score(at))
+        if chain.shares:
+            scored = engines.shared(chain.params[-1], scored)
         signed = chain.signed
         for i in range(len(chain.wrappers), 0, -1):
             name = chain.wrappers[i - 1]

@@ -185,8 +185,11 @@ def _pairs(x: Floats, count: int) -> Floats:
     return np.asarray(x[..., :count] + 1j * x[..., count : 2 * count])
 
 
-def triattention(event: Event) -> Scored:
-    """Trigonometric series of the mean query at geometric distances, plus what phases lose."""
+def series(event: Event) -> list[list[tuple[list[float], list[float]]]]:
+    """TriAttention's scores of live entries, and their terms, by query head of each KV head.
+
+    The trigonometric series of the mean query at geometric distances, plus what phases lose.
+    """
     rope = event.rope
     frequency, scaling = np.array(rope[0]), rope[1]
     drawn, positions = event.calibrated()
@@ -194,32 +197,47 @@ def triattention(event: Event) -> Scored:
     peak = event.params["offsets"] == "max"
     now = event.place([event.row])[0]
     ahead = [np.exp(1j * frequency * (now + 1 + 2**power)) for power in range(17)]
-    held = unprotected(event)
-    if event.params["protect_prompt"]:
-        held = first(event, event.prompt_len)
-    values, noise = [], []
+    heads = []
     for h, live in enumerate(event.live):
-        open_to = [slot for slot, p in enumerate(live) if p not in held[h]]
-        best = dict.fromkeys(live, -np.inf)
-        terms = dict.fromkeys(live, 0.0)
+        group = []
         for i in event.qheads(h):
             mean, length = query[i].mean(axis=0), np.abs(query[i]).mean(axis=0)
             turned = [mean * turn for turn in ahead]
             raw, rough = [], []
             for p in live:
                 key = _pairs(event.keys[h, p], len(frequency))
-                series = [float((at * key.conj()).real.sum()) for at in turned]
+                terms = [float((at * key.conj()).real.sum()) for at in turned]
                 rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
-                raw.append(scaling * ((max(series) if peak else sum(series) / 17) + rest))
+                raw.append(scaling * ((max(terms) if peak else sum(terms) / 17) + rest))
                 rough.append(scaling * float(((length + np.abs(mean)) * np.abs(key)).sum()))
-            scored = [raw[slot] for slot in open_to]
-            centre = float(np.mean(scored)) if scored else 0.0
-            deviation = max(float(np.std(scored)), 1e-6) if scored else 1.0
-            for p, x, size in zip(live, raw, rough, strict=True):
-                best[p] = max(best[p], (x - centre) / deviation)
-                terms[p] = max(terms[p], max(size, abs(centre)) / deviation)
-        values.append(best)
-        noise.append(terms)
+            group.append((raw, rough))
+        heads.append(group)
+    return heads
+
+
+def z_scores(
+    raw: list[float], rough: list[float], among: list[int]
+) -> tuple[list[float], list[float]]:
+    """Scores less their mean and over their deviation at these slots, and the terms likewise."""
+    scored = [raw[slot] for slot in among]
+    centre = float(np.mean(scored)) if scored else 0.0
+    deviation = max(float(np.std(scored)), 1e-6) if scored else 1.0
+    noise = [max(size, abs(centre)) / deviation for size in rough]
+    return [(x - centre) / deviation for x in raw], noise
+
+
+def triattention(event: Event) -> Scored:
+    """The largest z-score of the group, over entries that may leave."""
+    held = unprotected(event)
+    if event.params["protect_prompt"]:
+        held = first(event, event.prompt_len)
+    values, noise = [], []
+    for h, (live, group) in enumerate(zip(event.live, series(event), strict=True)):
+        open_to = [slot for slot, p in enumerate(live) if p not in held[h]]
+        scored = [z_scores(raw, rough, open_to) for raw, rough in group]
+        best, terms = (np.max(x, axis=0).tolist() for x in zip(*scored, strict=True))
+        values.append(dict(zip(live, best, strict=True)))
+        noise.append(dict(zip(live, terms, strict=True)))
     return Scored(values, held, noise, rounded=True)
 
 

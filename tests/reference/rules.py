@@ -15,7 +15,17 @@ from kvsim.core.policy import Policy, chain_of
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.loops import Scored
-from reference import allocation, blocks, classic, expected, layouts, leverage, repeated, windows
+from reference import (
+    allocation,
+    blocks,
+    classic,
+    engines,
+    expected,
+    layouts,
+    leverage,
+    repeated,
+    windows,
+)
 from reference.event import Event
 from reference.propagation import PROPAGATIONS
 
@@ -27,6 +37,7 @@ _AMS = (
     "segment_mass min_segment max_segment min_quota credit credit_decay credit_mix credit_of "
     "window pool_kernel suffix_fill mode weights segmentation segment_length sink recent"
 )
+_MODES = "calibration protect_prompt offsets recent pruning over_layers normalise population"
 _EXPECTED = "n_future sink epsilon covariance value_norm query_buffer rope origin log"
 
 #: The score of an event under each name, and the parameters that it knows; a preset has those of
@@ -51,6 +62,10 @@ RULES: dict[str, tuple[Callable[[Event], Scored] | None, str]] = {
     "expected_attention": (expected.expected_attention, _EXPECTED),
     "qfilter": (expected.qfilter, "calibration"),
     "triattention": (expected.triattention, "calibration protect_prompt offsets"),
+    **{
+        f"triattention@{name}": (engines.triattention, _MODES)
+        for name in ("union", "per_head", "vllm", "sglang")
+    },
     "oracle": (expected.oracle, "by"),
     "morphkv": (windows.morphkv, _POOLED),
     "morphkv@original": (windows.morphkv_original, "window fusion"),
@@ -134,7 +149,13 @@ class Chain:
     def across_layers(self) -> bool:
         """Whether the scores of a layer depend on those of the others."""
         levels = zip((self.allocator, *self.wrappers), self.params, strict=False)
-        return any(name == "union" and piece["across"] == "layers" for name, piece in levels)
+        wrapped = any(name == "union" and piece["across"] == "layers" for name, piece in levels)
+        return wrapped or self.shares
+
+    @property
+    def shares(self) -> bool:
+        """Whether the scorer itself ranks the heads of several layers together."""
+        return self.params[-1].get("pruning") in ("per_head", "union")
 
     @property
     def pooled(self) -> bool:

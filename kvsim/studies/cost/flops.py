@@ -121,8 +121,9 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], float | None]] = {
     "RKV": lambda p, e: e.attention(e.w) + e.similarity(e.n - (e.w if p.variant == "ams" else 0)),
     "RaaS": lambda p, e: e.attention(min(p.query_buffer, e.since, e.seen)),
     # a series for each distance, 2 n d, and the norm of d / 2 pairs, n d
-    "TriAttention": lambda p, e: e.attention(
-        (len(triattention.OFFSETS) if p.offsets == "max" else 1) + 0.5
+    **dict.fromkeys(
+        ["TriAttention", "EngineTriAttention"],
+        lambda p, e: e.attention((len(triattention.OFFSETS) if p.offsets == "max" else 1) + 0.5),
     ),
 }
 
