@@ -238,9 +238,9 @@ class View:
                 f"Inputs(future=True)` later ones, see {GUIDE}"
             )
 
-    def logits(self, last: int) -> Tensor:
-        """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
-        return self._weights_of(self._rows(last), weigh=False)
+    def logits(self, rows: int | range) -> Tensor:
+        """Scaled logits of recent rows, -inf where an entry is not visible; [L, H, G, w, n]."""
+        return self._weights_of(self._rows(rows), weigh=False)
 
     def attn(
         self, rows: int | range, group: Reduction | None = None, *, log: bool = False

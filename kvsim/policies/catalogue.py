@@ -20,6 +20,8 @@ EVERY_512 = Schedule(interval=512)
 
 _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 
+# of its default budget, 64 + 4,096 + 512
+_SPARSE_VLLM = {"sink": 4672, "recent": 4672}
 _BACK_END = {"pruning": "per_head", "population": "all", "protect_prompt": False}
 
 # Where heads keep sets of their own, an average over all of them compares different tokens; and
@@ -184,10 +186,22 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming_llm@original": variant(
         "the same entries; keys rotated to their slot in the cache", positions="slot"
     ),
+    "random@prompt": variant(
+        "the prompt and 64 recent entries stay, every 64 rows",
+        target="random_sets:RandomResponse",
+        schedule=Schedule(interval=64, prefill=False),
+        cites="arXiv 2609.03430",
+        meant_for={"recent": 2048},
+    ),
     "h2o@kvpress": variant(
         "ObservedAttention: average attention received, after the prompt only",
         target="h2o:ObservedAttention",
         schedule=PROMPT,
+    ),
+    "h2o@sparse_vllm": variant(
+        "one set per layer: votes, whose largest head counts; 128 rows of the prompt vote",
+        target="sparse_vllm:LayerH2O",
+        schedule=EVERY_128,
     ),
     "tova@kvpress": variant(
         "as tova, but the last token is protected", protect_last=True, schedule=PROMPT
@@ -199,6 +213,11 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         pool="max",
         schedule=EVERY_128,
         meant_for=_AT_512,
+    ),
+    "snapkv@sparse_vllm": variant(
+        "one set per layer: the largest head counts, not pooled; 64 first, 512 last entries stay",
+        target="sparse_vllm:LayerSnapKV",
+        meant_for=_SPARSE_VLLM,
     ),
     "snapkv@original": variant(
         "as snapkv, one set per query head, which a grouped cache cannot store", per_query_head=True
@@ -225,6 +244,11 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "compactor@attention": variant("what neighbours attend to", parts="attention"),
     "kvzip@uniform": variant("the same number of entries in each head", allocator=Uniform),
     "kvzip@kvpress": variant("4 first entries stay, and join the softmax of each chunk", sink=4),
+    "keydiff@vllm": variant(
+        "vLLM's pull request 56673: every 512 rows, and a budget that is a share of the tokens "
+        "so far, such as 30%so-far",
+        schedule=EVERY_512,
+    ),
     "triattention@union": variant(
         "one set for the model, ranked by the largest score of any head: the released default",
         target="triattention:EngineTriAttention",
@@ -268,6 +292,12 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         mix_lambda=0.07,
         sink=4,
         schedule=EVERY_512,
+    ),
+    "rkv@sparse_vllm": variant(
+        "one set per layer, keys of all heads as one; 64 first and 512 last entries stay",
+        target="sparse_vllm:LayerRKV",
+        schedule=Schedule(interval=128, prefill=False),
+        meant_for=_SPARSE_VLLM,
     ),
     "morphkv@gkv": variant("the same as morphkv"),
     "morphkv@original": variant(

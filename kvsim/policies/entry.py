@@ -133,7 +133,7 @@ class Entry:
             if part == "scaled" and entry.meant_for:
                 entry = replace(entry, scaled=True)
             else:
-                entry = replace(self, cites=self.paper, **self.presets[part])
+                entry = replace(self, **{"cites": self.paper, **self.presets[part]})
         return entry
 
     @property

@@ -6,7 +6,10 @@ in the cache. A key scores higher the less similar it is to the anchor: s_j = -c
 Keys are taken as they are cached, after the rotary embedding.
 
 Deviations. The paper prefills in blocks and evicts after each of them; here an event sees the whole
-cache.
+cache. `keydiff@vllm` has the schedule of vLLM's pull request 56673 (commit c49733a), mode
+"full_replacement", which keeps int(tokens so far * (1 - ratio)) entries: a budget such as
+`30%so-far`. Its mode "filtering" decides on each new entry once and keeps older ones for good; no
+schedule of kvsim says that an event may evict the newest entry alone.
 """
 
 from __future__ import annotations

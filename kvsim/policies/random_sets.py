@@ -1,10 +1,21 @@
-"""Random eviction: a random set of entries, drawn anew at every event; the baseline."""
+"""Random eviction: a random set of entries, drawn anew at every event; the baseline.
+
+`random@prompt` draws from the response alone: the prompt and the last `recent` entries stay, and of
+the rest a uniformly random set, of each layer and head independently.
+
+That is how randkv 0.1.0 (PyPI) has Random Attention (arXiv 2609.03430). Deviations. The paper and
+its authors' code could not be read. randkv draws from another generator, so that sets agree in
+distribution. Its K entries do not count the recent ones: give a budget of K + recent. Its first
+event is at the row that exceeds the budget, and events come before a row attends; here they follow
+each other from the end of the prompt, after the row.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast
 from kvsim.core.pieces import Scorer
 from kvsim.core.view import View
 
@@ -29,6 +40,13 @@ class Random(Scorer):
         for part in (view.layers.view(-1, 1, 1), view.row, heads.view(1, -1, 1), view.pos):
             state = _splitmix(state) ^ part
         return _shift(_splitmix(state), 11).double() / 2.0**53
+
+
+class RandomResponse(Random):
+    """Draws from the response before the last entries; these and the prompt stay."""
+
+    recent: Annotated[int, AtLeast(0)] = 64
+    protect_prompt: bool = True
 
 
 def _splitmix(z: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvsim.core.arguments import resolve_budget
+from kvsim.core.budgets import budgeted
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import DROPS, FUTURE, PART, QUERY_HEADS, ROUNDS, does, refuse
 from kvsim.engine.layers import layers_to_replay
@@ -123,7 +123,7 @@ def conform(
     Args:
         dump: a Dump, or the path of a `.npz` file (docs/conform.md).
         policy: the definition.
-        budget: entries per KV head; by default the dump's.
+        budget: as `kvsim.replay` takes it; by default the dump's.
         trace: q, k and v, if the dump has no arrays of its own.
         interval: rows between events; by default the dump's, or else the policy's.
         prefill: whether an event follows the prompt; by default as `interval`.
@@ -153,7 +153,7 @@ def conform(
     dump = replace(dump, trace=source)
     layers = tuple(source.layer_ids.index(number) for number in dump.layers)
     layers_to_replay(source, layers)
-    total = resolve_budget(entries, source.n_pos)
+    rule, total = budgeted(rule, source, entries)
     schedule = (dump.schedule or rule.schedule).override(interval, prefill)
     has = {"pages that rows read": (dump.read, PART), "bits of entries": (dump.stored, ROUNDS)}
     for name, (table, rule_does) in has.items():

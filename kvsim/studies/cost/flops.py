@@ -112,6 +112,11 @@ _FORMULAS: Mapping[str, Callable[[Any, Event], float | None]] = {
         ["KVzip", "KVCompose"],
         lambda _, e: 4 * e.h * e.d * sum(c**2 for c in chunk_lengths(e.n)) if e.prompt else 0,
     ),
+    # after the prompt its last rows, then each row; each over all entries
+    "LayerH2O": lambda _, e: e.attention(e.w if e.prompt else e.since),
+    "LayerSnapKV": lambda _, e: e.attention(e.w if e.prompt else 1),
+    # the keys of what competes, all heads together
+    "LayerRKV": lambda _, e: e.attention(e.w) + e.similarity(e.n),
     "ObservedAttention": lambda _, e: e.received() if e.prompt else e.attention(1),
     # all later rows; the steps of the optimum depend on the weights
     "Oracle": lambda p, e: None if p.by == "optimum" else e.attention(e.later),

@@ -27,6 +27,7 @@ def made(name, calibration="prefix:16", **params):
     wrapped = describe(name).entry.kind in ("wrapper", "allocator")
     full = f"{name}+tova" if wrapped else name
     wanted = {"window": 8, "protect_prompt": False, "sink": 2, "query_buffer": 16, "least": 4}
+    wanted |= {"recent": 8} if name.endswith("vllm") or name == "random@prompt" else {}
     wanted |= {"calibration": calibration, **({"rows": 20} if name == "fastkv" else {}), **params}
     fits = {key: value for key, value in wanted.items() if has_parameter(full, key)}
     policy = kvsim.policy(full, **fits)
