@@ -62,7 +62,9 @@ def _rows() -> Iterator[dict[str, Any]]:
     for name, facts in read("cases.json").items():
         for case in facts["cases"]:
             first = case["first"] or {}
-            settings = "".join(f" --set {key}={x}" for key, x in case["settings"].items())
+            given = {"budget": case["budget"], **case["settings"]}
+            budget = given.pop("budget")
+            settings = "".join(f" --set {key}={x}" for key, x in given.items())
             source = {key: facts.get(key, "").replace("`", "") for key in ("commit", "runs", "how")}
             counts = {key: case[key] for key in ("events", "compared", "apart", "ties")}
             places = ("row", "layer", "head", "keeps", "evicts", "gap")
@@ -71,7 +73,7 @@ def _rows() -> Iterator[dict[str, Any]]:
                 "implementation": name,
                 **source,
                 "trace": case["trace"],
-                "options": f"--policy {case['policy']}{settings} --budget {case['budget']}",
+                "options": f"--policy {case['policy']}{settings} --budget {budget}",
                 **counts,
                 **{f"first_{key}": first.get(key) for key in places},
                 "explained": ", ".join(case["explained"]),
