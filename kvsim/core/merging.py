@@ -3,6 +3,16 @@
 Keys are after RoPE, as in the cache. What is stored follows from keys, values and the kept sets
 alone, so that metrics and the judge compute it again from a record.
 
+Attention Matching (arXiv 2602.16284, adamzweiger/compaction@2e59cc8) is no merger. It adds a bias
+to the logit of each kept key, and fits the values of all kept entries together, by least squares,
+to the attention output of given queries. This would take a bias of each entry in `row_weights`, in
+the masks of live runs and in records, and queries in `fold`, which joins pairs of entries. Its code
+was run (keys by root mean square, biases within 3) on two needle prompts of SmolLM2 with 512 tokens
+and 64 entries; the mean relative error is that of attention output of rows of the response. Fitted
+to the rows of the prompt, it rises from 0.381 to 0.445. Fitted to rows that repeat the prompt, it
+falls from 0.340 to 0.261, and to 0.279 without biases. With 192 queries for 128 entries it rises
+from 0.163 to 0.748. So a fit helps where queries are many and resemble later ones.
+
 Shape letters: L layers, H KV heads, T tokens or slots, d head dimension, m entries of a head that
 stay, e that leave.
 """
