@@ -101,13 +101,13 @@ class ReplayOptions(Common, total=False):
     judge: Annotated[
         bool | str,
         Help(
-            "Run the recorded model, or MODEL, once under what is kept, and rank policies by its "
+            "Run the recorded model, or MODEL, once under the kept sets, and rank policies by its "
             "predictions.",
             "[=MODEL]",
             default=False,
         ),
     ]
-    records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
+    records: Annotated[bool, Help("Save the kept sets of each cell, too.", default=False)]
     jobs: Annotated[
         int | None,
         AtLeast(1),
@@ -163,8 +163,8 @@ class LiveOptions(Common, total=False):
         Help("0 takes the most likely token; above 0, tokens are drawn.", default=0.0),
     ]
     seed: Annotated[int, Help("The seed of the draws.", default=0)]
-    top_k: Annotated[int | None, AtLeast(1), Help("As that of a capture.", default=None)]
-    top_p: Annotated[float | None, Between(0, 1), Help("As that of a capture.", default=None)]
+    top_k: Annotated[int | None, AtLeast(1), Help("As in kvsim capture.", default=None)]
+    top_p: Annotated[float | None, Between(0, 1), Help("As in kvsim capture.", default=None)]
     batch: Annotated[
         int,
         AtLeast(1),
@@ -180,7 +180,7 @@ class LiveOptions(Common, total=False):
         AtLeast(1),
         Help(
             "Hold the cache in blocks of N entries, as serving engines do, and attend through "
-            "block tables; what an event leaves is compacted, and blocks are freed.",
+            "block tables; an event compacts the kept entries and frees blocks.",
             "N",
         ),
     ]

@@ -214,8 +214,8 @@ def read_run(path: str | Path) -> Saved:
                 f"{folder} is not finished: {plural(done, 'task')} done, no results yet; {_AGAIN}"
             ) from None
         raise OutputError(
-            f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "
-            "--out DIR` wrote"
+            f"{folder} is no run folder: {error} is missing; expected a folder of `kvsim "
+            "replay ... --out DIR`"
         ) from None
     return Saved(folder, parameters, _table(folder, folder / RESULTS, data))
 
@@ -334,4 +334,4 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
             "them one by one"
         )
     rounded = f"judged values of the same cells differ by rounding, most of all the {about}"
-    return kept, [*remarks, f"{rounded}; those of the first run count"]
+    return kept, [*remarks, f"{rounded}; values of the first run count"]

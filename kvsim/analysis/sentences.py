@@ -212,13 +212,13 @@ def basis(comparison: Comparison) -> str:
     if metric in WORTH and "closed" not in levels and not (rows["access"] != "").any():
         low, high = WORTH[metric]
         parts.append(
-            f"Among 16 evictions on two models its ranking at one budget correlated with that of "
-            f"live KL at {low:.2f} to {high:.2f}"
+            f"Among 16 evictions on two models its ranking at one budget correlated with the "
+            f"ranking by live KL at {low:.2f} to {high:.2f}"
         )
     if metric == EVIDENCE[0]:
         low, high = ANSWERS
         parts.append(
-            f"KL does not count answers: its ranking and that by wrong answers correlated at "
+            f"KL does not count answers: rankings by KL and by wrong answers correlated at "
             f"{low:.2f} to {high:.2f} in four cases"
         )
     if any(verdict.prompts < FEWEST for verdict in comparison.verdicts):

@@ -63,7 +63,7 @@ STUDIES: Registry[Command] = Registry("study", "kvsim.studies", (FunctionType,),
 #: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
 GONE = {
     "trace compact": "record with kvsim capture --rows response",
-    "trace discard": "remove the hidden folder; kvsim capture --resume records what is missing",
+    "trace discard": "remove the hidden folder; kvsim capture --resume records missing traces",
     "trace pack": "use `zip -0 -r ../x.zarr.zip .` in the folder of a trace",
     "trace recover": "use kvsim capture --resume",
     "trace unpack": "use unzip; every command reads a zip that is not compressed",
@@ -79,7 +79,7 @@ GONE = {
     "sweep": "`kvsim replay` takes the file of a grid, and all options",
     "--figure": "kvsim plot over_budgets RUN --out FILE",
     "--target": "the table of kvsim compare has the mean of each budget with its interval",
-    "--attention": "Trace.attention(layer, rows) computes it from what a trace has",
+    "--attention": "Trace.attention(layer, rows) computes it from a trace",
     "--zoom": "kvsim plot draws the whole sequence; in Python, set the limits of its axes",
     "--records": "--out keeps records; `records: true` in the file of a grid",
     "--prompts": "kvsim capture records prompts, and kvsim live takes their traces",
@@ -246,7 +246,7 @@ def _status(argv: list[str]) -> int:
             raise
         return _end(f"error: {extra}", 2)
     if done == 130:  # typer returns the status that shells use for an interrupt
-        return _end("interrupted, what is complete is kept", 130)
+        return _end("interrupted; finished results are kept", 130)
     return done if isinstance(done, int) else 0
 
 

@@ -28,8 +28,8 @@ def compare(
         shared.several(
             "NAME[,NAME...]",
             "The metric that ranks policies, with a better direction, as `kvsim metrics` lists it. "
-            "Default: the best evidence that all runs have: response_kl, live or judged, "
-            "weighted_error, layer_error, output_error. Of several, and with --by, means alone.",
+            "Default: the first that all runs have of response_kl (live, judged), weighted_error, "
+            "layer_error, output_error. Several metrics, and --by, print means and no ranks.",
         ),
     ] = None,
     by: Annotated[
@@ -37,8 +37,8 @@ def compare(
         shared.several(
             "NAME[,NAME...]",
             f"Print means instead, split by these: {', '.join(PARTS)}. stage: early, middle and "
-            "late layers, as in Table 14 of AMS; turn: of prompts with several; variant: all of "
-            "those of a metric; others but layer and model are labels of prompts.",
+            "late layers, as in Table 14 of AMS; turn: for prompts with several; variant: all "
+            "variants of a metric; the others, except layer and model, are labels of prompts.",
         ),
     ] = None,
     against: Annotated[
@@ -187,7 +187,7 @@ def _meaning(comparison: Comparison) -> list[str]:
     if comparison.table["unfair"].any():
         out.append(
             "!: rows see over 5 % more entries than under another policy at the same budget, so "
-            "part of what is better may be due to that."
+            "part of the difference may be due to that."
         )
     return out
 
@@ -222,9 +222,9 @@ def echo_means(
         rows.append(cells | {"prompts": f"{row['n']} of {row['of']}", "fidelity": row["fidelity"]})
     show.echo_rows(rows, right=3 + len(by))
     show.echo_text(
-        "\nMeans over prompts, of layers, heads and events within a prompt first"
-        f"{show.brackets(max(means['n']))}; chance: of random sets; fidelity: the weakest of the "
-        "values in a mean."
+        "\nMeans over prompts, after layers, heads and events within a prompt"
+        f"{show.brackets(max(means['n']))}; chance: the value of random sets; fidelity: the "
+        "weakest label of the values in a mean."
     )
     show.echo_notes(remarks)
 

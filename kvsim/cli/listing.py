@@ -46,10 +46,10 @@ def policies(
         [[shown(x), x.entry.rule, fires(x), needs(x), x.entry.paper] for x in evictions],
     )
     typer.echo(
-        "\nSparse attention, quantizers and mergers, alone or behind a policy: snapkv+quest+kivi.\n"
+        "\nSparse attention, quantizers and mergers, with or without a policy: snapkv+quest+kivi.\n"
     )
     echo_table(
-        ["part", "kind", "what it does", "needs", "paper"],
+        ["part", "kind", "function", "needs", "paper"],
         [
             [each.name, each.entry.kind, each.entry.rule, needs(each), each.entry.paper]
             for each in listed
@@ -187,7 +187,7 @@ def metrics(
     )
     named = ", ".join(name for name, entry in METRICS.items() if not entry.default)
     typer.echo(
-        "\nThey read what a policy kept (sets), what becomes of each row's attention (rows), or a "
-        f"trace alone (trace).\nMeasured on request only, with --metric: {named}.\n"
+        "\nThey read the kept sets (sets), the attention of each row under them (rows), or only "
+        f"the trace (trace).\nMeasured on request only, with --metric: {named}.\n"
         "`kvsim metrics NAME` shows one in full, docs/metrics.md has the definitions."
     )

@@ -162,7 +162,7 @@ def _conflicts(
     return conflicts | {
         f"{name} is drawn from traces, but {run} is a run; give the traces": runs
         and not figure.runs,
-        f"{name} is drawn from runs, but {source} is none; give what `kvsim replay --out` wrote": (
+        f"{name} is drawn from runs, but {source} is no run; give one of `kvsim replay --out`": (
             figure.runs and (not runs or (others and not figure.single))
         ),
         f"{name} does not replay with it; leave {surplus} out": surplus,
@@ -282,7 +282,7 @@ def report(
         list[str] | None,
         shared.several(
             "NAME[,NAME...]",
-            "Metrics beside the one that ranks; default: entries_seen,wipeout.",
+            "Metrics next to the one that ranks; default: entries_seen,wipeout.",
         ),
     ] = None,
     overwrite: shared.Overwrite = False,

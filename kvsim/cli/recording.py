@@ -48,7 +48,7 @@ def capture(
             "'writer', 'system', 'answer' (or several), 'scorer' with 'metadata'; labels: 'task', "
             "'domain', 'level', 'length', 'depth'. Or with the columns of kvpress's benchmarks: "
             "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'. Or with "
-            "'turns', objects of 'question', 'answer' and what belongs to it (docs/turns.md).",
+            "'turns', objects with 'question', 'answer' and its keys (docs/turns.md).",
         ),
     ] = None,
     limit: Annotated[

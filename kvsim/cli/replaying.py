@@ -185,7 +185,7 @@ def show_run(
         if shown and (missing := [name for name in required if name not in shown]):
             show.echo_text(
                 f"Note: {', '.join(missing)} cannot be computed on these traces; `kvsim metrics "
-                f"{missing[0]}` says what it reads."
+                f"{missing[0]}` names its inputs."
             )
         if out is not None:
             records = ", records.zarr" * bool(run.records)

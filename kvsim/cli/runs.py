@@ -162,10 +162,10 @@ def _means(table: pl.DataFrame, shown: Sequence[str]) -> str:
 
     traces = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))["trace"]
     over = "the traces of each model" if of_model(table) else plural(traces.n_unique(), "trace")
-    tokens = "" if {*PREDICTIONS}.isdisjoint(shown) else "; of tokens over the recorded response"
+    tokens = "" if {*PREDICTIONS}.isdisjoint(shown) else ", or over the tokens of the response"
     return (
-        f"Means over layers, heads and {over}, of rows over those after the prompt{tokens}. "
-        "`kvsim metrics NAME` defines each."
+        f"Means over layers, heads and {over}; within a trace over the rows after the prompt"
+        f"{tokens}. `kvsim metrics NAME` defines each."
     )
 
 

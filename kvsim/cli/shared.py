@@ -154,7 +154,7 @@ Settings = Annotated[
         "values; or a key of a grid file, as prefill=false, layers=0,4-7, protect.sink=4.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Runs = Annotated[
     list[str],
     typer.Argument(

@@ -40,7 +40,7 @@ _ORDER = re.compile(
 )
 _ORDER_IN_WORDS = (
     "at most one of each, in this order: propagation, allocator, wrappers, scorer, sparse "
-    "attention, quantizer, as in fastkv+ams+global+tova+quest+kivi; or a merger behind the scorer"
+    "attention, quantizer, as in fastkv+ams+global+tova+quest+kivi; or a merger after the scorer"
 )
 # The field of a policy that a part around or behind the innermost one replaces.
 _FIELDS = {

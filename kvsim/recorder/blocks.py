@@ -347,7 +347,7 @@ class BlockRecorder:
         if not error <= allowed:
             raise unrecordable(
                 f"attention of layer {call.layer}, recomputed from its q, k, v, differs by "
-                f"{error:.3g} (relative) from what the model computed, expected at most "
+                f"{error:.3g} (relative) from the model's own, expected at most "
                 f"{allowed:.3g}"
             )
         return error

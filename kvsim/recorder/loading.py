@@ -335,7 +335,7 @@ def model_notes(model: PreTrainedModel) -> list[str]:
     """Return what a trace of a model does not say by itself, in words."""
     cap, notes = softcap(model), []
     if model.config.get_text_config(decoder=True) is not model.config:
-        notes.append("a multimodal model, of which text alone was recorded")
+        notes.append("a multimodal model, of which only text was recorded")
     if cap is not None and kernel_name(model) == "sdpa":
         notes.append(
             f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "

@@ -40,8 +40,8 @@ class Options:
         int | None,
         AtLeast(0),
         Help(
-            "The longest response, in tokens, 512 by default; 0 records the prompt alone. A "
-            "response is cut at the model's context, with a note. Not for a response that is given."
+            "The longest response, in tokens, 512 by default; 0 records only the prompt. A "
+            "response is cut at the model's context, with a note. Not for a given response."
         ),
     ] = None
     temperature: Annotated[
@@ -91,8 +91,8 @@ class Options:
         bool | None,
         Help(
             "Store the output projection of each layer, which some policies and `layer_error` "
-            "read: once per model, next to its traces, as far as the model's can be checked. True "
-            "makes it an error if they cannot; a trace in memory has them with True alone."
+            "read: once per model, next to its traces, if the model's can be checked. True makes "
+            "it an error if they cannot; a trace in memory has them only with True."
         ),
     ] = None
     sensitivity: Annotated[
@@ -115,8 +115,8 @@ class Options:
         Help(
             "'response' stores queries and outputs of the response, of the 512 rows before it "
             "('response+N': of N rows) and of the first 256, and sums over the others, which most "
-            "policies and metrics read instead (docs/record.md). Before a question behind "
-            "a context if there is one. All rows by default.",
+            "policies and metrics read instead (docs/record.md). With a context, rows count "
+            "from its end. All rows by default.",
             "response[+N]",
         ),
     ] = None
@@ -155,7 +155,7 @@ class Options:
         AtLeast(1),
         Help(
             "Write the responses of so many prompts at once, then record each by itself; sequences "
-            "that cannot be batched are written alone, with a note.",
+            "that cannot be batched are written one by one, with a note.",
             flag="--batch-size",
         ),
     ] = 1

@@ -86,15 +86,15 @@ def _verdict(
 
 def _results(table: pl.DataFrame) -> str:
     note = Markup(
-        "Means over {}, of layers, heads and events within a prompt first (layers of <i>layer "
+        "Means over {}, after layers, heads and events within a prompt (layers of <i>layer "
         "error</i> are added up); in brackets the 95 % bootstrap interval over at least 6 prompts. "
-        "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
+        "<i>chance</i> is the value of random sets of the same size. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(table.drop_nulls(["policy", "value"])["trace"].n_unique(), "prompt"))
     means = averages(main_variants(table, _SHOWN))
     drawn = {
         "Metrics against the budget": over_budgets,
-        "Metrics against the entries that rows really saw": pareto,
+        "Metrics against the entries that rows saw": pareto,
     }
     one = means["requested"].drop_nulls().n_unique() == 1 and not (table["access"] != "").any()
     shown = list(drawn.items())[: 1 if one else 2]  # of one budget both are the same ranking

@@ -42,7 +42,7 @@ class Paging:
             f"cache in blocks of {self.size} entries: at most {pool.peak:,} blocks "
             f"({pool.peak * pool.block_bytes / mib:.1f} MiB) at once, {pool.freed:,} freed, "
             f"{pool.shared:,} shared, {pool.copied:,} copied on write; at most "
-            f"{self.padded_bytes / mib:.2f} MiB of a sequence without an entry after an event"
+            f"{self.padded_bytes / mib:.2f} MiB of empty slots in a sequence after an event"
         )
         return [text]
 

@@ -37,7 +37,7 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
             "to be run again; record it with kvsim capture"
         )
     if difference := _difference(trace, described) or tokenizer_difference(trace, tokenizer):
-        raise CaptureError(f"{difference}; give what {trace.name} was recorded with")
+        raise CaptureError(f"{difference}; give the model of {trace.name} was recorded with")
     tokens: list[int] = trace.tokens.tolist()
     return tokens
 

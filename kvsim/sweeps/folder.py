@@ -189,7 +189,7 @@ class Parts:
     def _writing(self) -> Iterator[Path]:
         """The folder, which is made first; OutputError where the system or another run refuses."""
         folder = self.folder or Path()
-        with writing(str(folder), "what is finished is kept", "give the same command again"):
+        with writing(str(folder), "finished tasks are kept", "give the same command again"):
             if self._lock is None:
                 (folder / PARTS).mkdir(parents=True, exist_ok=True)
                 file = (folder / LOCK).open("ab")

@@ -189,8 +189,8 @@ def shared_terms(
     ends = compress or "prompt"
     after = schedule(rows, prefill=prefill, compress=ends, prefill_chunk=chunk)
     remark = (
-        f"all policies act on one schedule ({after}): --interval N gives another, --interval "
-        "paper each that of its paper"
+        f"all policies act on one schedule ({after}); --interval N changes it, --interval paper "
+        "lets each policy follow its paper"
     )
     return (rows, prefill, compress, chunk), remark * (interval is None)
 

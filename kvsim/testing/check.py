@@ -55,7 +55,7 @@ class Passed:
         return (
             f"{self.policy}: passed {plural(len(self.invariants), 'invariant')} on "
             f"{plural(self.cases, 'generated case')}"
-            + (f", {self.decisions} decisions as by the rule" if self.decisions else "")
+            + (f", {self.decisions} decisions equal to the rule's" if self.decisions else "")
         )
 
 

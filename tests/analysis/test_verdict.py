@@ -27,13 +27,13 @@ def worth(metric):
     """What a verdict adds of its number, where no live run says it."""
     low, high = WORTH[metric]
     return (
-        " Among 16 evictions on two models its ranking at one budget correlated with that of live "
-        f"KL at {low:.2f} to {high:.2f}."
+        " Among 16 evictions on two models its ranking at one budget correlated with the "
+        f"ranking by live KL at {low:.2f} to {high:.2f}."
     )
 
 
 KL = (
-    " KL does not count answers: its ranking and that by wrong answers correlated at "
+    " KL does not count answers: rankings by KL and by wrong answers correlated at "
     f"{ANSWERS[0]:.2f} to {ANSWERS[1]:.2f} in four cases."
 )
 

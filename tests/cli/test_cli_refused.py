@@ -95,7 +95,7 @@ REFUSED = {
     f"{TEXTS} --depth 2 --length 900": "error: depth is 2.0, expected a number",
     # ------------------------------------------------------------------------------------ plot
     f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: ",
-    f"{PLOT} pareto TRACE": "pareto is drawn from runs, but TRACE is none; give what `kvsim rep",
+    f"{PLOT} pareto TRACE": "pareto is drawn from runs, but TRACE is no run; give one of `kv",
     f"{PLOT} pareto RUN --layer 0": "--layer was given, but pareto has none",
     f"{PLOT} iou_by RUN --metric regret": "but iou_by has",
     f"{PLOT} pareto RUN --metric regrett": "'regrett'; did you mean 'regret'",
@@ -116,7 +116,7 @@ REFUSED = {
     f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
     f"{PLOT} iou_by RUN --by task --by colour": "'colour' is not one of",
     f"{PLOT} bursts RUN": "bursts is drawn from traces, but RUN is a run; give the traces",
-    f"{PLOT} pareto RUN a.zarr": "but a.zarr is none; give what `kvsim replay",
+    f"{PLOT} pareto RUN a.zarr": "but a.zarr is no run; give one of `kvsim",
     f"{PLOT} pareto RUN --interval 8": "pareto does not replay with it; leave --interval out",
     f"{PLOT} pareto RUN --policy tofa": "--policy tofa: the run has none; did you mean 'tova'?; it",
     f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",

@@ -88,7 +88,7 @@ def test_prompts_in_a_file(printed, tmp_path):
     rows = printed(*command)
 
     text = printed(*command, "--out", out)
-    assert one_line(text).startswith(f"{out}: 3 prompts, with their responses ")
+    assert one_line(text).startswith(f"{out}: 3 prompts, with responses ")
     assert out.read_text() == rows
 
     printed("prompts", "--n", "1", "--out", out, "--overwrite")

@@ -65,7 +65,7 @@ def test_the_text_part_of_a_multimodal_model_is_recorded(tmp_path):
 
     expected = capture(text, None, ids, max_new_tokens=4)
     assert trace.meta["model"]["type"] == "llava"
-    assert trace.meta["notes"] == ["a multimodal model, of which text alone was recorded"]
+    assert trace.meta["notes"] == ["a multimodal model, of which only text was recorded"]
     assert trace.tokens.tolist() == expected.tokens.tolist()
     for name in ("q", "k", "v", "attn_out"):
         assert torch.allclose(trace.read(name), expected.read(name), atol=1e-4)

@@ -66,7 +66,7 @@ def test_a_policy_agrees_with_its_rule():
     passed = check_policy(PEAK, rule=RULE, max_examples=3)
     assert passed.decisions >= 20
     assert repr(passed).endswith(
-        f"on 3 generated cases, {passed.decisions} decisions as by the rule"
+        f"on 3 generated cases, {passed.decisions} decisions equal to the rule's"
     )
 
 

@@ -115,7 +115,7 @@ PLACES: Mapping[str, Metric] = {
         "intersection over union of the sets kept after consecutive events, next to chance",
         "sets", "share", None, "AMS, Table 14", _heads(_iou)),
     "middle_coverage": Metric(
-        "share kept of the middle third of the text, next to that of the whole",
+        "share kept of the middle third of the text, next to the share kept of all",
         "sets", "share", None, "AMS, Fig. 4", _heads(_coverage)),
     "burst_length": Metric(
         "mean length of a run of evicted positions, next to chance",
@@ -126,17 +126,17 @@ PLACES: Mapping[str, Metric] = {
         "sets", "share", None, "as burst_length",
         _burst(lambda variant: variant.startswith("length")), main="length=32"),
     "retained_position": Metric(
-        "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
+        "mean relative position of entries after the last event, next to 1/2 for uniform sets",
         "sets", "relative", None, "G-KV, Fig. 7", _heads(_position)),
     "retention_ratio": Metric(
         "share of the full cache that is used: by rows after the prompt, in the end, nominally",
         "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows"),
     "entries_seen": Metric(
-        "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
+        "entries visible to a row, mean over rows after the prompt: the cache that a policy used",
         "sets", "entries", None, "kvsim", _heads(_entries)),
     "needle_recall": Metric(
         "share of the needle's entries that a row sees, mean over rows after the prompt, next to "
-        "that of all entries of the prompt",
+        "the share of all entries of the prompt",
         "sets", "share", "higher", "kvsim", _needle("recall")),
     "needle_wipeout": Metric(
         "share of needles of which a row sees no entry, mean over rows after the prompt",

@@ -114,16 +114,16 @@ METRICS: Mapping[str, Metric] = {
         "mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.kl)),
     KL_TOKENS: _metric(
-        "response_kl of each token, whose position is its event; and 1 where the most likely token "
-        "is not that of the full cache (variant changed)",
+        "response_kl of each token, whose position is its event; and 1 where the full cache makes "
+        "another token most likely (variant changed)",
         unit="nats", better=None, cells=_tokens, over_events="each"),
     "nll_increase": _metric(
         "negative log-likelihood of a token of the recorded response after its first, beyond that "
         "with the full cache, mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.nll - x.full_nll)),
     "top_agreement": _metric(
-        "share of tokens of the recorded response after its first where the most likely token is "
-        "that of the full cache",
+        "share of tokens of the recorded response after its first where the most likely token "
+        "is the same with the full cache",
         unit="share", better="higher", cells=_forced(lambda x: x.agreement)),
     "stream_error": _metric(
         "|h' - h| / |h| of the residual stream before a layer, mean over rows after the prompt",

@@ -118,7 +118,7 @@ METRICS: Mapping[str, Metric] = {
         "|o_full - o_seen| / |o_full| of the attention output, mean over rows after the prompt",
         "rows", "relative", "lower", "kvsim", _rows("error")),
     "retained_mass": Metric(
-        "share of full attention on what a row sees and on the model's own sinks, mean over rows "
+        "share of full attention on visible entries and on the model's own sinks, mean over rows "
         "after the prompt",
         "rows", "share", "higher", "kvsim", _rows("mass")),
     "missing_mass": Metric(
@@ -128,18 +128,18 @@ METRICS: Mapping[str, Metric] = {
         "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-4 is missing",
         "rows", "relative", None, "as missing_mass", _rows("distance")),
     "sparsity_compressed": Metric(
-        "sparsity over the entries that the last row still sees, attention over what rows see",
+        "sparsity over the entries that the last row still sees, attention over visible entries",
         "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence"),
     "regret": Metric(
         "mass that the best possible kept sets retain on the same terms, minus retained mass",
         "rows", "signed share", "lower", "kvsim", _regret, beside="optimum"),
     "regret_gap": Metric(
-        "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
-        "leaves that open",
+        "upper bound of the mass that other kept sets could retain beyond the optimum that was "
+        "found",
         "rows", "share", "lower", "kvsim", _means(_regret_gap, turns=False), beside="optimum"),
     "layer_error": Metric(
-        "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
-        "residual stream, RMS over rows after the prompt; summaries add up the layers",
+        "|W_o (o_full - o_seen)|, all heads of a layer together: change of the residual "
+        "stream, RMS over rows after the prompt; summaries add up the layers",
         "rows", "absolute", "lower", "kvsim", _layer_error,
         layers="sum", arrays=("o_proj",)),
     "weighted_error": Metric(
@@ -154,7 +154,7 @@ METRICS: Mapping[str, Metric] = {
         default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
-        "head reads, and what choosing them reads; summaries add up the layers",
+        "head reads, and bytes read to choose them; summaries add up the layers",
         "rows", "bytes", "lower", "as bytes_held", _bytes(1),
         default=False, layers="sum"),
     "concat_error": Metric(

@@ -193,8 +193,8 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
     if policy.sparse is not None or policy.storage is not None:
         raise PolicyError(
             f"{policy.name}: the cost model counts entries that are stored as computed and read by "
-            "every row; expected an eviction alone; `kvsim replay --metric bytes_held,bytes_read` "
-            "measures what is read and stored otherwise"
+            "every row; expected a plain eviction; `kvsim replay --metric bytes_held,bytes_read` "
+            "measures other ways to read and store"
         )
     if policy.propagation is not None:
         policy.propagation.check(Run(model.n_layers))
@@ -337,24 +337,24 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
     if "held" not in bounds_of(policy):
         size = ""
         if policy.allocator.effect == "rule":
-            size = "; its size follows the text, and counted is a cache from which nothing leaves"
+            size = "; its size depends on the text, so the full cache is counted"
         yield f"no budget binds{size}"
     elif interval is not None and not policy.schedule.prefill and prompt > budget:
         yield (
             f"the prompt stays whole until the first event, {interval} generated tokens later; "
-            "what is counted is held after that"
+            "sizes are those after that event"
         )
     near = "near" in (policy.allocator.effect, policy.layer_budgets.effect)
     if policy.bounded and near:
-        yield "holds near the budget and not exactly that; counted is the budget"
+        yield "holds about as many entries as the budget, which is counted"
     if {policy.layer_budgets.shared, policy.allocator.shared} & {*ACROSS_LAYERS}:
-        yield "layers share a budget; counted is an equal share"
+        yield "layers share a budget; an equal share is counted"
     if policy.reads.context_again:
         pairs = sum(n * prompt + n * (n + 1) / 2 for n in chunk_lengths(prompt))
         again = model.n_layers * (2 * prompt * model.layer_matrices + model.attention_flops(pairs))
         yield (
             f"before it evicts, the model repeats the prompt; these {again:.3g} FLOPs are not "
-            f"counted, those of the prefill are {model.prefill_flops(prompt):.3g}"
+            f"counted; the prefill takes {model.prefill_flops(prompt):.3g}"
         )
     if policy.per_query_head:
         yield "keeps a set for each query head, which a grouped cache cannot store"

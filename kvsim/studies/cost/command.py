@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from kvsim.studies.cost.model import Model
 
 _RATIOS = (
-    "Selects after: the layer behind which rows are dropped. KV and peak: the cache after an event "
+    "Selects after: the layer after which rows are dropped. KV and peak: the cache after an event "
     "and before the next one. Prefill and token: time to the "
     "first token by FLOPs, and per output token by bytes read (weights and cache), relative to the "
-    "full cache. Scoring: products of the policy, relative to those of the prefill and to those of "
-    "each generated token."
+    "full cache. Scoring: FLOPs of the policy, relative to a prefill and to a generated token."
 )
 
 _FIDELITY = (
-    "Fidelity of sizes and FLOPs: exact, they follow from the configuration and what is noted "
-    "below. Prefill and token are a model of time, and no measurement."
+    "Fidelity of sizes and FLOPs: exact, they follow from the configuration and the notes "
+    "below. Prefill and token are a model of time, not a measurement."
 )
 
 
@@ -56,7 +55,7 @@ def cost(
     selection_layer: Annotated[
         float | None,
         typer.Option(
-            help="Layer behind which rows are dropped, for policies such as asl; may be a mean, "
+            help="Layer after which rows are dropped, for policies such as asl; may be a mean, "
             "such as 23.9."
         ),
     ] = None,

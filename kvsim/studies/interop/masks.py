@@ -155,5 +155,5 @@ def read_masks(path: str | Path) -> list[Masks]:
             ]
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise OutputError(
-            f"{target} has no masks ({error_line(error)}); expected what `kvsim study masks` wrote"
+            f"{target} has no masks ({error_line(error)}); expected a file of `kvsim study masks`"
         ) from error

@@ -120,7 +120,7 @@ def prompts(
         typer.echo(written)
         return
     write_file(out, written + "\n", overwrite=overwrite)
-    what = "with their responses " if shipped else ""
+    what = "with responses " if shipped else ""
     low, *_, high = sorted(2 * [row["tokens"] for row in rows])
     tokens = plural(high, "token") if low == high else f"{low} to {high} tokens"
     typer.echo(f"{out}: {plural(n, 'prompt')}, {what}{tokens}")

@@ -20,10 +20,10 @@ _CELLS = "streaming_llm,h2o,tova,snapkv,random --budget 64,128 --interval 32"
 COMMANDS = {
     "prompts --task walk --out prompt.jsonl --n 1": "A prompt for tiny, which ships with kvsim.",
     "capture --model tiny --prompts prompt.jsonl --no-o-proj --out trace.zarr": (
-        "The model reads it and writes its reasoning; what its attention sees goes into a trace."
+        "The model reads it and writes its reasoning; a trace records its attention."
     ),
     f"replay trace.zarr --policy full,{_CELLS} --judge --out run": (
-        "Policies evict entries of that trace; the model says what this does to its predictions."
+        "Policies evict entries of that trace; the model measures how its predictions change."
     ),
     f"plot retention_map trace.zarr --policy {_CELLS} --layer 1 --head 0 --out retention.png": (
         "Which positions each row can still see."

@@ -186,7 +186,7 @@ def rank_pattern(curve: Curve) -> Figure:
     bar.yaxis.set_major_formatter(_PLAIN)
     bar.invert_yaxis()
     line = "" if selected is None else "; red: selected after"
-    subject = f"{curve.trace}: ranks of what is among the first k in one of the last {back} layers"
+    subject = f"{curve.trace}: ranks of tokens among the first k in one of the last {back} layers"
     caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
     return figure
 

@@ -99,7 +99,7 @@ def test_a_size_that_follows_the_text_counts_as_everything(trace):
     assert cost.entries == tuple(seen(record, TOKENS - 1).mean(-1))
     assert cost.scoring_prompt == 3 * 4 * 2 * 8 * PROMPT
     assert cost.scoring_event == 3 * 4 * 2 * 8 * TOKENS
-    assert any("follows the text" in said for said in cost.assumptions)
+    assert any("depends on the text" in said for said in cost.assumptions)
 
 
 def test_layers_that_the_model_lacks_are_refused():
