@@ -66,6 +66,11 @@ class Values:
             for (protection, policy), of in means.group_by("protection", "policy")
         }
 
+    @cached_property
+    def verdicts(self) -> dict[tuple[str, str], str]:
+        """The results of `against_random`, which several parts of the page read."""
+        return {}
+
     def kl(self, protection: str, policy: str) -> Floats:
         """Judged KL [prompt, share] in nats per token, the mean over seeds, prompts by digest."""
         return self._cells[protection, policy]
@@ -110,10 +115,13 @@ def not_worse(x: Floats, y: Floats) -> float:
 
 def against_random(values: Values, protection: str, policy: str) -> str:
     """What is shown of a policy and random sets, at all budgets together."""
-    x, y = values.kl(protection, policy), values.kl(protection, RANDOM)
-    if max(not_worse(x, y), not_worse(y, x)) <= MARGIN:
-        return SAME
-    return BETTER if better(x, y) <= ALPHA else WORSE if better(y, x) <= ALPHA else OPEN
+    if (found := values.verdicts.get((protection, policy))) is None:
+        x, y = values.kl(protection, policy), values.kl(protection, RANDOM)
+        found = BETTER if better(x, y) <= ALPHA else WORSE if better(y, x) <= ALPHA else OPEN
+        if max(not_worse(x, y), not_worse(y, x)) <= MARGIN:
+            found = SAME
+        values.verdicts[protection, policy] = found
+    return found
 
 
 Verdict = tuple[str, str]

@@ -120,6 +120,7 @@ def test_a_page_has_all_parts_of_what_is_measured(tmp_path):
     assert (tmp_path / "figures" / "scoring.png").stat().st_size < 50_000
 
 
+@pytest.mark.deep
 def test_a_page_of_all_workloads_is_short():
     """Every claim has a result on each workload that it is about."""
     parts = page.parts(pl.concat([values(each).rows for each in WORKLOADS.values()]))
