@@ -102,15 +102,16 @@ def main() -> int:
     reports, pairs = list[Conformance](), list[list[Record]]()
     for trace in traces:
         dump = asked(trace, options.run)
-        reports.append(kvsim.conform(dump, policy, options.budget, trace=trace))
+        first = all(report.equal for report in reports)  # one explanation is enough
+        reports.append(kvsim.conform(dump, policy, options.budget, trace=trace, explain=first))
         schedule = dump.schedule or policy.schedule
         terms: Any = {"interval": schedule.interval, "prefill": schedule.prefill}
         record = kvsim.replay(trace, policy, options.budget, **terms)
         pairs.append([kept(dump, record), record])
         print(f"{trace.name}: {reports[-1].lines()[0]}", flush=True)
     equal = all(report.equal for report in reports)
-    first = next((report for report in reports if not report.equal), reports[0])
-    for line in first.lines()[1:]:
+    shown = next((report for report in reports if not report.equal), reports[0])
+    for line in shown.lines()[1:]:
         print(line)
     within = equal
     if not equal and all(report.events for report in reports):

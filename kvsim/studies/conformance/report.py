@@ -114,6 +114,7 @@ def conform(
     interval: int | None = None,
     prefill: bool | None = None,
     tolerance: float = TOLERANCE,
+    explain: bool = True,
 ) -> Conformance:
     """Compare the sets that an implementation kept with the sets that a policy defines.
 
@@ -128,6 +129,7 @@ def conform(
         interval: rows between events; by default the dump's, or else the policy's.
         prefill: whether an event follows the prompt; by default as `interval`.
         tolerance: scores closer than this share of the layer's largest are tied.
+        explain: look for deviations that explain the differences.
 
     Raises:
         DumpError: the dump is damaged, or lacks a budget or arrays.
@@ -181,7 +183,7 @@ def conform(
         events=len(rows),
         compared=len(rows) * len(dump.layers) * source.n_heads + accesses(dump, rule, source),
         differences=tuple(differences),
-        deviations=tuple(_deviations(case, differences)),
+        deviations=tuple(_deviations(case, differences)) if explain else (),
         remarks=tuple(remark for remark, holds in remarks.items() if holds),
     )
 
