@@ -1,11 +1,12 @@
-"""Where the pages that rows read, and the bits that entries are stored in, part from a policy's."""
+"""Sets that differ from a policy's: of the pages that rows read, and of stored entries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,39 @@ from kvsim.core.reading import SparseAttention, shared, visible
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import chosen_pages, reads_all
 from kvsim.errors import DumpError
-from kvsim.studies.conformance.difference import Difference
 from kvsim.studies.conformance.dump import Dump, Table
+
+#: Kinds of differing sets: tied at the cut; another choice; everything kept at an event that
+#: should evict; entries evicted where the definition has no event; evicted entries that return;
+#: entries stored in other numbers of bits.
+DifferenceKind = Literal["tie", "choice", "no eviction", "no event", "return", "bits"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A set that differs from the definition's, of one layer and head after the event after a row.
+
+    extra: positions that stay and by definition leave; missing: that leave and by definition stay;
+    returned: that had left before. gap: the highest score of what is missing less the lowest of
+    what is extra, as a share of the largest score of the layer; None where one of them is empty or
+    protected. highest: the extra entries are the highest positions of an exact tie. of: sets of
+    entries that stay, of pages that a row reads, or of keys or values that are rounded. cut: both
+    scores of the gap. bits: of a number, by the implementation and by definition.
+    """
+
+    row: int
+    layer: int
+    head: int
+    kind: DifferenceKind
+    extra: tuple[int, ...]
+    missing: tuple[int, ...]
+    returned: tuple[int, ...] = ()
+    gap: float | None = None
+    highest: bool = False
+    of: str = "entries"
+    cut: tuple[float, float] | None = None
+    bits: tuple[float, float] | None = None
+
 
 #: Numbers of so many bits are not rounded; bits that differ by less are equal.
 EXACT, _BITS = 16, 0.01

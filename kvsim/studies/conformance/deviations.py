@@ -27,6 +27,7 @@ from kvsim.errors import KvsimError
 from kvsim.policies import ACCESS, CATALOGUE
 from kvsim.policies import policy as build_policy
 from kvsim.policies.streaming_llm import StreamingLLM
+from kvsim.studies.conformance.accesses import Difference
 from kvsim.studies.conformance.definitions import (
     Reduced,
     Rescored,
@@ -41,7 +42,6 @@ from kvsim.studies.conformance.definitions import (
     rotated,
     unrotated,
 )
-from kvsim.studies.conformance.difference import Difference
 from kvsim.studies.conformance.judging import DumpCase
 
 #: So large a share of the entries that chance exchanges is as by chance.

@@ -17,8 +17,7 @@ from kvsim.engine.checks import Setup
 from kvsim.engine.layers import runs
 from kvsim.engine.source import TraceSource, ended
 from kvsim.errors import DumpError
-from kvsim.studies.conformance.accesses import read_apart, stored_apart
-from kvsim.studies.conformance.difference import Difference, DifferenceKind
+from kvsim.studies.conformance.accesses import Difference, DifferenceKind, read_apart, stored_apart
 from kvsim.studies.conformance.dump import Dump
 
 

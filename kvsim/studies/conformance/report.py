@@ -16,9 +16,8 @@ from kvsim.errors import DumpError
 from kvsim.policies import as_policy
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
-from kvsim.studies.conformance.accesses import accesses
+from kvsim.studies.conformance.accesses import Difference, accesses
 from kvsim.studies.conformance.deviations import Deviation, by_chance, explains, guess, hypotheses
-from kvsim.studies.conformance.difference import Difference
 from kvsim.studies.conformance.dump import Dump, read_dump
 from kvsim.studies.conformance.judging import DumpCase
 
