@@ -19,6 +19,7 @@ from study import correlated, picture
 from claims.rank_correlation import rank_correlation
 from kvsim.plots.style import COLOURS, GRID, NEUTRAL
 from leaderboard_rows import (
+    ACCESS,
     BOARDS,
     BOUND,
     CALIBRATED,
@@ -48,6 +49,8 @@ NOTE = (
     "Bytes held and read are shares of the full cache, means over the rows of the response. Bold: "
     "nothing else that holds as few bytes has a smaller mean KL."
 )
+#: A KL that is drawn, at least.
+LEAST = 1e-4
 #: Columns that say nothing of policies that no budget binds, and these.
 SMALL, FREE = ("budget", "ratio"), (QUANTIZER, UNBOUND)
 #: Boards whose events are those of the papers.
@@ -97,8 +100,12 @@ def bytes_table(rows: Sequence[Row]) -> str:
     chosen += first
     body = []
     for row in sorted(chosen, key=lambda row: (row["held"], row["mean"])):
-        at = f", {row['budget']}" * (EVICTION in row["class"] or SPARSE in row["class"])
-        cells = [f"`{row['policy']}`{at}", row["class"], f"{row['held']:.0%}", f"{row['read']:.0%}"]
+        cells = [
+            f"`{row['policy']}`{_at(row)}",
+            row["class"],
+            f"{row['held']:.0%}",
+            f"{row['read']:.0%}",
+        ]
         text = value({**row, "could_be_best": id(row) in front, "rank_low": None})
         body.append(
             [*cells, text, *([row["right"] or ""] if any(x["right"] for x in rows) else [])]
@@ -128,6 +135,35 @@ def best(every: dict[str, list[Row]]) -> str:
     return lines(head, body)
 
 
+def _at(row: Row) -> str:
+    """Return the budget of a row, which quantizers alone have not."""
+    return "" if row["class"] == QUANTIZER else f", {row['budget']}"
+
+
+def access(every: dict[str, list[Row]]) -> str:
+    """Return what 4 and 8 bits cost on SmolLM2, next to evictions, and which methods lead."""
+    body, fronts = [], []
+    for board in (x for x in BOARDS if x.name.startswith("smollm2-")):
+        rows = every[board.name]
+        at = {row["policy"]: row for row in rows if row["budget"] == quarter(rows)}
+        eviction = min((x for x in at.values() if x["class"] == EVICTION), key=lambda x: x["mean"])
+        front = on_front(rows)
+        for row, what in (
+            (at["int8"], "8 bits"),
+            (at["kivi, 4 bits"], "4 bits"),
+            (eviction, "the best eviction at 25%"),
+            (front[0], "the fewest bytes"),
+        ):
+            text = value({**row, "could_be_best": False, "rank_low": None})
+            cells = [f"{row['held']:.0%}", text, row["right"] or ""]
+            body.append([f"{board.workload}: {what}", f"`{row['policy']}`", *cells])
+        lead = "; ".join(f"`{x['policy']}`{_at(x)}" for x in front)
+        fronts.append(f"* {board.workload} ({eviction['n']} prompts): {lead}.")
+    said = "Nothing else that holds as few bytes has a smaller mean KL, from the fewest bytes on:"
+    table_of = lines(["", "policy", "held", "KL", "right"], body)
+    return "\n\n".join([table_of, said, "\n".join(fronts)])
+
+
 # ----------------------------------------------------------------------------------------- figures
 
 
@@ -141,7 +177,7 @@ def shade(ratio: float) -> str:
 def figure(board: Board, rows: Sequence[Row]) -> Figure:
     """Return judged KL by policy, a panel for each budget: filled are those that could be the best.
 
-    Squares are policies without a rank; `full`, whose KL is 0, is not drawn.
+    Squares are policies without a rank; a KL of hardly more than 0 is not drawn.
     """
     every, budgets = shown(board, rows), budgets_of(rows)
     out = Figure(figsize=(8.3, 0.17 * len(every) + 0.75), dpi=120, layout="constrained")
@@ -149,13 +185,13 @@ def figure(board: Board, rows: Sequence[Row]) -> Figure:
     for axis, budget in zip(axes, budgets, strict=True):
         ratio = 0.0
         for at, of in enumerate(every.values()):
-            if not (row := of.get(budget)) or not row["mean"]:
+            if not (row := of.get(budget)) or row["mean"] < LEAST:
                 continue
             ratio, ranked = row["ratio"], row["rank"] is not None
             colour = shade(ratio) if ranked else NEUTRAL
             face = colour if row["could_be_best"] or not ranked else "white"
             if row["low"] is not None:
-                axis.plot([row["low"], row["high"]], [at] * 2, color=colour, lw=1.2)
+                axis.plot([max(row["low"], LEAST), row["high"]], [at] * 2, color=colour, lw=1.2)
             axis.plot(row["mean"], at, "o" if ranked else "s", ms=4, color=colour, mfc=face)
             if row["policy"] == "random":
                 axis.axvline(row["mean"], color=NEUTRAL, lw=0.9, ls=":", zorder=0)
@@ -213,7 +249,15 @@ def access_figure(every: dict[str, list[Row]]) -> Figure:
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel("judged KL, nats per token", size=8)
     marks = [
-        Line2D([], [], ls="", marker=mark, color="#444444", label=called.get(kind, "both"), ms=5)
+        Line2D(
+            [],
+            [],
+            ls="",
+            marker=mark,
+            color="#444444",
+            label=called.get(kind, "eviction and quantizer"),
+            ms=5,
+        )
         for kind, mark in styles.items()
     ]
     marks += [
@@ -335,7 +379,8 @@ def pages() -> dict[Path, str]:
         "workloads": workloads(),
     }
     page = fill(PAGE.read_text("utf-8"), parts)
-    return {PAGE: page, PAGE.with_suffix(".csv"): spreadsheet(every)}
+    text = fill(ACCESS.read_text("utf-8"), {"access": access(every)})
+    return {ACCESS: text, PAGE: page, PAGE.with_suffix(".csv"): spreadsheet(every)}
 
 
 def write() -> None:

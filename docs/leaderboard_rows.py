@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.table import COLUMNS
 from kvsim.policies import describe, names
 from kvsim.schema import rounded
-from workloads import BYTES, KL, SEEN, WORKLOADS
+from workloads import BYTES, KL, SEEN, WORKLOADS, called
 
 DOCS = ROOT / "docs"
 VALUES, PAGE, ACCESS = (
@@ -50,7 +49,7 @@ MODELS = {"smollm2": "SmolLM2-135M"}
 
 def frozen(model: str, workload: str) -> Board:
     """Return the board of a frozen workload on a model, by name or file."""
-    stem = Path(model).stem
+    stem = called(model)
     about = WORKLOADS[workload].about
     title = workload.capitalize()
     return Board(f"{stem}-{workload.replace(' ', '-')}", title, MODELS.get(stem, stem), about)

@@ -145,10 +145,15 @@ def budgets(policy: Policy) -> Sequence[str]:
 # ------------------------------------------------------------------------------------- measurement
 
 
+def called(model: str) -> str:
+    """Return the name of a model by name or file, as boards have it."""
+    return Path(model).name.removesuffix(".gguf")
+
+
 @cache
 def loaded(model: str) -> tuple[Any, Any, str]:
     """Return a model by name or file, its tokenizer, and the digest of its weights."""
-    lm, tokenizer = load_model(Path(model) if Path(model).suffix else model)
+    lm, tokenizer = load_model(Path(model) if Path(model).exists() else model)
     facts = describe_model(lm)
     return lm, tokenizer, str(facts["source"]["sha256"] if "source" in facts else facts["weights"])
 
@@ -164,7 +169,7 @@ def recorded(workload: Workload, model: str, number: int, folder: Path) -> tuple
     lm, tokenizer, weights = loaded(model)
     one = prompt(workload, model, number, tokenizer)
     of = digest(one, weights)
-    path = folder / f"{Path(model).stem}-{workload.name.replace(' ', '-')}-{number:02}-{of}.zarr"
+    path = folder / f"{called(model)}-{workload.name.replace(' ', '-')}-{number:02}-{of}.zarr"
     if not path.exists():
         options: dict[str, Any] = {"o_proj": True, "sensitivity": False}
         options |= {} if workload.once else {"probe": "repeat"}
