@@ -10,9 +10,6 @@ captures the generation with the full cache once, to disk, and `kvsim.sweep` rep
 all cells, main metrics, into a folder. Before the cells of each budget kvsim does its whole work
 once more, so that both see the same machine; its seconds are the mean of these turns. CPU time
 counts, because with one thread it is the wall time of a machine that does nothing else.
-
-The outcomes are not the same quantity. kvpress gives the response of the compressed model. kvsim
-gives what each cell would have kept and how far attention outputs move on the full-cache states.
 """
 
 import logging

@@ -12,6 +12,7 @@ from scoring_plan import NOTHING, PROMPT
 import leaderboard_page
 import leaderboard_rows
 from answer import wilson
+from kvsim.analysis.evidence import ANSWERS, WORTH
 from kvsim.studies.claims import CLAIMS
 from results import DOCS, committed
 
@@ -72,6 +73,8 @@ def test_numbers_of_the_first_page():
     assert (means["mean"] > random).sum() == 11
     assert means.height == 14
     assert "11 of 13 policies have a larger mean KL" in readme
+    for low, high in (WORTH["response_kl"], ANSWERS):
+        assert f"[{low:.2f} to {high:.2f}](docs/fidelity.md" in readme
 
 
 def test_ranks_of_random():
