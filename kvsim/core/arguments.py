@@ -82,7 +82,7 @@ def resolve_budget(
     except ValueError:
         more = ""
         if re.search(r"so-far|[bB](@\w+)?$", text) and "so-far" not in expected:
-            more = ", as budgets of replays and live runs alone grow or are bytes"
+            more = ", as only budgets of replays and live runs grow or are bytes"
         raise BudgetError(f"budget is {text!r}; expected {expected}{more}") from None
     if not 0 < share <= 100:
         raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")

@@ -141,7 +141,7 @@ class Policy:
             "pruning, sparse attention or scaled lengths have no rule for a budget that grows": (
                 self.so_far is not None and (drops or self.sparse is not None or self.scaled)
             ),
-            "what reads or stores entries needs keys at their positions, a set for each KV head": (
+            "sparse attention, quantizers need keys at their positions, a set for each KV head": (
                 accesses and (self.positions == "slot" or self.per_query_head)
             ),
             "a merger changes keys, which pruning, sparse attention or a bound needs as recorded": (

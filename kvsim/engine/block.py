@@ -231,7 +231,7 @@ def check(policy: Policy, view: View, scores: Scores) -> None:
         layer, head, slot = bad[0]
         where = f"layer {int(view.layers[layer])}, head {head}"
         given = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
-        expected = f"a number for every live entry ({where}), and what must stay to be protected"
+        expected = f"a number for every live entry ({where}); protect entries that must stay"
         raise ScoreError(_misfit(policy, view, "the score", given, expected))
     _check_columns(policy, view, scores.columns)
 

@@ -211,7 +211,7 @@ class Setup:
         alone = self.ends == [trace.prompt_len]
         if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
             yield (
-                "the prompt fills the text: no row sees what is evicted, and metrics of rows after "
+                "the prompt fills the text: no row follows an event, and metrics of rows after "
                 "the prompt have no value"
             )
         if trace.windowed:

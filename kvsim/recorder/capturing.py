@@ -105,14 +105,14 @@ def capture(
     if isinstance(prompt, Prompt):
         if given:
             raise CaptureError(
-                f"{', '.join(given)} and a Prompt are given, expected the Prompt alone"
+                f"{', '.join(given)} and a Prompt are given, expected only the Prompt"
             )
         whole = prompt
     else:
         whole = Prompt(given.pop("name", ""), prompt, **given)
     checked = Options.of(options)
     if out is None and (checked.store_dtype or checked.resume):
-        raise CaptureError("store_dtype and resume are about what is written, but out is None")
+        raise CaptureError("store_dtype and resume concern a written trace, but out is None")
     path = None if out is None else local_path(out, CaptureError)
     (trace,) = _record(model, tokenizer, {path: whole}, checked, single=True)
     return trace
@@ -213,7 +213,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
         return
     reason = "it has several turns" if first.turns else reason
     if reason is not None:
-        first.notes.append(f"the response was written alone, not in a batch: {reason}")
+        first.notes.append(f"the response was written by itself, not in a batch: {reason}")
     if reason is not None or len(chosen) < 2:
         return
     try:

@@ -59,7 +59,7 @@ class Choice:
         if unknown:
             raise CaptureError(
                 f"{unknown[0]} cannot be applied, expected settings that transformers' `generate` "
-                "takes, those of drawn tokens with a temperature above 0; leave it out"
+                "takes, and settings of drawing only with a temperature above 0; leave it out"
             )
         applied = () if self.likeliest else APPLIED if temperature else APPLIED[: -len(OF_DRAWS)]
         self.settings: dict[str, Any] = json.loads(json.dumps(self._stated(*applied), default=str))

@@ -156,8 +156,8 @@ def _context_end(
         start, length = -(not text.startswith(beginning)), len(beginning)
     if start < 0:
         raise CaptureError(
-            "the chat template does not render the context as it does alone, so its end cannot be "
-            "found, expected a template that does; give token ids, with context a number"
+            "the chat template renders the context with a question differently, so its end cannot "
+            "be found, expected a template that does; give token ids, with context a number"
         )
     return start + length
 

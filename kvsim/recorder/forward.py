@@ -190,7 +190,7 @@ def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
     except Exception as error:  # of an unknown model, whatever it is
         raise CaptureError(
             f"{type(model).__name__} raised {type(error).__name__} in a forward of {ids.shape[1]} "
-            f"tokens: {error_line(error)}; expected a decoder model that runs on token ids alone; "
+            f"tokens: {error_line(error)}; expected a decoder model that runs on token ids; "
             "this model cannot be recorded"
         ) from error
 

@@ -339,7 +339,7 @@ def model_notes(model: PreTrainedModel) -> list[str]:
     if cap is not None and kernel_name(model) == "sdpa":
         notes.append(
             f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
-            "with the eager kernel it computes what it was trained to"
+            "with the eager kernel it applies the softcap"
         )
     return notes
 

@@ -140,8 +140,8 @@ def layer_sizes(
         return ()
     if any(whole):
         raise CaptureError(
-            "rows that repeat the context, and sums over rows that are left out, are those of "
-            "layers of one size, and layers of the model differ in heads or dimensions; choose "
+            "rows that repeat the context, and sums over rows that are left out, need layers of "
+            "one size, but layers of the model differ in heads or dimensions; choose "
             "layers (--layers), or do without them"
         )
     return tuple(found)

@@ -161,8 +161,8 @@ def _prompt(row: Mapping[str, Any], index: int) -> Prompt:
     outside = [*given, *(key for key in _ANSWERED if key in values)]
     if turns is not None and (outside or not turns or not isinstance(turns, list)):
         raise CaptureError(
-            f"turns is {reprlib.repr(turns)}, expected a list of objects with 'question', and "
-            f"{', '.join(outside) or 'answers'} in these"
+            f"turns is {reprlib.repr(turns)}, expected a list of objects with 'question'; move "
+            f"{', '.join(outside) or 'answers'} into them"
         )
     if turns is None and (len(given) > 1 or not (given or "question" in values)):
         raise CaptureError(

@@ -155,7 +155,7 @@ class LiveSource(Source):
         if self.rotated and rows.numel():
             raise PolicyError(
                 "a scorer reads keys, which are rotated to their slots; expected one that chooses "
-                "by position alone, as streaming_llm@original does, or positions='absolute'"
+                "by position only, as streaming_llm@original does, or positions='absolute'"
             )
         return computable(rows)
 

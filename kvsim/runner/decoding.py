@@ -414,5 +414,5 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
 def _check_layers(policy: Policy, layers: Sequence[int], n_layers: int) -> None:
     """Raise PolicyError for a policy of the whole model, where only some layers evict."""
     if tuple(layers) != tuple(range(n_layers)):
-        advice = f"and layers {list(layers)} of {n_layers} evict; expected all: replay these alone"
+        advice = f"and layers {list(layers)} of {n_layers} evict; expected all; replay these layers"
         refuse(policy, checks.SLOTS, DROPS, advice=advice)

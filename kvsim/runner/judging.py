@@ -200,13 +200,13 @@ class Judge:
 def unjudged(record: Record) -> str:
     """Return why a forward pass over the recorded tokens cannot show a record; empty if it can."""
     reasons = {
-        "keys are rotated to their slots, which depend on what else is held": (
+        "keys are rotated to their slots, which depend on the other entries": (
             record.positions != "absolute"
         ),
-        "rows of the prompt are dropped on the way down, and have no deeper keys": (
+        "rows of the prompt are dropped between layers, and have no deeper keys": (
             record.selection is not None and record.selection.layer is not None
         ),
-        "keys and values are rounded, and sets are those of query heads": (
+        "keys and values are rounded, and each query head has a set": (
             record.storage is not None and record.per_query_head
         ),
         "it is a live run": record.closed,

@@ -41,7 +41,7 @@ class Forecast:
         if self.written > (free := free_bytes(folder)):
             raise OutputError(
                 f"{folder} has {free / 1e9:.3g} GB free, expected {self.written / 1e9:.3g} GB for "
-                "what is recorded; free some space, give another --out, or --force"
+                "the recording; free some space, give another --out, or --force"
             )
 
 

@@ -57,7 +57,7 @@ def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None)
 
 
 def damaged(
-    path: Path, reason: str, expected: str = "what `kvsim replay` or `live` wrote"
+    path: Path, reason: str, expected: str = "a file of `kvsim replay` or `live`"
 ) -> OutputError:
     """Return the error of a file that is not as it was written; reason: one clause."""
     line = " ".join(reason.split())[:200]

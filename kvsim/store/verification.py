@@ -154,8 +154,8 @@ def _recompute(
         errors.append(float(error))
         if not error <= allowed:  # NaN is a problem too
             result.problems.append(
-                f"{where}: {name} of layer {layer} differs by {error:.3g} from what "
-                f"q, k, v give, expected at most {allowed:g}; record the trace again"
+                f"{where}: {name} of layer {layer} differs by {error:.3g} from "
+                f"that of q, k, v, expected at most {allowed:g}; record the trace again"
             )
 
 

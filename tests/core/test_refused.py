@@ -159,5 +159,5 @@ def test_a_prompt_that_fills_the_text_is_remarked():
     """Kept sets have their meaning, rows that see them do not exist, and the record says so."""
     record = kvsim.replay(build(prompt_len=N), kvsim.policy("snapkv", window=4), 8)
 
-    assert "the prompt fills the text: no row sees what is evicted" in record.remark
+    assert "the prompt fills the text: no row follows an event" in record.remark
     assert "fills" not in kvsim.replay(build(), kvsim.policy("snapkv", window=4), 8).remark

@@ -76,7 +76,7 @@ def test_what_a_batch_cannot_hold_is_written_alone_with_a_note(tmp_path):
 
         for ours, theirs in zip(together, alone, strict=True):
             assert torch.equal(ours.tokens, theirs.tokens)
-            note = f"the response was written alone, not in a batch: {reason}"
+            note = f"the response was written by itself, not in a batch: {reason}"
             assert any(note in text for text in describe(str(ours.path))["notes"])
 
 

@@ -85,5 +85,5 @@ def test_a_replay_is_that_of_the_layers_recorded_alone(name, policy):
 
 def test_what_has_one_shape_for_all_layers_is_refused():
     """Probes, before the model runs over the prompt."""
-    with pytest.raises(CaptureError, match="are those of layers of one size"):
+    with pytest.raises(CaptureError, match="need layers of one size"):
         kvsim.capture(sized("llama"), None, IDS, max_new_tokens=6, probe="repeat")

@@ -214,7 +214,7 @@ def _remarks(config: Mapping[str, Any], others: Sequence[str], *, shared: bool) 
             "are counted with their weights, and without their states and the FLOPs of these"
         )
     if shared:
-        remarks.append("of experts those that a token passes are counted in FLOPs and bytes read")
+        remarks.append("FLOPs and bytes read count the experts that a token passes")
     if config.get("quantization_config"):
         remarks.append("quantised weights are counted at the size of the data type")
     return tuple(remarks)

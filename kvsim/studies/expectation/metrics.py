@@ -55,26 +55,26 @@ _ROWS = ("all_rows",)
 
 METRICS: Mapping[str, Metric] = {
     "expectation": Metric(
-        "rank correlation over the prompt's keys of expected attention with what the response "
-        "attends to",
+        "rank correlation over the prompt's keys of expected attention with the attention "
+        "of the response",
         "trace", "correlation", None, "Expected Attention, Fig. 10",
         _expected(STEPS[-1:]), default=False,
         arrays=_ROWS, after="attention_return"),
     "expectation_steps": Metric(
-        "rank correlation over the prompt's keys with what the response attends to, after each "
+        "rank correlation over the prompt's keys with the attention of the response, after each "
         "assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(STEPS), main=STEPS[-1], default=False,
         arrays=_ROWS, after="expectation"),
     "projection_gap": Metric(
-        "a key's log mean exponential over queries less that of normal ones: median over heads and "
-        "keys, and its distance from 0",
+        "a key's log mean exponential over queries, minus that of normal queries: median over "
+        "heads and keys, and its distance from 0",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
         main=f"skip={SINK}", default=False,
         arrays=_ROWS, after="expectation_steps"),
     "normal_distance": Metric(
         "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
-        "next to that of normal samples",
+        "next to the distance of normal samples",
         "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
         arrays=_ROWS, after="projection_gap"),
 }  # fmt: skip

@@ -69,7 +69,7 @@ def variance_curves(curves: Sequence[Curve]) -> Figure:
         axis.axhline(tau, color=SELECTED, lw=1, ls="--")
         axis.annotate(f"tau {tau:g}", (1, tau), **right)
     axis.set_yscale("log")
-    name_axes(axis, y="rank variance / that of the first tested layer")
+    name_axes(axis, y="rank variance / its value in the first tested layer")
     plain(axis, "layer")
     axis.set_xlim(-0.5, max(curve.n_layers for curve in curves) - 0.5)
     whole_ticks(axis.xaxis)

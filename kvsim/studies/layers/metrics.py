@@ -73,7 +73,7 @@ METRICS: Mapping[str, Metric] = {
         _by_layer(lambda curve: curve.variance), main="k=25%", default=False,
         after="concat_error"),
     "rank_relative": Metric(
-        "rank variance over that of the first layer that ASL tests",
+        "rank variance divided by its value in the first layer that ASL tests",
         "trace", "ratio", None, "ASL, Fig. 6",
         _by_layer(lambda curve: curve.relative), main="k=25%", default=False,
         after="rank_variance"),
@@ -83,7 +83,7 @@ METRICS: Mapping[str, Metric] = {
         _by_layer(lambda curve: curve.union_share, lambda curve: curve.union_chance),
         main="k=25%", default=False, after="rank_relative"),
     "rank_overlap": Metric(
-        "Jaccard index of a layer's first k tokens and those of the layer before, next to chance",
+        "Jaccard index of the first k tokens of a layer and of the layer before, next to chance",
         "trace", "share", None, "kvsim, after ASL",
         _by_layer(lambda curve: curve.jaccard, lambda curve: curve.jaccard_chance),
         main="k=25%", default=False, after="rank_union"),

@@ -150,11 +150,11 @@ class Ranking:
         """
         rule, ours = rule or self.rule, self.rule
         if (rule.window, rule.pool) != (ours.window, ours.pool):
-            raise PolicyError(f"asl: the scores are those of {ours}; make a ranking for {rule}")
+            raise PolicyError(f"asl: the scores follow {ours}; make a ranking for {rule}")
         rule.check(Run(self.n_layers))
         if budget < rule.least_budget:
             raise BudgetError(
-                f"asl: budget {budget} selects no token beside the window of {rule.window} rows, "
+                f"asl: budget {budget} selects no token outside the window of {rule.window} rows, "
                 "which always propagates; give a larger budget or a smaller window"
             )
         k = min(budget, self.prompt_len) - rule.window

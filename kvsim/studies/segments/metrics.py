@@ -79,7 +79,7 @@ def _by_event(notes: Mapping[int, NDArray[Any]]) -> Floats:
 
 METRICS: Mapping[str, Metric] = {
     "segment_count": Metric(
-        "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
+        "segments into which a policy cuts the cache at an event; or else runs of kept entries",
         "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES,
         after="burst_share"),
     "segment_length": Metric(

@@ -55,7 +55,7 @@ def test_experts_count_by_those_that_a_token_passes():
 
     assert model.weight_bytes - model.read_bytes == experts / 2 * model.number_bytes
     assert model.layer_matrices == 4096 * (32 + 8) * 256 + experts / 4 + 4 * 4096
-    assert "of experts those that a token passes" in " ".join(model.remarks)
+    assert "the experts that a token passes" in " ".join(model.remarks)
 
 
 def test_flops_are_those_of_the_model():
