@@ -102,11 +102,11 @@ def selection_grid(
     for (row, first), (column, back) in product(enumerate(firsts), enumerate(backs)):
         rule = replace(ranking.rule, first_layer=first, look_back=back)
         curve = ranking.curve(budget, rule)
-        name, size, ink = "never", 6, "black"
+        name, ink = "never", "black"
         if (layer := curve.selected()) is not None:
             layers[row, column] = layer
-            name, size, ink = str(layer), 8, "black" if layer > 0.6 * last else "white"
-        axis.text(column, row, name, ha="center", va="center", fontsize=size, color=ink)
+            name, ink = str(layer), "black" if layer > 0.6 * last else "white"
+        axis.text(column, row, name, ha="center", va="center", fontsize=8, color=ink)
         if curve.look_back < back:
             cell = (column - 0.5, row - 0.5)
             axis.add_patch(Rectangle(cell, 1, 1, fill=False, hatch="////", ec="#00000030", lw=0))
