@@ -45,8 +45,9 @@ def unrotated(x, inv_freq):
 
 
 def pooled(vote, kernel, average):
-    """The largest or the mean of so many neighbours [..., n]; outside there are zeros."""
-    parts = np.pad(vote, [(0, 0)] * (vote.ndim - 1) + [(kernel // 2,) * 2])
+    """The largest or the mean of so many neighbours [..., n]; zeros count as outside of a mean."""
+    width, outside = [(0, 0)] * (vote.ndim - 1) + [(kernel // 2,) * 2], 0 if average else -np.inf
+    parts = np.pad(vote, width, constant_values=outside)
     parts = np.lib.stride_tricks.sliding_window_view(parts, kernel, -1)
     return parts.mean(-1) if average else parts.max(-1)
 

@@ -160,6 +160,8 @@ def conform(
     for name, (table, rule_does) in has.items():
         if table is not None and not does(rule, rule_does):
             raise DumpError(f"{dump.name} has {name}; expected a policy that {rule_does}")
+    if rule.bounded and not dump.kept:
+        raise DumpError(f"{dump.name} has no kept sets; expected them, because {rule.name} evicts")
     events = tuple(schedule.rows(source.prompt_len, dump.last + 1, *source.extent[2:]))
     kept = dict(dump.kept)
     case = DumpCase(kept, layers, source, rule, total, schedule, events, tolerance, dump)
@@ -234,8 +236,7 @@ def _words(difference: Difference) -> str:
     elif difference.gap is not None:
         parts.append(f"score gap {difference.gap:.2g} of the layer's largest, no tie")
     if difference.cut is not None:
-        best, worst = (f"{x:.5g}" for x in difference.cut)
-        parts.append(
-            f"by definition what it {missing} scores up to {best}, what it {extra} {worst}"
-        )
+        best, worst = difference.cut
+        left, stays = missing.split()[0], extra.split()[0]
+        parts.append(f"what it {left} scores up to {best:.5g}, what it {stays} {worst:.5g}")
     return "; ".join(parts)

@@ -111,6 +111,8 @@ def test_tables_need_a_policy_with_a_rule_for_them(trace, tmp_path):
     for given, policy in ((pages, "h2o"), (bits_of(trace, tmp_path / "b.npz"), QUEST)):
         with pytest.raises(DumpError, match="expected a policy that"):
             kvsim.conform(given, policy, trace=trace)
+    with pytest.raises(DumpError, match="no kept sets; expected them, because"):
+        kvsim.conform(pages, kvsim.policy("h2o+quest", page=PAGE), trace=trace)
     early = Dump(page=PAGE, budget=BUDGET)
     early.read(0, 3, [[0]] * 3)
     early.save(tmp_path / "e.npz")
