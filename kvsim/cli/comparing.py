@@ -53,8 +53,8 @@ def compare(
         float | None,
         typer.Option(
             metavar="X",
-            help="A policy is as good as the best that is worse by at most this share (default: "
-            "0.1), or number where values may be below 0.",
+            help="A policy counts as good as the best if it is worse by at most this share "
+            "(default: 0.1), or number if values may be below 0.",
         ),
     ] = None,
     policy: shared.PoliciesOfRuns = None,
@@ -65,9 +65,9 @@ def compare(
     ] = "table",
     as_json: shared.Json = False,
 ) -> None:
-    """Say over the prompts of finished runs which policies could be the best at each budget.
+    """Say which policies of finished runs could be the best at each budget, and how sure that is.
 
-    And how much worse each may be, by task where the order depends on it. Fewer than 6 prompts say
+    Also how much worse each may be, by task if the order depends on it. Fewer than 6 prompts say
     nothing about other prompts.
     """
     means = bool(by) or len(metric or ()) > 1

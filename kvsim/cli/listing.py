@@ -152,7 +152,7 @@ def metrics(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the metrics, what they read, their units and which direction is better."""
+    """List the metrics with their inputs, units and better direction."""
     from kvsim.analysis.registry import METRICS, metric
 
     chosen = {each: metric(each) for each in name or METRICS}

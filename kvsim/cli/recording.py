@@ -78,7 +78,7 @@ def capture(
     plan: shared.Plan = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Record what a model's attention sees as it answers a prompt.
+    """Record a model's attention as it answers a prompt.
 
     Several prompts make one trace each. Interrupted or killed, the complete traces stay, and
     --resume records the others.

@@ -44,7 +44,7 @@ def replay(
     plan: shared.Plan = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Replay policies at budgets over traces: what each keeps and loses.
+    """Replay policies at budgets over traces, and measure their errors.
 
     Interrupted or killed, the same command with --out continues.
     """
