@@ -49,7 +49,7 @@ OTHERS = {
     "figures/distillation.png": "apps/tiny/distill.py of kvsim 0.1.0",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",
-    "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
+    "figures/needle.png": "the commands of record.md that need SmolLM2",
 }
 #: What a block says that is run here alone.
 REASON = "docs/drawing.py"
