@@ -8,8 +8,9 @@ Keys are taken as they are cached, after the rotary embedding.
 Deviations. The paper prefills in blocks and evicts after each of them; here an event sees the whole
 cache. `keydiff@vllm` has the schedule of vLLM's pull request 56673 (commit c49733a), mode
 "full_replacement", which keeps int(tokens so far * (1 - ratio)) entries: a budget such as
-`30%so-far`. Its mode "filtering" decides on each new entry once and keeps older ones for good; no
-schedule of kvsim says that an event may evict the newest entry alone.
+`30%so-far`. Its mode "filtering" is left out: there each new entry is accepted or refused once, and
+older ones stay for good. The rank that a new one must reach is round(tokens so far * (1 - ratio)).
+That takes an allocator which evicts the newest entry alone, and a budget that is rounded otherwise.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""Rules of engines: sets that heads or layers share."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.policy import Allocator, Plan
+from kvsim.errors import PolicyError
+from kvsim.testing.strategies import make_case
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Three layers of two KV heads, two query heads each."""
+    sizes = {"layers": 3, "heads": 2, "group": 2, "n": 60, "prompt_len": 30, "seed": 3}
+    return make_case("sharp", **sizes).trace()
+
+
+def kept(trace, name, budget=36, **params):
+    """Entries that stay at the end, bool [layer, head, pos]."""
+    if "triattention" in name:
+        params["calibration"] = "prefix:9"
+    record = kvsim.replay(trace, kvsim.policy(name, **params), budget, interval=10)
+    assert len(record.events) > 1
+    return record.retained(max(record.events))
+
+
+def test_nominations_rank_as_the_largest_score(trace):
+    """The best by the largest score of any head are nominated by that head, so union is a union."""
+    ours = kept(trace, "triattention@union")
+    composed = kept(trace, "union+triattention", across="layers", protect_prompt=True)
+    assert (ours == composed).all()
+    assert (ours == ours[:1, :1]).all()
+    assert (ours != kept(trace, "triattention")).any()
+
+
+def test_heads_of_one_place_share_a_set(trace):
+    """With `per_head`, KV heads differ, and layers do not."""
+    for name in ("@per_head", "@vllm", "@sglang"):
+        sets = kept(trace, f"triattention{name}", **({"recent": 4} if name == "@vllm" else {}))
+        assert (sets == sets[:1]).all()
+        assert (sets[:, 0] != sets[:, 1]).any()
+
+
+class Ragged(Allocator):
+    """The first head keeps fewer."""
+
+    shared = "heads"
+
+    def plan(self, view, scores, protected):
+        """Two entries fewer in the first head."""
+        fewer = torch.tensor([2, 0])
+        return Plan(view.budget - fewer)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("h2o@sparse_vllm", {"recent": 4}),
+        ("snapkv@sparse_vllm", {"sink": 2, "recent": 4}),
+        ("rkv@sparse_vllm", {"sink": 2, "recent": 4}),
+        ("triattention@union", {"protect_prompt": False, "calibration": "prefix:9"}),
+    ],
+)
+def test_heads_without_a_common_set_are_refused(trace, name, params):
+    """Heads share a set; where an allocator leaves them different entries there is none."""
+    policy = kvsim.policy(name, **params)
+    sets = kvsim.replay(trace, policy, 16, interval=10).retained(59)
+    assert (sets == sets[:, :1]).all()
+    with pytest.raises(PolicyError, match="expected one set for all"):
+        kvsim.replay(trace, replace(policy, allocator=Ragged()), 16, interval=10)
