@@ -98,10 +98,8 @@ def unrotated(view: View, last: int) -> Tensor:
 def interleaved(view: View, last: int) -> Tensor:
     """Query head i with KV head i % H, not with i // G."""
     queries = view.queries(last)
-    heads, group = queries.shape[1:3]
-    return _causal(
-        view, products(view, queries.flatten(1, 2).unflatten(1, (group, heads)).transpose(1, 2))
-    )
+    heads = queries.flatten(1, 2).unflatten(1, queries.shape[2:0:-1]).transpose(1, 2)
+    return _causal(view, products(view, heads))
 
 
 def over_heads(view: View, last: int) -> Tensor:

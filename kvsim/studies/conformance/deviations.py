@@ -250,12 +250,10 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "one-fewer": ("one entry fewer than the budget stays", partial(_budget, lambda _: -1)),
     "window-early": ("the window ends one row before the event",
         partial(_seeing, lambda view, last: view.attn(last + 1)[..., :-1, :])),
-    "window-rotated": (
-        "all queries of the window are rotated to the row of the event (kvpress, decoding)",
+    "window-rotated": ("queries of the window are rotated to the row of the event (kvpress)",
         partial(_seeing, rotated)),
     "window-of-one": ("only the last row of the window is read (kvpress, eager)", _one_row),
-    "top-k-order": (
-        "entries are taken in the order of the last top-k, not of the text (kvpress, decoding)",
+    "top-k-order": ("entries have the order of the last top-k, not of the text (kvpress)",
         _scrambled),
     "window-rotated, top-k-order": ("both window-rotated and top-k-order",
         lambda case: _scrambled(_seeing(rotated, case))),

@@ -200,7 +200,7 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     names = {each.name for each in deviations}
     # a part of a combination is enough
     deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
-    if not deviations and kinds <= {"tie", "choice"}:
+    if not deviations and kinds <= {"tie", "choice", "bits"}:
         deviations = [*islice(guess(case, most / 2), 1)]
     if "return" in kinds:
         deviations.append(_RETURN)

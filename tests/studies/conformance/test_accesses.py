@@ -101,6 +101,8 @@ def test_bits_are_those_of_a_plain_loop(trace, tmp_path):
     conforms(bits_of(trace, path), KIVI, trace=trace)
     report = kvsim.conform(bits_of(trace, path, bits=(8.0, 6.0)), KIVI, trace=trace)
     assert "keys have 8 bits; by definition 6" in report.lines()[1]
+    report = kvsim.conform(bits_of(trace, path, bits=(10.0, 12.0)), KIVI, trace=trace)
+    assert [each.name for each in report.deviations] == ["bits_per_number=8"]
     with pytest.raises(AssertionError, match="leaves exact values of 13"):
         conforms(bits_of(trace, path, late=1), KIVI, trace=trace)
 

@@ -1,5 +1,6 @@
 """The check of action.yml, in its small version: tiny, six prompts, the toy engine."""
 
+import csv
 import json
 import runpy
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvsim
+from kvsim.analysis.significance import sign_flip
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "apps" / "conform" / "check.py"
@@ -73,3 +75,19 @@ def test_kl_is_within_a_margin_by_the_bound_of_the_verdicts():
     assert "at most 5.0% worse" in verdict(pairs, 6)[1]
     assert not verdict(pairs[:5], 6)[0]
     assert verdict(np.stack([kl, kl], axis=1)[:1], 0)[0]
+
+
+def test_the_page_says_which_bugs_sets_and_kl_find():
+    """On each of twelve prompts sets differ; of KL, the check accepts one bug alone."""
+    text = (ROOT / "docs" / "conformance" / "toy-engine.csv").read_text("utf-8")
+    rows = list(csv.DictReader(text.splitlines()))
+    assert all((int(row["apart"]) > 0) is bool(row["bug"]) for row in rows)
+    verdict, accepted, worse = runpy.run_path(str(SCRIPT))["verdict"], set(), set()
+    for bug in {row["bug"] for row in rows} - {""}:
+        kl = [[float(x["kl"]), float(x["policy_kl"])] for x in rows if x["bug"] == bug]
+        accepted |= {bug} if verdict(np.array(kl), 10)[0] else set()
+        gaps = np.array(kl) @ [[1], [-1]]
+        p = [sign_flip(gaps[None, :n, 0])[0] for n in range(6, 13)]
+        worse |= {bug} if gaps.mean() > 0 and max(p) < 0.05 else set()
+    assert accepted == {"window pooled"}
+    assert worse == {"softmax axis", "softmax over rows", "heads interleaved", "sign"}
