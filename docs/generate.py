@@ -51,7 +51,7 @@ def metrics() -> str:
         those = "all of them" if len(named) == len(of_kind) else ", ".join(named)
         by_name = f" Only with `--metric`: {those}." if named else ""
         head = ["| metric | value | unit | source |", "| --- " * 4 + "|"]
-        parts += [f"### {kind.capitalize()}", f"Computed from {read}.{by_name}"]
+        parts += [f"## {kind.capitalize()}", f"Computed from {read}.{by_name}"]
         parts += ["\n".join([*head, *starmap(_metric, of_kind.items())])]
     return "\n" + "\n\n".join(parts) + "\n"
 
