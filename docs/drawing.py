@@ -45,12 +45,16 @@ OTHERS = {
     ),
     "figures/answer.png": "docs/answer.py",
     "figures/access.png": "docs/leaderboard.py",
+    "figures/iou_by.png": "docs/gallery.py",
+    "figures/lift_bars.png": "docs/gallery.py",
     "figures/scoring.png": "docs/scoring.py",
     "figures/distillation.png": "apps/tiny/distill.py of kvsim 0.1.0",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",
     "figures/needle.png": "the commands of record.md that need SmolLM2",
 }
+#: The commands of the page of figures.
+COMMANDS = DOCS / "figures" / "commands.sh"
 #: What a block says that is run here alone.
 REASON = "docs/drawing.py"
 
@@ -73,6 +77,8 @@ def shown() -> set[str]:
 def running(page: str) -> list[Block]:
     """The blocks of a page that run: for its readers, or here alone."""
     found = blocks(page, texts()[page])
+    if page == "figures":
+        found.append(Block(page, 1, "bash", REASON, COMMANDS.read_text("utf-8"), None))
     return [block for block in found if block.how == "run" or (block.how or "").startswith(REASON)]
 
 

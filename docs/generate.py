@@ -8,6 +8,7 @@ python docs/generate.py --check      change nothing; exit with status 1 if somet
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -68,16 +69,26 @@ def _metric(name: str, entry: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def figures() -> str:
-    """The table of the figures of `kvsim plot`."""
-    from kvsim.plots.registry import FIGURES  # noqa: PLC0415 - as policies()
+#: Arguments that the page of figures explains once.
+_PLAIN = {"trace", "traces", "record", "records", "layer", "layers", "head"}
 
-    lines = ["| name | shows | options | needs | source |", "| --- " * 5 + "|"]
+
+def figures() -> str:
+    """Return a section for each figure of `kvsim plot`, from its docstring."""
+    from kvsim import plots  # noqa: PLC0415 - as metrics()
+    from kvsim.plots.registry import FIGURES  # noqa: PLC0415 - as metrics()
+
+    parts = []
     for name, figure in FIGURES.items():
-        options = ", ".join(f"`--{flag}`" for flag in figure.flags)
-        cells = (f"`{name}`", figure.summary.rstrip("."), options, figure.needs, figure.source)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        summary, body, *_, given, _ = (inspect.getdoc(getattr(plots, name)) or "").split("\n\n")
+        parts += [f"## {name}", summary]
+        if (ROOT / "docs/figures" / f"{name}.png").is_file():
+            parts.append(f"![{name}](figures/{name}.png)")
+        named = re.findall(r"(?m)^    (\w[\w, ]*): ((?:.|\n {8})+)", given)
+        own = [f"`{x}`: {' '.join(text.split())}" for x, text in named if {*x.split(", ")} - _PLAIN]
+        flags = "".join(f", `--{flag}`" for flag in figure.flags)
+        parts.append(" ".join([*body.split(), *own, f"*Takes* {figure.needs}{flags}."]))
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 #: An option in the help of a command.

@@ -11,6 +11,7 @@ call gives, and `kvsim.cli.options` offers them as options of commands.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import textwrap
@@ -90,6 +91,14 @@ def given_options(
     }
 
 
+def _written(options: type, name: str) -> str:
+    """Return the type of a field as its source has it, without the notes of `Annotated`."""
+    found = (getattr(kind, "__annotations__", {}).get(name) for kind in options.__mro__)
+    text = next(filter(None, found))
+    tree: Any = ast.parse(getattr(text, "__forward_arg__", text), mode="eval")
+    return ast.unparse(tree.body.slice.elts[0])
+
+
 def takes_options(options: type) -> Callable[[Function], Function]:
     """Return a decorator that shows these options for `**options` in signature and docstring."""
 
@@ -103,7 +112,7 @@ def takes_options(options: type) -> Callable[[Function], Function]:
         lines = []
         for option in declared(options):
             shown = keyword.replace(name=option.name, default=option.default)
-            parameters.append(shown.replace(annotation=option.kind))
+            parameters.append(shown.replace(annotation=_written(options, option.name)))
             lines.append(wrapper.fill(f"{option.name}: {option.help.text}"))
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         if function.__doc__ is not None:  # python -OO

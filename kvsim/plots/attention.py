@@ -46,16 +46,15 @@ _NAMED = 9
 def overlap_curves(traces: Traces, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the last window's top keys that earlier windows had, over the share that is top.
 
-    G-KV (arXiv 2512.00504), Fig. 1: four windows of rows at the end of each trace. Each of the
-    three earlier windows alone; their union; and an equal budget, as many keys as one top set has
-    by the largest of the three scores, which a policy could keep. Dotted is chance, for one set and
-    for the union of three.
+    G-KV (arXiv 2512.00504), Fig. 1. Four windows of rows lie at the end of each trace. *Equal
+    budget* has as many keys as one top set, by the largest of the three earlier scores. Dotted is
+    chance, for one set and for a union of three.
 
-    traces: the mean is over them, with the 95 % interval; of equally many layers. layers: a panel
-    each; one panel of the mean over all by default. A window has 128 rows, or an eighth of a
-    shorter trace.
+    Args:
+        traces: of equally many layers; the mean is over them, with the 95 % interval.
+        layers: a panel each; by default one panel of the mean over all.
 
-    Raises TraceError if a trace is too short for four windows.
+    Returns a Figure. Raises TraceError if a trace is too short for four windows.
     """
     traces = as_traces(traces)
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
@@ -94,11 +93,14 @@ def _overlaps(trace: Trace, layers: Sequence[int]) -> Floats:
 def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the keys that score below p times the maximum, over p; full and compressed caches.
 
-    G-KV (arXiv 2512.00504), Fig. 9. A row of panels for the full cache and for each policy, a line
-    per layer, black their mean with the 95 % interval over prompts. The two columns differ in the
-    keys of which the maximum is taken: a sink that holds it makes any cache look sparse.
+    G-KV (arXiv 2512.00504), Fig. 9. A line per layer, black their mean with the 95 % interval over
+    prompts. The right column leaves out the sink, whose maximum makes any cache look sparse.
 
-    table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
+    Args:
+        table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
+        layers: all by default.
+
+    Returns a Figure. Raises PolicyError if the table has neither metric in these layers.
     """
     table = as_table(table)
     table = table.filter(pl.col("metric").is_in(["sparsity", "sparsity_compressed"]))
@@ -153,10 +155,14 @@ _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
 def reconstruction_error(table: pl.DataFrame) -> Figure:
     """The output error of a layer against the share evicted: means, and each policy by layer.
 
-    arXiv 2510.00636, Fig. 6. Left a line per policy, mean over layers, then over traces with the
-    95 % interval; right a map per policy of layers and shares, of the same colours.
+    Expected Attention (arXiv 2510.00636), Fig. 6. Left a line per policy, mean over layers, then
+    over traces with the 95 % interval; right a map per policy, of the same colours. Errors are
+    relative to the full output.
 
-    table: of `kvsim.analysis.output.reconstruction`.
+    Args:
+        table: of `kvsim.analysis.output.reconstruction`.
+
+    Returns a Figure. Raises PolicyError if no policy changed any output.
     """
     value = "relative_head_error"
     table = labelled(table)

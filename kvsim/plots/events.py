@@ -45,13 +45,17 @@ def bursts(
 ) -> Figure:
     """Positions that each policy keeps after an event, as a strip each, and its evicted bursts.
 
-    AMS (arXiv 2605.23200), Fig. 2. A bracket over a strip marks a burst, a maximal run of at least
-    32 evicted positions, and its length. Positions that the event itself evicted have their own
-    colour. Where there are more positions than pixels, neighbours are averaged.
+    AMS (arXiv 2605.23200), Fig. 2. A bracket marks a burst, a run of at least 32 evicted positions,
+    and its length. Positions that the event itself evicted have their own colour. The event is the
+    earliest of the records' last events in the layer.
 
-    records: a strip each; policies, budgets or both. The event is the earliest of the records' last
-    events in the layer, so that all policies have evicted by then. Of a record per query head, the
-    first query head of the group.
+    Args:
+        trace: the trace that was replayed.
+        records: a strip each.
+        layer: index in the trace.
+        head: KV head; of a record per query head, the first of its group.
+
+    Returns a Figure. Raises PolicyError if nothing was evicted.
     """
     trace, records = as_trace(trace).part(), listed(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)

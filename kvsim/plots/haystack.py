@@ -40,13 +40,14 @@ _SHOWN = {
 def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) -> Figure:
     """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
 
-    The grid of Kamradt's needle in a haystack (github.com/gkamradt/LLMTest_NeedleInAHaystack), of
-    the kept entries; of the answers of a live run, as there, with the metric `answer_right`. A cell
-    has the mean over layers, heads and prompts in percent, or the right answers and the number of
-    prompts. It is empty where no prompt has its length and depth.
+    The grid of Kamradt (github.com/gkamradt/LLMTest_NeedleInAHaystack). A cell has the mean over
+    layers, heads and prompts in percent, or the right answers and the number of prompts.
 
-    table: with the metric. PolicyError unless it has values by length and depth, and for other
-    metrics or several.
+    Args:
+        table: with the metric, and labels `length` (tokens) and `depth` (share).
+        metrics: `needle_recall`, or `answer_right` of a live run.
+
+    Returns a Figure. Raises PolicyError for other metrics, or without values by length and depth.
     """
     table = labelled(as_table(table))
     metrics = listed(metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,11 +54,17 @@ def retention_map(
 ) -> Figure:
     """Positions that each row sees, and evicted ones that it would attend to; a panel per record.
 
-    Rows of panels are budgets and columns are policies. Blue is seen, light blue is held and read
-    by no query head of the group, pale is evicted, red is one of these although the row's full
-    attention on it, for some query head of the group, is at least 5 % (drawn larger than it is).
-    The number is the mean retained mass of rows after the prompt. A
-    bar marks the needle of the prompt, if it has one.
+    Blue is seen, light blue is held but not read, pale is evicted. Red entries are not seen,
+    although the row's full attention on them is at least 5 % in some query head of the group. The
+    number is the mean retained mass of rows after the prompt. A bar marks the needle of the prompt.
+
+    Args:
+        trace: the trace that was replayed.
+        records: rows of panels are budgets, columns are policies.
+        layer: index in the trace.
+        head: KV head.
+
+    Returns a Figure. Raises PolicyError for a layer or head that is not there.
     """
     trace, records = as_trace(trace).part(), listed(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
@@ -154,22 +160,36 @@ def lift_bars(
 ) -> Figure:
     """Share kept of a token string over the share kept of all tokens, with its interval.
 
-    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.kept.text`: rate over mean rate after
-    the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
-    out, because many policies protect them.
+    G-KV (arXiv 2512.00504), App. I. The 12 largest and the 12 smallest lifts after the layer's last
+    event, with Wilson's 95 % interval, which takes positions as independent. The first 4 and the
+    last 32 positions are left out, because many policies protect them.
 
-    The 12 largest lifts, and the 12 smallest. least: strings on fewer positions are left out.
-    Raises NeedsError if the trace has no text of tokens.
+    Args:
+        trace: with the text of its tokens.
+        record: its replay.
+        layer: over all its heads.
+        least: positions that a string must hold.
+
+    Returns a Figure. Raises NeedsError without the text of tokens.
     """
     trace = as_trace(trace).part()
     check_record(trace, record)
     layer = trace_layer(trace, layer)
+    subject = (
+        f"{trace.name}: {record.policy}, budget {record.budget}\n"
+        f"layer {trace.layer_ids[layer]}, all heads, with 95 % interval"
+    )
     table = retention_lift(trace, record, layer, sink=SINK, recent=RECENT)
+    return _draw_lifts(table, least, subject, {fidelity(trace, record, "sets", layer)})
+
+
+def _draw_lifts(table: pl.DataFrame, least: int, subject: str, levels: Iterable[str]) -> Figure:
+    """Draw the table of `retention_lift`, of strings on `least` positions or more."""
     table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
     if not table.height:
         raise PolicyError(
-            f"no token of {trace.name} is on {least} positions of which {record.policy} keeps "
-            "anything; take a longer trace, a larger budget, or fewer positions"
+            f"no token is on {least} positions of which any is kept ({subject.splitlines()[0]}); "
+            "take a longer trace, a larger budget, or fewer positions"
         )
     if table.height > 2 * _TOKENS:
         table = pl.concat([table.head(_TOKENS), table.tail(_TOKENS)])
@@ -190,9 +210,5 @@ def lift_bars(
     axis.set_axisbelow(True)
     ratio = "share of the token kept / share of all kept (dotted: as all)"
     name_axes(axis, ratio, "token (positions)")
-    subject = (
-        f"{trace.name}: {record.policy}, budget {record.budget}\n"
-        f"layer {trace.layer_ids[layer]}, all heads, with 95 % interval"
-    )
-    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
+    caption(figure, subject, levels)
     return figure

@@ -63,19 +63,14 @@ _SHADE = "#f2efe9"
 def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
-    Budgets are in the order of their entries, of shares the mean over traces. With one budget it is
-    `ranking` by the metrics that have a better direction.
+    With one budget it is `ranking`, of the metrics that have a better direction.
 
     Args:
         table: results of a replay or live run, or the path of a run.
-        metrics: a panel each, of the main variant, in the metric's unit. Metrics that the table
-            lacks are left out. By default the metric of `kvsim.compare`, retained mass, wipe-out.
+        metrics: a panel each; of metrics with variants the main one. By default the metric of
+            `kvsim.compare`, retained mass and wipe-out, as far as the table has them.
 
-    Returns:
-        a matplotlib Figure.
-
-    Raises:
-        PolicyError: for unknown metrics, or if the table has none of them.
+    Returns a Figure. Raises PolicyError for unknown metrics, or if the table has none of them.
     """
     table = as_table(table)
     metrics = _metrics(table, "retained_mass", "wipeout") if metrics is None else listed(metrics)
@@ -111,21 +106,16 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
 def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are filled.
 
-    A policy at a budget is on the front if no other result is better with as few entries. A metric
-    without a better direction has no front. Budgets bind policies differently, so the axis is
-    `entries_seen` instead of the requested budget. With sparse attention or quantizers the axes are
-    `bytes_held` and `bytes_read`. With one budget and the axis `entries_seen` it is `ranking`.
+    A policy at a budget is on the front if no other result is better with as few entries. With
+    sparse attention or quantizers the axes are bytes held and read. With one budget it is
+    `ranking`.
 
     Args:
-        table: results of a replay or live run, or the path of a run; with the metrics of the axes.
-        metrics: as in `over_budgets`, by default without retained mass. `entries_seen`,
-            `bytes_held` and `bytes_read` among them are the axes, a panel for each metric and axis.
+        table: as for `over_budgets`; with the metrics of the axes.
+        metrics: as for `over_budgets`. `entries_seen`, `bytes_held` and `bytes_read` among them are
+            the axes, a panel for each metric and axis.
 
-    Returns:
-        a matplotlib Figure.
-
-    Raises:
-        PolicyError: for unknown metrics, or if the table lacks all of them or those of the axes.
+    Returns a Figure. Raises PolicyError for unknown metrics, or if the table lacks those it needs.
     """
     table = as_table(table)
     named: list[str] = _metrics(table, "wipeout") if metrics is None else listed(metrics)
@@ -182,18 +172,13 @@ def ranking(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figur
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
     Filled circles could be the best policy (`kvsim.compare`); the dotted line is the best mean.
-    References that have no rank are grey squares. Where there are more policies than colours, all
-    have one.
+    Grey squares are references, which have no rank.
 
     Args:
-        table: results of a replay or live run, or the path of a run.
+        table: as for `over_budgets`.
         metrics: panels each, with a better direction; by default the metric of `kvsim.compare`.
 
-    Returns:
-        a matplotlib Figure.
-
-    Raises:
-        PolicyError: as `kvsim.compare`.
+    Returns a Figure. Raises PolicyError as `kvsim.compare`.
     """
     table = as_table(table)
     names: list[str] = [] if metrics is None else listed(metrics)
@@ -238,10 +223,16 @@ def middle_coverage(
     """Share kept of each part of the sequence, a line per policy; a panel per budget.
 
     AMS (arXiv 2605.23200), Fig. 4 (a). Mean over events, heads and layers, then over prompts with
-    the 95 % interval. Dotted, in the policy's colour: a set of its size that prefers no
-    position. The middle third is shaded.
+    the 95 % interval. Dotted is a set of the same size that prefers no position. Even `random`
+    keeps fewer early entries, which had to survive more events: compare with it.
 
-    layer, head: all by default.
+    Args:
+        traces: one or several.
+        records: their replays.
+        layer: all by default.
+        head: all KV heads by default.
+
+    Returns a Figure. Raises PolicyError if nothing was evicted.
     """
     traces = as_traces(traces)
     records = listed(records)
@@ -273,12 +264,14 @@ def middle_coverage(
 def iou_by(table: Tabular, by: str = "stage") -> Figure:
     """Retained-set IoU of each policy by stage of the model or a label; a panel per budget.
 
-    AMS (arXiv 2605.23200), Fig. 5 and Table 14. Mean over prompts with the 95 % interval; a short
+    AMS (arXiv 2605.23200), Fig. 5 and Table 14. Mean over prompts with the 95 % interval. A short
     black line across each bar is chance, the IoU of sets of the same sizes without memory.
 
-    table: with the metric `retained_iou`. by: a column of it: domain, task, level, layer, or the
-    stage that `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
-    the layers in the table. PolicyError if there is no such column, or no IoU with a value in it.
+    Args:
+        table: with the metric `retained_iou`.
+        by: `stage`, `layer`, or a label of the prompts: `domain`, `task`, `level`.
+
+    Returns a Figure. Raises PolicyError without such a column, or without an IoU.
     """
     table, _ = split_by(labelled(as_table(table)), by)
     values = table.filter(pl.col(by).is_not_null(), metric="retained_iou", variant="")
@@ -308,7 +301,7 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
         plain(axis, by, title=f"budget {budget}")
         axis.set_ylim(0, 1)
     name_axes(axes[0], y="IoU of consecutive kept sets")
-    subject = f"Retained-set IoU by {by}, mean over {counted(means['n'])}\nacross bars: chance"
+    subject = f"Retained-set IoU by {by}; across bars: chance\nmean over {counted(means['n'])}"
     finish(figure, axes[0], subject, means["fidelity"], columns=5)
     return figure
 
@@ -323,11 +316,16 @@ def position_density(
 ) -> Figure:
     """Density of the positions that the last event keeps, a line per policy; a panel per budget.
 
-    G-KV (arXiv 2512.00504), Fig. 7, which smooths; here a histogram with area 1, which is 0 where
-    no entry is. Entries of all layers and heads together; every prompt has the same weight. The
-    vertical line is the mean of the policy; dotted is a uniform set, density 1 with mean 1/2.
+    G-KV (arXiv 2512.00504), Fig. 7. A histogram with area 1; every prompt has the same weight. The
+    vertical line is the mean of the policy; dotted is a uniform set.
 
-    layer, head: all by default.
+    Args:
+        traces: one or several.
+        records: their replays.
+        layer: all by default.
+        head: all KV heads by default.
+
+    Returns a Figure. Raises PolicyError if nothing was evicted.
     """
     traces = as_traces(traces)
     records = listed(records)

@@ -63,13 +63,19 @@ def token_text(
 ) -> Figure:
     """The text of a trace, with a style each for retained, evicted and not yet scored tokens.
 
-    Under sparse attention, tokens that stay and that the next row does not read have one too.
+    G-KV (arXiv 2512.00504), App. J. One head after an event; protected entries of the window count
+    as retained. Under sparse attention, tokens that the next row does not read have a style too.
 
-    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
-    the window count as retained. Characters that cannot be printed are escaped, and a newline ends
-    the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
+    Args:
+        trace: with the text of its tokens.
+        record: its replay.
+        layer: index in the trace.
+        head: KV head.
+        row: of the event; the layer's last by default.
+        start: first position shown, of as many as fit 60 lines.
 
-    row: of the event; the layer's last by default. Errors are those of `token_states`.
+    Returns a Figure. Raises NeedsError without the text of tokens, PolicyError for a row without
+    event.
     """
     trace = as_trace(trace).part()
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
@@ -98,13 +104,14 @@ def token_text(
 def kl_text(trace: TraceLike, table: pl.DataFrame) -> Figure:
     """The response, each token on a background by its KL; results one below the other.
 
-    A frame marks the first token whose most likely one is not that of the full cache, a line below
-    the later ones. Grey tokens have no value, because no event before them can reach them. Text is
-    as in `token_text`; results share 60 lines.
+    A frame marks the first token whose most likely prediction changed, a line below the later ones.
+    Grey tokens have no value, because no event before them can reach them.
 
-    table: with `response_kl_tokens` of the trace, such as that of `kvsim.judge(..., tokens=True)`.
-    Raises NeedsError where the trace has no text of its tokens, PolicyError for a Table without
-    such values.
+    Args:
+        trace: with the text of its tokens.
+        table: with `response_kl_tokens`, in nats, as of `kvsim.judge(..., tokens=True)`.
+
+    Returns a Figure. Raises NeedsError without the text of tokens, PolicyError without such values.
     """
     trace = as_trace(trace).part()
     results, start = kl_by_token(table, trace), trace.prompt_len

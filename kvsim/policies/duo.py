@@ -57,7 +57,7 @@ class HeadPlan:
     training: what they were measured on, as JSON holds it.
     """
 
-    scores: Sequence[Any]
+    scores: Sequence[Sequence[Any]]
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -25,7 +25,7 @@ from kvsim.recorder.choice import stop_tokens
 from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.forward import device_of
-from kvsim.recorder.loading import load_model, unwrapped
+from kvsim.recorder.loading import ModelLike, Tokenizer, load_model, unwrapped
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import (
     Labels,
@@ -43,8 +43,8 @@ from kvsim.store.opening import check_target
 
 @takes_options(Options)
 def capture(
-    model: PreTrainedModel | str | Path,
-    tokenizer: Any,
+    model: ModelLike,
+    tokenizer: Tokenizer,
     prompt: PromptLike | Prompt,
     *,
     out: str | Path | None = None,
@@ -120,8 +120,8 @@ def capture(
 
 @takes_options(Options)
 def capture_many(
-    model: PreTrainedModel | str | Path,
-    tokenizer: Any,
+    model: ModelLike,
+    tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     out_dir: str | Path,
     **options: Any,
@@ -154,8 +154,8 @@ def capture_many(
 
 
 def _record(
-    model: PreTrainedModel | str | Path,
-    tokenizer: Any,
+    model: ModelLike,
+    tokenizer: Tokenizer,
     prompts: Mapping[Path | None, Prompt],
     options: Options,
     *,
@@ -240,7 +240,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
         each.written = response
 
 
-def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
+def _resolve(model: ModelLike, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
     """Load a model that is given by name. Raises CaptureError for anything else."""
     if isinstance(model, str | Path):
         model, loaded = load_model(model)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import httpx
 import torch
@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -30,6 +31,10 @@ from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.modules import kernel_name
 from kvsim.schema import first_of
 from kvsim.tiny import SMOLLM2
+
+#: A decoder of transformers, or a name that `load_model` takes; the tokenizer of the first.
+ModelLike: TypeAlias = PreTrainedModel | str | Path
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
 
 #: Attributes of a loaded model: name and provenance of its GGUF file, and the name of its adapter.
 GGUF, ADAPTER = "_kvsim_gguf", "_kvsim_adapter"

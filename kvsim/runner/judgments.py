@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -18,6 +17,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.policies.model import model_of
 from kvsim.recorder import load_model
+from kvsim.recorder.loading import ModelLike
 from kvsim.runner.full import uncompared
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
@@ -26,7 +26,7 @@ from kvsim.store.opening import TraceLike, as_trace
 
 
 def judge(
-    model: Any,
+    model: ModelLike,
     trace: TraceLike,
     records: Record | Sequence[Record],
     *,

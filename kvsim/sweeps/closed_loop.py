@@ -26,6 +26,7 @@ from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
 from kvsim.recorder.choice import Choice, stop_tokens
+from kvsim.recorder.loading import ModelLike, Tokenizer
 from kvsim.runner.batch import respond, unbatched
 from kvsim.runner.closed import ClosedLoop, Own, Writing
 from kvsim.runner.decoding import Decoding, RunningModel, check_live
@@ -41,12 +42,12 @@ from kvsim.sweeps.tasks import Cell, Outcome, Progress, Task, compute, tasks_of
 @with_bar("cells")
 @takes_options(LiveOptions)
 def live(
-    model: Any,
+    model: ModelLike,
     traces: Traces,
     policies: PolicyLike | Iterable[PolicyLike],
     budgets: int | str | Iterable[int | str],
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     progress: Progress | bool | None = None,
     **options: Unpack[LiveOptions],
 ) -> Run:
@@ -83,8 +84,8 @@ def live(
         ['closed']
     """
     show: Any = progress or None
-    named = isinstance(model, str | Path)
-    load = (lambda _: load_model(model)) if named else (lambda _: (model, tokenizer))
+    named = model if isinstance(model, str | Path) else None
+    load = (lambda _: (model, tokenizer)) if named is None else (lambda _: load_model(named))
     plan = plan_live(load, traces=traces, policies=policies, budgets=budgets, **options)
     return plan.finish(plan.begin(), progress=show)
 

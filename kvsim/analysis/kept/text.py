@@ -64,24 +64,35 @@ def retention_lift(
         heads), low and high (Wilson's 95 % interval of the rate: 1927, J. Am. Stat. Assoc. 22:209),
         mean (the rate of all tokens), lift (rate / mean, null where nothing is kept).
 
-        A position counts once in the interval, with the share of the heads that keep it: heads
-        choose alike, so as independent draws they would make it too narrow. Positions of one
-        string are taken as independent, which neighbours are not.
+        A position counts once in the interval, with the share of the heads that keep it, because
+        heads choose alike. Positions are taken as independent, which neighbours are not.
 
     Raises NeedsError for a trace without text of tokens, PolicyError for a layer that is not there.
     """
+    return lifts(kept_positions(trace, record, layer, sink=sink, recent=recent))
+
+
+def kept_positions(
+    trace: Trace, record: Record, layer: int, *, sink: int = SINK, recent: int = RECENT
+) -> pl.DataFrame:
+    """Return the token of each position and the share of the heads that keep it (rate)."""
     text_of(trace)  # or an error
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
     row = event_row(gone, None)
     counted = slice(sink, max(sink, row + 1 - recent))
-    kept = (gone[:, counted] > row).mean(0)  # share of the heads that keep a position
+    kept = (gone[:, counted] > row).mean(0)
     text = [x.encode("utf-8", "backslashreplace").decode() for x in (trace.token_text or ())]
     schema = {"token": pl.String, "rate": pl.Float64}
-    positions = pl.DataFrame([text[counted], kept], schema=schema)
-    n, p, z2 = pl.col("count"), pl.col("rate"), 1.959964**2
-    centre, mean = (p * n + z2 / 2) / (n + z2), kept.mean() if len(kept) else 0.0
-    half = (z2 * (p * (1 - p) * n + z2 / 4)).sqrt() / (n + z2)
-    table = positions.group_by("token").agg(p.mean(), count=pl.len())
+    return pl.DataFrame([text[counted], kept], schema=schema).with_columns(count=pl.lit(1))
+
+
+def lifts(positions: pl.DataFrame) -> pl.DataFrame:
+    """Return the table of `retention_lift`; positions: sums of rate and count of a token."""
+    totals = positions.group_by("token").agg(pl.col("rate", "count").sum())
+    kept, whole = (float(totals[name].sum()) for name in ("rate", "count"))
+    n, mean = pl.col("count"), kept / whole if whole else 0.0
+    table, p, z2 = totals.with_columns(rate=pl.col("rate") / n), pl.col("rate"), 1.959964**2
+    centre, half = (p * n + z2 / 2) / (n + z2), (z2 * (p * (1 - p) * n + z2 / 4)).sqrt() / (n + z2)
     return table.with_columns(
         low=(centre - half).clip(lower_bound=0.0),
         high=(centre + half).clip(upper_bound=1.0),

@@ -27,11 +27,16 @@ def expected_observed(
 ) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
-    arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
-    expected attention sums to 1 over the keys, observed attention to the share that they get.
+    Expected Attention (arXiv 2510.00636), Fig. 10. Rows are layers, columns are steps. Dotted is
+    where both agree: expected attention sums to 1 over the keys, observed attention to the share
+    that they get. Each layer shows the head with the median Spearman correlation of the last step.
 
-    The head of each layer is that with the median Spearman correlation of the last step, the lower
-    one of two. layers: all by default. cut: as `expected_and_observed` has it.
+    Args:
+        trace: of prompt and response.
+        layers: all by default.
+        cut: rows of the past; by default a fifth of the trace, as in the paper.
+
+    Returns a Figure. Raises PolicyError without rows before and after the cut, or with windows.
     """
     expectation = expected_and_observed(trace, cut)
     count, _, keys = expectation.observed.shape

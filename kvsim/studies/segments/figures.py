@@ -35,13 +35,18 @@ def mass_curve(
 ) -> Figure:
     """Cumulative attention mass of the cache at some events, cut into segments with quotas.
 
-    AMS (arXiv 2605.23200), Fig. 3. Above, the cumulative mass of the live entries over their
-    positions, with a vertical line where a segment begins. Below, a bar for each segment: its
-    entries (pale) and its quota. Ticks between them are the entries that stay.
+    AMS (arXiv 2605.23200), Fig. 3. Above, the mass of the live entries over their positions, with a
+    vertical line where a segment begins. Below, a bar for each segment: its entries (pale) and its
+    quota. Ticks are entries that stay.
 
-    record: of a policy around `ams`, replayed with `internals=True`; PolicyError if it has no
-    segments of the layer, or none at one of the events. events: their rows, a column each; by
-    default the first and the last acting event.
+    Args:
+        trace: the trace that was replayed.
+        record: of a policy with `ams`, replayed with `internals=True`.
+        layer: index in the trace.
+        head: KV head.
+        events: rows, a column each; by default the first and the last event that evicted.
+
+    Returns a Figure. Raises PolicyError if the record has no segments there.
     """
     trace = as_trace(trace).part()
     check_record(trace, record)
