@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -109,23 +110,6 @@ MOST = 0.75
 #: Classes of policies; those of the first are ranked.
 EVICTION, TWICE, CALIBRATED, BOUND = "eviction", "second pass", "calibrated", "bound"
 SPARSE, QUANTIZER, UNBOUND = "sparse", "quantizer", "no budget"
-#: Policies whose scores use neither queries nor attention of the prompt's last rows.
-WITHOUT_QUESTION = frozenset(
-    [
-        "random",
-        "streaming_llm",
-        "keydiff",
-        "knorm",
-        "norm_ratio",
-        "lagkv",
-        "lacache",
-        "kvzip",
-        "kvcompose",
-        "triattention",
-        "qfilter",
-        "curdkv",
-    ]
-)
 
 
 @cache
@@ -203,18 +187,23 @@ def rows_of(rows: pl.DataFrame) -> list[Row]:
             | {x: row[x] for x in ("rank", "rank_low", "rank_high", "could_be_best")}
             | {x: of.get((policy, budget)) for x, of in means.items()}
             | {"budget": budget, "class": kind, "passes": int(kind == TWICE)}
-            | {"question": needs_question(policy, kind)}
+            | {"question": needs_question(policy)}
         )
     return sorted(out, key=lambda row: _order(out, row))
 
 
-def needs_question(policy: str, kind: str) -> bool:
-    """Whether the policy's decision uses the last rows of the prompt, where the question is."""
-    evicts = kind.startswith(EVICTION)
-    return (
-        evicts
-        and policy.replace(" ", "").partition("+")[0].partition("@")[0] not in WITHOUT_QUESTION
-    )
+@cache
+def needing() -> frozenset[str]:
+    """Return the policies whose kept sets change with the question, by the page of policies."""
+    text = (DOCS / "policies.md").read_text("utf-8")
+    rows = re.findall(r"(?m)^\| \[`(\w+)[^|]*\|[^|]*\|[^|]*\| ([^|]*) \|", text)
+    return frozenset(name for name, needs in rows if needs == "question")
+
+
+def needs_question(policy: str) -> bool:
+    """Whether what a policy keeps depends on the last rows of the prompt."""
+    parts = policy.partition(",")[0].replace(" ", "").split("+")
+    return any(part.partition("@")[0] in needing() for part in parts)
 
 
 def _order(out: Sequence[Row], row: Row) -> tuple[bool, float, float]:

@@ -121,6 +121,7 @@ def test_prompts_of_a_board_are_equal_for_all_policies(values):
     for _, rows in frozen.group_by("board"):
         per_policy = rows.group_by("policy").agg(pl.col("prompt").unique().sort())
         assert per_policy["prompt"].n_unique() == 1
+        assert per_policy["prompt"].list.len().min() >= 12
         assert rows.select("number", "prompt").unique().height == rows["number"].n_unique()
 
 
