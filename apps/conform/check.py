@@ -33,6 +33,7 @@ from kvsim.analysis.significance import FEWEST, excess
 from kvsim.cli.shared import policies_of
 from kvsim.core.record import Record
 from kvsim.recorder import capture_many, load_model, read_prompts
+from kvsim.schema import plural
 from kvsim.studies.conformance.dump import Dump, read_dump
 from kvsim.studies.conformance.report import Conformance
 
@@ -80,8 +81,8 @@ def kept(dump: Dump, record: Record) -> Record:
 
 def verdict(kl: Floats, margin: float) -> tuple[bool, str]:
     """Whether the engine is shown to be within the margin, of KL [prompt, (engine, policy)]."""
-    engine, policy = kl.mean(0)
-    text = f"KL of the response: engine {engine:.4g}, policy {policy:.4g} ({len(kl)} prompts)"
+    (engine, policy), of = kl.mean(0), plural(len(kl), "prompt")
+    text = f"KL of the response: engine {engine:.4g}, policy {policy:.4g} ({of})"
     if (kl[:, 0] == kl[:, 1]).all():
         return True, f"{text}; equal on each prompt"
     if len(kl) < FEWEST:
