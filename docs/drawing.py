@@ -48,6 +48,7 @@ OTHERS = {
     "figures/iou_by.png": "docs/gallery.py",
     "figures/lift_bars.png": "docs/gallery.py",
     "figures/scoring.png": "docs/scoring.py",
+    "figures/bits.png": "docs/bits.py",
     "figures/distillation.png": "apps/tiny/distill.py of kvsim 0.1.0",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",

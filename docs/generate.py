@@ -18,6 +18,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import bits
 import conformance_page
 import needle
 import typer
@@ -212,6 +213,7 @@ def _shorter(text: str) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "access": rules.access,
     "answers": validity.answers,
+    "bits": bits.part,
     "census": census,
     "commands": commands,
     "figures": figures,
