@@ -49,6 +49,17 @@ def costs() -> str:
     return "\n".join(lines)
 
 
+def engines() -> str:
+    """A row for each rule of an engine: its judged KL beside that of the policy it is named for."""
+    lines = ["| engine's rule | `answers`: policy | rule | `needles`: policy | rule |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for name, x in read("engines.json").items():
+        pairs = (x[kind][key] for kind in ("answers", "needles") for key in ("policy", "rule"))
+        cells = (f"{sum(values) / len(values):.3f}" for values in pairs)
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def rows() -> str:
     """CSV with a row for each case: what was run, the definition, and what `conform` says."""
     text = io.StringIO()

@@ -223,6 +223,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": rules.parameters,
     "policies": rules.policies,
     "conformance_costs": conformance_page.costs,
+    "conformance_engines": conformance_page.engines,
     "conformance_releases": conformance_page.releases,
     "validity": validity.part,
 }
