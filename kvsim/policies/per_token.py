@@ -9,8 +9,13 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.storing import SplitQuantizer
 
-#: Names of dtypes in torch.
-_FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
+#: Names of dtypes in torch, and their bits.
+_FORMATS = {
+    "e4m3": ("float8_e4m3fn", 8),
+    "e5m2": ("float8_e5m2", 8),
+    "fp16": ("float16", 16),
+    "bf16": ("bfloat16", 16),
+}
 #: Channels of a block of NVFP4.
 _BLOCK = 16
 
@@ -60,20 +65,16 @@ class ShortFloats(SplitQuantizer):
     window: Annotated[int, AtLeast(0)] = 0
 
     @property
-    def _dtype(self) -> torch.dtype:
-        out: torch.dtype = getattr(torch, _FORMATS[self.format])
-        return out
-
-    @property
     def choices(self) -> Sequence[int]:
         """Bits of the format."""
-        return (torch.finfo(self._dtype).bits,)
+        return (_FORMATS[self.format][1],)
 
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:
         """Numbers [N, 1, d]."""
-        form = self._dtype
+        form = getattr(torch, _FORMATS[self.format][0])
         largest = torch.finfo(form).max
-        return groups.clamp(-largest, largest).to(form).to(groups.dtype)
+        out: Tensor = groups.clamp(-largest, largest).to(form).to(groups.dtype)
+        return out
 
     def size(self, dim: int, bits: int) -> tuple[float, float]:
         """Bits of the numbers."""
