@@ -131,7 +131,7 @@ def best(every: dict[str, list[Row]]) -> str:
         random = next((place(x) for x in at if x["policy"] == "random"), "")
         share = f"{at[0]['ratio']:.0%}"
         body.append([board.title, str(at[0]["n"]), share, listed, random or "-", str(len(at))])
-    head = ["board", "prompts", "kept", "could be the best", "places of `random`", "of"]
+    head = ["board", "prompts", "kept", "could be the best", "ranks of `random`", "policies"]
     return lines(head, body)
 
 

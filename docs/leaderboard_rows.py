@@ -64,8 +64,8 @@ BOARDS = (
         "qwen-1.5b",
         "Answers",
         "Qwen2.5-Coder-1.5B",
-        "Questions that need reasoning, and the answers that the model wrote. *Right* counts "
-        "answers written under the policy, of 48 that are right with the full cache.",
+        "Questions that need reasoning, and the answers that the model wrote. *Right* counts 48 "
+        "live answers, all right with the full cache; KL is of 40 that were recorded.",
     ),
     Board(
         "qwen-1.5b-sheets",
@@ -98,7 +98,8 @@ BOARDS = (
         "tiny",
         "Ledger",
         "tiny",
-        "Answers of the model that ships with kvsim, in its own language. Events every 16 tokens.",
+        "Questions on a ledger in the language of the model that ships with kvsim. Events every 16 "
+        "tokens.",
         8,
     ),
 )

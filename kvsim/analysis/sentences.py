@@ -113,9 +113,9 @@ def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
         equal = ", equal on every prompt, are" if verdict.equal else " is"
         yield f"{_listed(best)}{equal} the best of {count} policies {about}"
     elif len(best) <= _NAMES:
-        others = count - len(best)
-        rest = "other one is" if others == 1 else f"other {others} are"
-        yield f"{_listed(best, 'or')} is the best of {count} policies {about}; the {rest} not"
+        rest = [name for name in verdict.policies if name not in best]
+        others = f"{rest[0]} is" if len(rest) == 1 else f"the other {len(rest)} are"
+        yield f"{_listed(best, 'or')} is the best of {count} policies {about}; {others} not"
     else:
         yield f"{len(best)} of {count} policies could be the best {about}: {_listed(best)}"
     if alone:

@@ -61,18 +61,24 @@ def test_transfer_of_rankings():
 
 
 def test_numbers_of_the_first_page():
-    """Of the leaderboard: a transfer, and the policies of a larger mean than random sets."""
+    """Of the leaderboard: a transfer, the ranks of random sets, and the needles."""
     readme = (DOCS.parent / "README.md").read_text("utf-8")
     row = "| Answers, Qwen2.5-Coder-1.5B | Long documents, Qwen2.5-Coder-1.5B | 11 | -0.07 |"
-    means = leaderboard_rows.compared(leaderboard_rows.table("qwen-1.5b")).overall
-    means = means.filter(requested="128").drop_nulls("rank")
-    random = means.filter(policy="random")["mean"].item()
+    ranks = []
+    for board, budget in (("qwen-1.5b", "128"), ("qwen-1.5b-8k", "1024")):
+        rows = leaderboard_rows.compared(leaderboard_rows.table(board)).overall
+        (one,) = rows.filter(policy="random", requested=budget).to_dicts()
+        ranks.append((one["rank_low"], one["rank_high"]))
+    needles = leaderboard_rows.table("qwen-1.5b-8k").filter(metric="answer_kept", budget=1024)
+    kept = dict(needles.group_by("policy").agg(pl.col("value").sum()).iter_rows())
 
     assert row in leaderboard_page.transfer()
-    assert "correlate at -0.07." in readme
-    assert (means["mean"] > random).sum() == 11
-    assert means.height == 14
-    assert "11 of 13 policies have a larger mean KL" in readme
+    assert "correlate at -0.07 (no interval)." in readme
+    assert ranks == [(3, 7), (11, 14)]
+    assert "ranks between 3 and 7 of 14 policies by KL" in readme
+    assert "among the last four" in readme
+    assert (kept["expected_attention"], kept["snapkv"]) == (5, 6)
+    assert "loses all of six needles, at 22 % one. SnapKV loses none." in readme
     for low, high in (WORTH["response_kl"], ANSWERS):
         assert f"[{low:.2f} to {high:.2f}](docs/fidelity.md" in readme
 
@@ -100,6 +106,7 @@ def test_scorers_and_protection():
     assert [sum(x.count("better") for x in of) for of in (nothing, prompt)] == [18, 12]
     assert [nothing[0].count(x) for x in ("better", "worse")] == [9, 0]
     assert prompt[0].count("better") == 9
+    assert [[x.count("better") for x in of] for of in (nothing, prompt)] == [[9, 9], [9, 3]]
     assert "18 of 24 pairs" in TEXT[4]
     assert "12 of 24 with the prompt" in TEXT[4]
     assert "9 of 12 scorers are better and none is worse" in TEXT[3]
