@@ -146,8 +146,8 @@ def _ratios() -> Iterator[str]:
         ):
             cells = [cell("smollm2", x, *of, answers=answers) for x in STUDIES["smollm2"][1]]
             numbers = sorted(each.split()[0] for each in cells)
-            ranges.append(f"{label} at {numbers[0]} to {numbers[-1]}")
-        yield f"* {kind} of smollm2 apart: {' and '.join(ranges)}."
+            ranges.append(f"{label} at {' to '.join(dict.fromkeys((numbers[0], numbers[-1])))}")
+        yield f"* {kind} only (smollm2): {', '.join(ranges)}."
 
 
 def part() -> str:
