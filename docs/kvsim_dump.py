@@ -29,7 +29,9 @@ class Dump:
 
     heads: KV heads, where one list stands for all. page: entries of a page; pages are runs of the
     entries that are held, in the order of the text. budget, interval, prefill: entries per head,
-    rows between events (0: none in decoding), and whether an event follows the prompt.
+    rows between events (0: none in decoding), and whether an event follows the prompt. layers: the
+    only ones that are compared; otherwise a layer without a line keeps, reads and leaves exact
+    everything, as a row of it does where other layers have lines.
     """
 
     def __init__(self, heads: int = 1, page: int = 1, **settings: Any) -> None:
@@ -49,7 +51,7 @@ class Dump:
     ) -> None:
         """Add entries that each head holds with so many bits a number, with their share of scales.
 
-        16 and more are exact.
+        16 and more are exact, and so is an entry that is held and not listed.
         """
         self._add("stored_", layer, row, positions, key_bits, value_bits)
 
@@ -59,7 +61,7 @@ class Dump:
         more: scale of the logits; attention_scaling, rotary_dim and layout of the rotation.
         """
         arrays = {"q": q, "k": k, "v": v, "inv_freq": inv_freq}
-        self._arrays |= {name: _array(x) for name, x in arrays.items()}
+        self._arrays |= {name: _array(x) for name, x in arrays.items() if x is not None}
         self._arrays |= {"prompt_len": prompt_len, **more}
 
     def save(self, path: Any) -> None:

@@ -61,11 +61,10 @@ def accesses(dump: Dump, policy: Policy, trace: Trace) -> int:
     count = 0
     if dump.read is not None and policy.sparse is not None:
         of_policy = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[policy.sparse.heads]
-        rows = np.unique([dump.read["layer"], dump.read["row"]], axis=1).shape[1]
+        rows = len(np.unique(dump.read["row"])) * len(dump.layers)
         count += rows * max(of_policy, int(dump.read["head"].max()) + 1)
     if dump.stored is not None:
-        columns = [dump.stored[name] for name in ("layer", "head", "row")]
-        count += 2 * np.unique(columns, axis=1).shape[1]
+        count += 2 * len(np.unique(dump.stored["row"])) * len(dump.layers) * trace.n_heads
     return count
 
 
@@ -80,11 +79,15 @@ def read_apart(
 ) -> Iterator[Difference]:
     """Yield the rows and heads of a layer that read other pages than sparse attention chooses.
 
+    A row of another layer's lines without one of this layer reads everything.
+
     layer: its index in the trace; gone: after which row each entry has left, int [H, T].
     """
     table: Any = dump.read
     n_heads, size, number = int(table["head"].max()) + 1, dump.page, trace.layer_ids[layer]
     rows, first = _by_row(table, number), trace.prompt_len
+    every = {"head": np.arange(n_heads).repeat(-(-trace.n_pos // size))}
+    every["page"] = np.arange(len(every["head"])) % -(-trace.n_pos // size)
     known = (1, trace.n_heads, trace.n_qheads)
     if n_heads not in known or min(rows, default=first) < first:
         raise DumpError(
@@ -98,7 +101,9 @@ def read_apart(
                 of_dump, of_rule, of_held = (
                     head * x // count for x in (n_heads, len(chosen), len(held))
                 )
-                n, page = held[of_held], rows[row]["page"][rows[row]["head"] == of_dump]
+                lines, n = rows[row] or every, held[of_held]
+                page = lines["page"][lines["head"] == of_dump]
+                page = page if rows[row] else page[page <= (n - 1) // size]
                 mine = chosen[of_rule, row - start].numpy().repeat(sparse.page)[:n].nonzero()[0]
                 theirs = (page[:, None] * size + np.arange(size)).ravel()
                 theirs = theirs[(theirs < n) | (theirs // size > (n - 1) // size)]
@@ -148,36 +153,35 @@ def stored_apart(
 ) -> Iterator[Difference]:
     """Yield where a layer stores keys or values of other entries rounded, or in other bits.
 
-    first: the row after which the first entries are rounded; other terms as in `read_apart`.
+    first: the row after which the first entries are rounded; other terms as in `read_apart`. An
+    entry that is held and has no line is exact.
     """
-    key_dim, value_dim = (trace.read(x, slice(layer, layer + 1)).shape[-1] for x in "kv")
+    key_dim, value_dim = dims = [trace.read(x, slice(layer, layer + 1)).shape[-1] for x in "kv"]
     rules = shortened(storage, trace.owners[layer], gone, first, (key_dim, value_dim))
-    for row, lines in _by_row(table, trace.layer_ids[layer]).items():
-        for head in np.unique(lines["head"]).tolist():
-            at = lines["head"] == head
-            pos = lines["pos"][at]
-            for (after, bits), dim, of in zip(
-                rules, (key_dim, value_dim), ("keys", "values"), strict=True
-            ):
-                theirs = lines[f"{of[:-1]}_bits"][at].astype(float)
-                theirs[theirs >= EXACT] = math.inf
-                mine = np.where(after[head].numpy()[pos] <= row, bits / dim, math.inf)
-                differs = ~np.isclose(theirs, mine, rtol=0, atol=_BITS)
-                extra, missing = (tuple(pos[differs & np.isinf(x)]) for x in (mine, theirs))
-                both = theirs[differs & np.isfinite(theirs) & np.isfinite(mine)]
-                if differs.any():
-                    kind: Any = "bits" if len(both) else "choice"
-                    widths = (float(both[0]), bits / dim) if len(both) else None
-                    sets = tuple(map(int, extra)), tuple(map(int, missing))
-                    number = trace.layer_ids[layer]
-                    yield Difference(row, number, head, kind, *sets, of=of, bits=widths)
+    number = trace.layer_ids[layer]
+    for row, lines in _by_row(table, number).items():
+        held = gone[:, : row + 1].numpy() >= row + 1
+        for (after, bits), dim, of in zip(rules, dims, ("keys", "values"), strict=True):
+            theirs, mine = np.full((2, *held.shape), math.inf)
+            if lines:
+                theirs[lines["head"], lines["pos"]] = lines[f"{of[:-1]}_bits"]
+            theirs[(theirs >= EXACT) | ~held] = math.inf
+            mine[held & (after[:, : row + 1].numpy() <= row)] = bits / dim
+            differs = ~np.isclose(theirs, mine, rtol=0, atol=_BITS)
+            for head in differs.any(-1).nonzero()[0].tolist():
+                a, b, at = theirs[head], mine[head], differs[head]
+                both = a[at & np.isfinite(a) & np.isfinite(b)]
+                kind: Any = "bits" if len(both) else "choice"
+                widths = (float(both[0]), bits / dim) if len(both) else None
+                extra, missing = (tuple((at & np.isinf(x)).nonzero()[0].tolist()) for x in (b, a))
+                yield Difference(row, number, head, kind, extra, missing, of=of, bits=widths)
 
 
 def _by_row(table: Table, number: int) -> dict[int, dict[str, NDArray[Any]]]:
-    """The lines of a layer of a table, by row, ascending."""
+    """The lines of a layer, by each row of the table, ascending; none where it has no line."""
     of_layer = {name: column[table["layer"] == number] for name, column in table.items()}
-    rows = np.unique(of_layer["row"]).tolist()
-    return {
-        row: {name: column[of_layer["row"] == row] for name, column in of_layer.items()}
-        for row in rows
-    }
+    out: dict[int, dict[str, NDArray[Any]]] = {}
+    for row in np.unique(table["row"]).tolist():
+        at = of_layer["row"] == row
+        out[row] = {name: column[at] for name, column in of_layer.items()} if at.any() else {}
+    return out

@@ -7,7 +7,7 @@ computed; docs/conform.md describes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Dump:
 
     kept: by the row that an event follows, bool [layer, head, row + 1]; in a layer without an
     event there, what it kept before and all later positions. layers: their numbers in the model.
+    whole: a layer of the trace that is not among them is compared, too: it does nothing.
     trace: q, k and v that the implementation itself computed; None where the file has no such
     arrays. budget, schedule: of the implementation, if recorded. read: pages of `page` entries;
     stored: bits of numbers; columns as `kvsim_dump` has them, None for no table.
@@ -62,13 +63,17 @@ class Dump:
     read: Table | None = None
     page: int = 1
     stored: Table | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         tables = (self.kept, self.read, self.stored)
         _require(any(tables), f"{self.name}: no event; expected one after which entries left")
         trace, last = self.trace, self.last
         if trace is not None:
-            n_heads = self.kept[max(self.kept)].shape[1] if self.kept else trace.n_heads
+            heads = {self.kept[max(self.kept)].shape[1]} if self.kept else set()
+            if self.stored is not None:
+                heads.add(int(self.stored["head"].max()) + 1)
+            n_heads = max(heads - {trace.n_heads}, default=trace.n_heads)
             _require(
                 n_heads == trace.n_heads
                 and last < trace.n_pos
@@ -84,6 +89,16 @@ class Dump:
         tables = (self.read, self.stored)
         return max([*self.kept, *(int(x["row"].max()) for x in tables if x is not None)])
 
+    def on(self, trace: Trace) -> Dump:
+        """The dump with the states of a trace, and the layers without lines that are compared."""
+        if not self.whole or not {*self.layers} < {*trace.layer_ids}:
+            return replace(self, trace=trace)
+        of_lines, kept = [trace.layer_ids.index(x) for x in self.layers], {}
+        for row, sets in self.kept.items():
+            kept[row] = np.ones((trace.n_layers, *sets.shape[1:]), bool)
+            kept[row][of_lines] = sets
+        return replace(self, trace=trace, layers=trace.layer_ids, kept=kept)
+
     def evicted_at(self, n_heads: int, n_pos: int) -> NDArray[np.int32]:
         """After which row each entry left, int32 [layer, head, n_pos], as a Record has it."""
         out = np.full((len(self.layers), n_heads, n_pos), NEVER, np.int32)
@@ -98,14 +113,30 @@ class Dump:
 
         Raises DumpError for a table that no implementation can have written.
         """
+        _require(
+            any(np.size(table.get(x + "layer", ())) for x in ("", "read_", "stored_")),
+            f"{name}: nothing was dumped; expected entries that are kept or stored, or pages",
+        )
         for kind, prefix, names in (("read", "read_", READ), ("stored", "stored_", STORED)):
             if any(prefix + column in table for column in names):
                 more[kind] = _columns(table, names, name, prefix)
-        others = [more[kind]["layer"] for kind in ("read", "stored") if kind in more]
-        if others and not {*KEPT} & {*table}:
-            return cls({}, tuple(np.unique(np.concatenate(others)).tolist()), name, **more)
-        layer, head, row, pos = _columns(table, KEPT, name).values()
-        numbers = np.unique(np.concatenate([layer, *others]))
+        of_lines = [more[kind]["layer"] for kind in ("read", "stored") if kind in more]
+        kept_lines = None
+        if not of_lines or {*KEPT} & {*table}:
+            kept_lines = _columns(table, KEPT, name)
+            of_lines.append(kept_lines["layer"])
+        numbers = np.unique(np.concatenate(of_lines))
+        if not more.setdefault("whole", "layers" not in table):
+            declared = np.unique(table["layers"])
+            _require(
+                declared.dtype.kind in "iu" and np.isin(numbers, declared).all(),
+                f"{name}: lines are of layers {numbers.tolist()}; expected some of its `layers`, "
+                f"{declared.tolist()}",
+            )
+            numbers = declared.astype(np.int64)
+        if kept_lines is None:
+            return cls({}, tuple(numbers.tolist()), name, **more)
+        layer, head, row, pos = kept_lines.values()
         n_heads, rows = int(head.max()) + 1, np.unique(row)
         size = len(numbers) * n_heads * int((rows + 1).sum())
         most = min(_LARGEST, _FEW + _PER_LINE * len(row))
@@ -148,6 +179,8 @@ class Dump:
             layer, head, pos = np.nonzero(sets)
             parts.append((np.array(self.layers)[layer], head, np.full_like(pos, row), pos))
         arrays: dict[str, Any] = {"page": self.page}
+        if not self.whole:
+            arrays["layers"] = np.array(self.layers)
         if parts:
             columns = np.concatenate(parts, axis=1).astype(np.int32)
             arrays |= zip(KEPT, columns, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kvsim.engine.checks import DROPS, FUTURE, PART, QUERY_HEADS, ROUNDS, does, 
 from kvsim.engine.layers import layers_to_replay
 from kvsim.errors import DumpError
 from kvsim.policies import as_policy
-from kvsim.schema import first_of, plural
+from kvsim.schema import first_of, numbered, plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.conformance.accesses import Difference, accesses
 from kvsim.studies.conformance.deviations import Deviation, by_chance, explains, guess, hypotheses
@@ -40,7 +40,8 @@ class Conformance:
 
     compared: sets, of an event, a layer and a head each. differences: those that differ, ties
     included, by row, layer and head. deviations: each explains all that differ beyond ties.
-    remarks: questions that the comparison leaves open.
+    remarks: questions that the comparison leaves open. part: which layers of the trace are
+    compared, if not all.
     """
 
     dump: str
@@ -51,6 +52,7 @@ class Conformance:
     differences: tuple[Difference, ...]
     deviations: tuple[Deviation, ...]
     remarks: tuple[str, ...]
+    part: str = ""
 
     @property
     def equal(self) -> bool:
@@ -78,11 +80,11 @@ class Conformance:
         ties, apart = len(self.ties), self.apart
         if not apart:
             outside = f" outside ties: {ties} sets differ in entries tied at the cut" * bool(ties)
-            text = [f"equal{outside}; {sets} compared with {against}"]
+            text = [f"equal{outside}; {sets} compared with {against}{self.part}"]
         else:
             first = apart[0]
             text = [
-                f"differs: {len(apart)} of {sets} are not those of {against}",
+                f"differs: {len(apart)} of {sets} are not those of {against}{self.part}",
                 f"first after row {first.row}, layer {first.layer}, head {first.head}: "
                 + _words(first),
             ]
@@ -146,12 +148,15 @@ def conform(
     rule = as_policy(policy)
     source = dump.trace if trace is None else as_trace(trace)
     entries = dump.budget if budget is None else budget
+    if entries is None and source is not None and not rule.bounded and not does(rule, PART):
+        entries = source.n_pos
     if source is None or entries is None:
         lacking = "q, k and v: give the trace, --trace" if source is None else "budget: --budget N"
         raise DumpError(f"{dump.name} has no {lacking}")
     advice = "and a dump has a set for each KV head, by rows up to the event; take another policy"
     refuse(rule, DROPS, QUERY_HEADS, FUTURE, advice=advice)
-    dump = replace(dump, trace=source)
+    lines, dump = {*dump.layers}, dump.on(source)
+    silent = [number for number in dump.layers if number not in lines]
     layers = tuple(source.layer_ids.index(number) for number in dump.layers)
     layers_to_replay(source, layers)
     rule, total = budgeted(rule, source, entries)
@@ -169,6 +174,11 @@ def conform(
     rows = sorted({*case.events, *case.kept}) if kept else []
     later = (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1
     remarks = {
+        f"no line of {numbered(silent)}: there nothing leaves or is rounded, and all pages are "
+        "read; a dump of some layers says so: Dump(layers=[...])": bool(silent and differences),
+        f"pages have {dump.page} entries in the dump: Dump(page=N)": (
+            dump.read is not None and dump.page == 1 and bool(differences)
+        ),
         "states are those of the trace: exact in the first layer and at the first event; later the "
         "implementation continues from states that its evictions have changed": (
             trace is not None and later
@@ -186,6 +196,7 @@ def conform(
         differences=tuple(differences),
         deviations=tuple(_deviations(case, differences)) if explain else (),
         remarks=tuple(remark for remark, holds in remarks.items() if holds),
+        part=_part(dump.layers, source.layer_ids),
     )
 
 
@@ -209,6 +220,12 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     elif not deviations and kinds <= {"tie", "choice"} and by_chance(case, differences):
         deviations.append(_CHANCE)
     return deviations
+
+
+def _part(layers: Sequence[int], every: Sequence[int]) -> str:
+    if {*layers} == {*every}:
+        return ""
+    return f"; only {numbered(layers)} of {numbered(every)}"
 
 
 #: What the implementation does, and what it does not, with each kind of set.

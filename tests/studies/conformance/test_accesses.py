@@ -1,6 +1,7 @@
 """Dumps of the pages that rows read, and of the bits that entries are stored in, by plain loops."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,3 +141,68 @@ def test_sets_that_differ_under_a_calibration_are_reported(name):
     policy = kvsim.policy(name, calibration="prefix:64")
     record = kvsim.replay(sample, "snapkv", 96)
     assert not kvsim.conform(dump.Dump.of_record(record, sample), policy).equal
+
+
+def some(path, kind, layers=(0,), declared=None, positions=range):
+    """Write what a layer holds, reads or stores, of the first layers alone."""
+    out = Dump(heads=2, page=PAGE, budget=None if kind == "stored" else BUDGET, layers=declared)
+    for layer in layers:
+        for row in range(PROMPT - (kind != "read"), N):
+            held = list(positions(row + 1))
+            more = {"stored": (10, 10), "kept": (), "read": ()}[kind]
+            at = range(-(-(row + 1) // PAGE)) if kind == "read" else held
+            getattr(out, kind)(layer, row, list(at), *more)
+    out.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("stored", "int8"),
+        ("kept", kvsim.policy("streaming_llm", sink=0)),
+        ("read", kvsim.policy("quest", page=PAGE, dense_layers=1)),
+    ],
+)
+def test_a_layer_without_lines_does_nothing(trace, tmp_path, kind, policy):
+    """Unless the dump says that it is of some layers; then the first line has them."""
+    path, window = tmp_path / "d.npz", lambda n: range(max(0, n - BUDGET) * (kind == "kept"), n)
+    more = {"trace": trace} | ({"interval": 1} if kind == "kept" else {})
+    report = kvsim.conform(some(path, kind, positions=window), policy, **more)
+    assert {each.layer for each in report.apart} == {1}
+    assert "no line of layer 1: " in str(report.remarks)
+    some(path, kind, positions=window, declared=[0])
+    conforms(path, policy, **more)
+    report = kvsim.conform(read_dump(path).save(tmp_path / "e.npz"), policy, **more)
+    assert report.lines()[0].endswith("; only layer 0 of layers 0-1")
+    with pytest.raises(
+        DumpError, match=r"lines are of layers \[0\]; expected some of its `layers`"
+    ):
+        read_dump(some(path, kind, declared=[1]))
+
+
+def test_entries_without_lines_are_exact(trace, tmp_path):
+    """The newest entry of a quantizer that rounds it, and all but the first; without a budget."""
+    for positions, left in ((lambda n: range(n - 1), "29"), (lambda _: [0], "1, 2, 3, 4")):
+        path = some(tmp_path / "d.npz", "stored", (0, 1), positions=positions)
+        report = kvsim.conform(path, "int8", trace=trace)
+        assert len(report.apart) == 2 * 2 * 2 * (N - PROMPT + 1) == report.compared
+        assert f"leaves exact keys of {left}" in report.lines()[1]
+    conforms(some(tmp_path / "d.npz", "stored", (0, 1)), "int8", trace=trace)
+
+
+def test_an_empty_dump_and_other_pages_are_named(trace, tmp_path):
+    """No lines, a page that was not given, and states without inv_freq."""
+    path = tmp_path / "d.npz"
+    empty = Dump()
+    empty.states([[0.0]], [[0.0]], [[0.0]], 1, None)
+    empty.save(path)
+    assert "inv_freq" not in np.load(path)
+    with pytest.raises(DumpError, match="cannot be read"):
+        read_dump(path)
+    Dump().save(path)
+    with pytest.raises(DumpError, match="nothing was dumped"):
+        read_dump(path)
+    pages = pages_of(trace, path)
+    report = kvsim.conform(replace(pages, page=1), QUEST, trace=trace, explain=False)
+    assert "pages have 1 entries in the dump: Dump(page=N)" in report.remarks
