@@ -1,1 +1,1 @@
-"""Every number about a trace, a record or a live run: metrics, Tables, verdicts, run folders."""
+"""Metrics of a trace, a record or a live run: Tables, verdicts, run folders."""

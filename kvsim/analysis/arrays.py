@@ -1,4 +1,4 @@
-"""Types of arrays, and the reductions that every room of the analysis uses."""
+"""Types of arrays, and reductions shared by the packages of `kvsim.analysis`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Ints = NDArray[np.int64]
 Strings = NDArray[np.str_]
 #: Rows [H, T] after which the entries of a layer are gone, as `Record.gone_after` has them.
 EvictedAt = NDArray[np.int32]
-#: Rows [E] of events, None where values are of the last one alone; and by variant values [H, E], or
-#: [H], and what chance alone would give.
+#: Rows [E] of events, None for the last event only; values by variant, [H, E] or [H]; and the
+#: values that chance would give.
 Variants = tuple[Ints | None, dict[str, tuple[Floats, Floats | None]]]
 
 
@@ -31,7 +31,7 @@ def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
 
 
 def present(start: Ints, stop: Ints, shape: tuple[int, int]) -> Ints:
-    """Things [H, m] that are there from event `start` until `stop`, at each event; [H, E].
+    """Count of entries [H, m] present from event `start` until `stop`, at each event; [H, E].
 
     shape is (H, E + 1); E marks entries that no event evicts.
     """
@@ -40,7 +40,7 @@ def present(start: Ints, stop: Ints, shape: tuple[int, int]) -> Ints:
 
 
 def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
-    """part / whole, broadcast; NaN where whole is 0."""
+    """Ratio of part and whole, broadcast; NaN where whole is 0."""
     shares = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
     np.divide(part, whole, out=shares, where=whole != 0)
     return shares

@@ -34,7 +34,7 @@ def trace_head(trace: Trace, head: int) -> int:
 
 
 def record_layer(record: Record, layer: int) -> int:
-    """Return the place of a layer of the trace, from 0, on the layer axis of a record.
+    """Return the index of a layer of the trace, from 0, on the layer axis of a record.
 
     Raises PolicyError for a layer that was not replayed.
     """

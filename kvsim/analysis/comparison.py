@@ -1,8 +1,8 @@
-"""The policies of a Table compared by a metric, at each budget.
+"""Comparison of the policies of a Table by a metric, at each budget.
 
-Prompts are the unit, as in `summaries`: values are averaged within a prompt first. A budget is
-judged by itself, over the prompts that all its policies have a value for, so that another budget
-changes nothing (`verdict`). Where tasks are labelled, each counts the same in a mean.
+Prompts are the unit, as in `summaries`: values are averaged within a prompt first. Each budget is
+judged separately, over the prompts with a value of every policy there (`verdict`). With labelled
+tasks, each task has the same weight in a mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvsim.analysis.verdict import Scale, Verdict, even, judged, none_of, task_l
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, first_of, plural
 
-#: A policy is as good as the best that is worse by at most this share.
+#: Default margin: a policy that is worse than the best by at most this share is as good.
 MARGIN = 0.1
 
 #: Columns of `Comparison.table`, one row per policy and budget, and task where there are several.
@@ -54,7 +54,7 @@ COLUMNS: dict[str, Any] = {
     "as_good": pl.Boolean,
     "against": pl.String,
     **dict.fromkeys(("difference", "p", "p_holm"), pl.Float64),
-    # of a pair; `equal` where no prompt shows a difference
+    # of two policies; `equal` where no prompt shows a difference
     "verdict": pl.Enum(("better", "worse", "equivalent", "undecided", "equal")),
     "seen": pl.Float64,
     "unfair": pl.Boolean,
@@ -65,11 +65,10 @@ COLUMNS: dict[str, Any] = {
 class Comparison:
     """The outcome of `compare`.
 
-    table: rows by budget, task and rank; its columns are those of `compare`. verdicts: of each
+    table: rows by budget, task and rank, with the columns listed at `compare`. verdicts: one per
     budget with two policies. better: the direction in which `metric` is better. scale: the margin,
-    and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts
-    behind any mean. remarks: limits of the comparison. unranked: candidates without a value of
-    `metric`.
+    and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts of
+    any mean. remarks: limits of the comparison. unranked: candidates without a value of `metric`.
     """
 
     table: pl.DataFrame
@@ -99,37 +98,39 @@ def compare(
     against: str | None = None,
     margin: float | None = None,
 ) -> Comparison:
-    """Compare the policies of a Table by a metric, each budget by itself, over the same prompts.
+    """Compare the policies of a Table by a metric, each budget separately, over the same prompts.
 
-    References, that is policies that no budget binds and those that look ahead, are listed without
-    a rank and compared with nothing, unless `against` names one.
+    References (policies that no budget binds, and policies that look ahead) are listed without a
+    rank and compared with nothing, unless `against` names one.
 
     Args:
         table: of `kvsim.measure` or a sweep, with several traces as prompts; or a run, or its
             folder.
-        metric: by name, one with a better direction; its main variant. By default the best
-            evidence that all runs have (`kvsim.analysis.evidence`).
-        against: a policy that others are compared with one by one, as it is labelled (`tova`, or
-            `ams (window=8)` where the Table has several of one name).
-        margin: a policy is as good as the best that is worse by at most this share, 0.1 by default;
-            of a metric with values below 0, in its unit and without a default.
+        metric: by name, one with a better direction; its main variant. By default the best evidence
+            that all runs have (`kvsim.analysis.evidence`).
+        against: the label of a policy to compare each other policy with (`tova`, or `ams
+            (window=8)` where the Table has several of one name).
+        margin: a policy is as good as the best if it is worse by at most this share, 0.1 by
+            default. For a metric with values below 0 it is in the unit of the metric, without a
+            default.
 
     Returns:
-        A Comparison. Its table has for each policy (its label, `params`, schedule) and budget (as
-        `requested`, and its mean in `entries`), over all prompts (`task` is null) and in each task:
-        `rank`; the `mean` over `n` prompts, or over tasks, with its 95 % bootstrap interval;
-        `leads`, on how many prompts no other is better; `rank_low` and `rank_high`, the first and
-        the last possible rank (from 12 prompts on); from 6 on `p_best`, of being a best policy,
-        whether it is in the set that holds one with 95 % (`could_be_best`), `worse_by`, the most by
-        which it is worse than the best with 95 %, and whether that is within the margin
-        (`as_good`); `seen`, the mean entries that a row sees, and whether they are over 5 % more
-        than under another policy at this budget (`unfair`). With `against`: the paired `difference`
-        to it, its p-value and that corrected for their number, the `verdict`.
+        A Comparison. Its table has rows for each policy (its label, `params`, schedule) and budget
+        (`requested`, and its mean in `entries`), over all prompts (`task` is null) and in each
+        task. Columns: `rank`; the `mean` over `n` prompts, or over tasks, with its 95 % bootstrap
+        interval; `leads`, the number of prompts on which no other policy is better; `rank_low` and
+        `rank_high`, the first and the last possible rank (from 12 prompts on). From 6 prompts on:
+        `p_best`, the p-value of being a best policy; `could_be_best`, whether it is in the set that
+        holds a best one with 95 %; `worse_by`, a 95 % bound on how much worse than the best it is;
+        `as_good`, whether that is within the margin. `seen` is the mean number of visible entries
+        of a row, `unfair` whether it is over 5 % more than under another policy at this budget.
+        With `against`: the paired `difference`, its p-value and the corrected p-value, the
+        `verdict`.
 
     Raises:
-        PolicyError: the metric has no better direction or the Table no values of it, no mean is
-            over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
-            or `against` is none of them.
+        PolicyError: the metric has no better direction or the Table no values of it, its values
+            have no common mean (`kvsim.analysis.results.mixed`), no prompt has values of all
+            policies, or the Table has no policy `against`.
 
     Example:
         >>> run = kvsim.sweep(traces="sample", policies=["tova", "h2o"], budgets=64)
@@ -219,7 +220,7 @@ def compare(
     )
 
 
-#: The share of its budget's prompts that a policy may lack; with more it is left out.
+#: Largest share of its budget's prompts that a ranked policy may lack; with more it is left out.
 _GAPS = 0.2
 
 
@@ -227,7 +228,7 @@ _GAPS = 0.2
 class Budget:
     """Values of one budget [result, prompt]: of ranked policies, then of references.
 
-    The prompts are those that every ranked policy has a value for; tasks: of each, if of several.
+    Prompts are those with a value of every ranked policy. tasks: the task of each, if several.
     """
 
     requested: str
@@ -239,12 +240,12 @@ class Budget:
 
     @property
     def weights(self) -> Floats:
-        """Factors of the prompts such that a mean over prompts is that over tasks."""
+        """Weights of prompts with which the mean over prompts is the mean over tasks."""
         return len(self.traces) * weights(len(self.traces), self.tasks)
 
 
 def _means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:
-    """One row per result and prompt that has a value; NaN is none."""
+    """Return one row per result and prompt with a value; NaN counts as missing."""
     means = per_prompt(main_variants(table, [metric]), "task" if "task" in table else ())
     means = means.with_columns(pl.col("value").cast(pl.Float64).fill_nan(None)).drop_nulls("value")
     if means.height:
@@ -258,7 +259,7 @@ def _means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:
 
 
 def _budget_of(means: pl.DataFrame, outside: set[str], remarks: list[str]) -> Budget | None:
-    """The values of a budget; None where no prompt has one of every ranked policy."""
+    """Values of a budget; None where no prompt has a value of every ranked policy."""
     results, traces = means.select(KEYS).unique(maintain_order=True), means["trace"].unique().sort()
     tasks = dict(means.select("trace", "task").iter_rows()) if "task" in means else {}
     cells = results.join(traces.to_frame(), how="cross", maintain_order="left_right").join(
@@ -303,7 +304,7 @@ _AT, _OF_TASK = ("policy", "requested"), ("requested", "task")
 
 
 def _rows(budget: Budget, verdict: Verdict | None) -> list[dict[str, Any]]:
-    """Rows over all tasks, then of each: ranked policies by rank, then the others."""
+    """Rows over all tasks, then of each task: ranked policies by rank, then the others."""
     facts = {row["policy"]: row for row in budget.results.iter_rows(named=True)}
     rows = [
         facts[standing["policy"]] | standing | {"task": each.task, "n": each.prompts}
@@ -340,7 +341,7 @@ def _sizes(table: pl.DataFrame, metric: str, budgets: Sequence[Budget]) -> pl.Da
 def _against(
     budgets: Sequence[Budget], base: str, scale: Scale
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """The differences of ranked policies to another one, corrected for their number."""
+    """Differences of ranked policies to another one, with p-values corrected for their number."""
     found, gaps = dict[tuple[str, str], dict[str, Any]](), list[Floats]()
     for budget in budgets:
         names = budget.results["policy"].to_list()

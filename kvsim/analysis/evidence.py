@@ -17,8 +17,8 @@ EVIDENCE = ("response_kl", "weighted_error", "layer_error", "output_error")
 #: Outcomes of a live run.
 OUTCOMES = ("response_kl", "nll_increase", "top_agreement", "answer_right")
 
-#: Worth of each metric without a live run: the lowest and the highest rank correlation of 16
-#: policies with live KL at one budget, of three budgets on two models (docs/fidelity.md).
+#: Lowest and highest rank correlation of each metric with live KL: 16 policies at one budget, three
+#: budgets on two models (docs/fidelity.md).
 WORTH = {
     "response_kl": (0.99, 1.0),
     "weighted_error": (0.87, 0.99),
@@ -27,16 +27,16 @@ WORTH = {
 }
 
 
-#: How the ranking by judged KL correlated with that by the share of wrong answers: of 8 policies,
-#: on two kinds of answers of two models at two budgets (docs/fidelity.md).
+#: Correlation of rankings by judged KL and by share of wrong answers: 8 policies, two kinds of
+#: answers, two models, two budgets (docs/fidelity.md).
 ANSWERS = (0.26, 0.93)
 
 
 def ranking(table: pl.DataFrame, metrics: Iterable[str] = METRICS) -> Iterator[str]:
     """Yield the measured metrics that rank the policies of a Table, the best evidence first.
 
-    metrics: those that may rank replays; what the model did ranks wherever it is measured, and live
-    runs alone, because errors of single layers may say the opposite.
+    metrics: candidates for replays. Metrics of the running model rank wherever they are measured,
+    and are the only ones for live runs, because errors of single layers may contradict them.
     """
     measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*METRICS}
     metrics = [*metrics]
@@ -47,7 +47,7 @@ def ranking(table: pl.DataFrame, metrics: Iterable[str] = METRICS) -> Iterator[s
 
 
 def shared(runs: Sequence[pl.DataFrame]) -> tuple[str | None, list[str]]:
-    """The best evidence that the Tables of all runs have, and a remark where some have better."""
+    """Return the best evidence that all runs have, and a remark where some have better."""
     each = [names for run in runs if (names := [*ranking(run)])]
     common = next((x for x in each[0] if all(x in names for names in each)), None) if each else None
     order = [*EVIDENCE, *METRICS]

@@ -1,8 +1,8 @@
-"""A run folder: `run.json`, `results.parquet` and `records.zarr`, bound to each other by digests.
+"""Run folders: `run.json`, `results.parquet` and `records.zarr`, bound to each other by digests.
 
-`run.json` has its own digest and those of `results.parquet` and of the metadata of `records.zarr`,
-which has those of its files. A folder is untrusted input: nothing is parsed before it is known to
-be a regular file of reasonable size with its digest.
+`run.json` has its own digest and the digests of `results.parquet` and of the metadata of
+`records.zarr`, which has those of its files. A folder is untrusted input: a file is parsed only
+after its type, its size and its digest are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvsim.store.inputs import damaged, digests, read_document, read_file, seale
 from kvsim.store.records import write_records
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
-#: The description of a run, which is there from its beginning.
+#: The description of a run, written at its start.
 CONFIG = "grid.json"
 
 #: Largest difference of two judged values of a cell, relative to the larger one, or to `_LEAST`:
@@ -41,11 +41,11 @@ TOLERANCE, _LEAST = 1e-5, 1e-3
 
 _AGAIN = "give the command that wrote it again, which continues"
 
-#: Most bytes of the results; what they decode to is bounded by them.
+#: Size limit of the results in bytes, which also bounds the decoded table.
 _RESULTS = 8 << 30
 
 
-#: Most rows: a number for each byte of the file (real ones have 1/4), and one for any size.
+#: Row limit: a number for each byte of the file (real ones have 1/4), and one for any size.
 _ROWS_PER_BYTE, _ROWS = 4, 250_000
 
 
@@ -60,7 +60,7 @@ def encode_table(table: pl.DataFrame) -> bytes:
 
 
 def decode_table(data: bytes, names: Collection[str] = TYPES.keys()) -> pl.DataFrame:
-    """Return the columns with some names, a Table's, that Parquet has; they may have other types.
+    """Return the columns with these names that Parquet can hold; their types may be others.
 
     Raises ValueError for damaged data, and for more rows than files of this size have.
     """
@@ -96,14 +96,14 @@ class Saved:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on the results; of a partial run first which cells it lacks."""
+        """Remarks on the results; of a partial run first the missing cells."""
         remarks: Sequence[str] = self.parameters.get("remarks", ())
         partial = lacking(self.parameters, f"{self.path} is ")
         return [f"{partial}; {_AGAIN}", *remarks] if partial else [*remarks]
 
 
 def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
-    """Return how many cells a partial run lacks, behind `lead`; empty for a whole run."""
+    """Describe how many cells a partial run lacks, after `lead`; empty for a whole run."""
     cells, done, missing = (parameters.get(name) for name in ("cells", "done", "missing"))
     if not (isinstance(cells, int) and isinstance(done, int) and isinstance(missing, int)):
         return ""
@@ -114,14 +114,14 @@ def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a path is a run, finished or not, and not a trace; a URL is none."""
+    """Whether a path is a run, finished or not, and not a trace; False for a URL."""
     return not is_url(path) and any((Path(path) / name).is_file() for name in (RUN, CONFIG))
 
 
 def write_run(
     folder: Path, description: Mapping[str, Any], records: Sequence[Record], table: pl.DataFrame
 ) -> None:
-    """Write the files of a run into a folder that has none of them; without records, no file."""
+    """Write the files of a run into a folder without them; without records, no file of records."""
     if records:
         write_records(folder / RECORDS, records)
     (folder / RESULTS).write_bytes(encode_table(table))  # the errors of a full disk are Python's
@@ -163,7 +163,7 @@ def remove(path: Path) -> None:
 def writing(where: str, kept: str, again: str) -> Iterator[None]:
     """Raise OutputError where the system refuses; an interrupt waits for the end.
 
-    kept: what the folder then holds. again: how to continue.
+    kept: remaining content of the folder. again: how to continue.
     """
     try:
         with unbroken():
@@ -205,7 +205,7 @@ def read_run(path: str | Path) -> Saved:
         if folder.suffix == ".parquet" and not folder.is_dir():
             return Saved(folder, {}, _table(folder, folder, read_file(folder, _RESULTS)))
         parameters, files = _description(folder)
-        # an entry that is missing fits no file
+        # a missing entry matches no file
         data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS) or {})
     except FileNotFoundError as error:
         if (folder / CONFIG).is_file():
@@ -263,7 +263,7 @@ Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
 
 
 def as_table(given: Tabular) -> pl.DataFrame:
-    """Return a Table, that of a run, or that of run folders together; see `runs_of`."""
+    """Return a Table: itself, that of a run, or that of run folders together; see `runs_of`."""
     return together(runs_of(given))
 
 
@@ -275,7 +275,7 @@ def together(runs: Sequence[Saved]) -> pl.DataFrame:
 def runs_of(given: Tabular) -> list[Saved]:
     """Return a Table or a run, or run folders, as runs.
 
-    Raises PolicyError for anything else, OutputError for anything but a run folder.
+    Raises PolicyError for other objects, OutputError for paths that are no run folders.
     """
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
@@ -290,14 +290,14 @@ def runs_of(given: Tabular) -> list[Saved]:
 
 
 def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
-    """The Table of several runs, and their remarks; rows of several runs are there once.
+    """Return the Table of several runs, without duplicate rows, and their remarks.
 
-    Of judged values that differ by at most `TOLERANCE` the first counts, and a remark names the
+    Of judged values that differ by at most `TOLERANCE` the first is kept, and a remark names the
     largest difference.
 
     Raises:
-        PolicyError: runs have different values in one and the same place, or replayed different
-            traces of one name.
+        PolicyError: runs have different values for the same row, or replayed different traces of
+            one name.
     """
     remarks = [remark for run in runs for remark in run.remarks]
     sources: dict[str, tuple[str, Saved]] = {}

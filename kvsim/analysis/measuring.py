@@ -24,7 +24,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.store.opening import TraceLike, as_trace
 
-#: Metrics of rows that a live run has, next to metrics of sets and of kind "live".
+#: Metrics of rows that a live run has, in addition to metrics of sets and of kind "live".
 LIVE_ROWS = ("output_error", "layer_error")
 
 #: Called with (metrics done, metrics, current metric).
@@ -48,13 +48,13 @@ def measure(
     metric that a trace is too short for has no rows.
 
     Args:
-        trace: a trace, its path or URL, or an `Analysis` of it with another k, rule or cut.
+        trace: a trace, its path or URL, or an `Analysis` of it with its own settings.
         record: one or many; None for metrics of the trace alone.
-        metrics: one or several, by name. By default, of records those that are quick
-            (`Metric.default`), and of a trace alone all of kind "trace".
+        metrics: one or several, by name. By default, of records the quick ones (`Metric.default`),
+            without a record all of kind "trace".
         events: add a row for every event, with the row after which it fired.
         device: cpu, cuda or auto; of an `Analysis` its own.
-        optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
+        optima: for `regret`, the `kvsim.analysis.output.optimum` of each record, or None;
             `kvsim.sweep(metrics="regret")` computes them.
         progress: called with (metrics done, metrics, current metric).
 
@@ -129,11 +129,11 @@ def choose(
     judged: bool = False,
     live: bool = False,
 ) -> dict[str, Metric]:
-    """The metrics by name, or the default ones of records, of a trace alone, or of a live run.
+    """Return the metrics by name, or the default ones of records, of a trace, or of a live run.
 
-    judged: with those of a judge (`JUDGED`). optima: those of the optimum have values, and are
-    among the default ones. Raises PolicyError for an unknown name, and for a metric that has no
-    value there.
+    judged: include metrics of a judge (`JUDGED`). optima: metrics of the optimum have values, and
+    are among the default ones. Raises PolicyError for an unknown name, and for a metric without
+    values there.
     """
 
     def reason(name: str, entry: Metric) -> str:
@@ -182,7 +182,7 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
             trace.read("q" if name in ROWS else name, slice(0, 0))
 
 
-#: Names in `Metric.arrays` of rows instead of arrays: the first row that a metric reads.
+#: Names in `Metric.arrays` that stand for rows: the first row that a metric reads.
 ROWS: Mapping[str, Callable[[int], int]] = {
     "all_rows": lambda _: 0,
     "last_windows": lambda n_pos: n_pos - 4 * default_window(n_pos),
@@ -207,7 +207,7 @@ def subjects_of(
     *,
     projected: bool = False,
 ) -> list[Subject]:
-    """Return a Subject of each record; they share walks over the trace and output errors."""
+    """Return a Subject of each record; walks over the trace and output errors are shared."""
     trace, optima = trace.part(), optima or [None] * len(records)
     replayed = list({id(r): r for r in chain(records, optima) if r is not None}.values())
     different = replayed[: len({id(record) for record in records})]

@@ -1,4 +1,4 @@
-"""One row per policy and budget of a run: what commands and notebooks show of it."""
+"""Summary of a run, one row per policy and budget, for commands and notebooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMARY = (
 #: Metrics of the predictions of the model, live or as a judge of the replay.
 PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
 
-#: The same of a running model.
+#: Metrics of the predictions of a running model.
 LIVE_SUMMARY = (
     *("entries_seen", *PREDICTIONS, "layer_error", "output_error"),
     *("retained_iou", "needle_recall", "answer_right", "answer_score", "answer_kept"),
@@ -51,15 +51,14 @@ def summarise(
 ) -> pl.DataFrame:
     """One row per policy, parameters and budget as requested, with the mean of each metric.
 
-    And for each model, where traces are of several. Facts about the policy (`FACTS`) stand with it.
+    One per model, too, where traces are of several. Facts about the policy (`FACTS`) are columns.
 
     Means over layers and heads within a trace, then over traces, of each metric's main variant;
-    layers of some metrics are added up (`layer_error`; `Metric.layers`).
-    `wipeout` is that of 32-token regions of which nothing is left, after the last event;
-    `iou_chance` stands beside `retained_iou`; `exact` is the share of the values of the row whose
-    fidelity is exact (`fidelity_shares`). Null where a policy has no value of the
-    main variant, whatever others it has: the segments of a policy that makes none are not counted
-    by those of its proxy. Metrics that this version does not know have no column.
+    layers of some metrics are added up (`layer_error`; `Metric.layers`). `wipeout` is that of
+    32-token regions of which nothing is left, after the last event; `iou_chance` is the chance of
+    `retained_iou`; `exact` is the share of the values of the row whose fidelity is exact
+    (`fidelity_shares`). Null where a policy has no value of the main variant. Metrics that this
+    version does not know have no column.
     """
     metrics = [name for name in metrics if name in METRICS]
     model = of_model(table)

@@ -12,7 +12,6 @@ from kvsim.analysis.output.metrics import METRICS as OUTPUT
 from kvsim.errors import PolicyError, suggest
 from kvsim.registry import Ordered
 
-# an entry stands next to the functions that compute it
 _ROOMS = (PLACES, ATTENTION, CONTENTS, OUTPUT, LIVE)
 
 #: All metrics, in the order of the rows of a Table.

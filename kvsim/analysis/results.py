@@ -1,7 +1,7 @@
-"""The results of a Table, policies with their parameters and schedules, and their labels.
+"""Results of a Table: policies with their parameters and schedules, and their labels.
 
-Names alone do not distinguish an ablation from its policy, so labels of results of one policy
-have the parameters in which they differ.
+Labels of results of one policy name the parameters in which they differ, so that an ablation is
+distinguished from its policy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_live(table: pl.DataFrame) -> bool:
 
 
 def check_distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError where two traces have one name: a Table could not tell them apart."""
+    """Raise TraceError where two traces have one name, by which a Table distinguishes them."""
     by_name: dict[str, Trace] = {}
     for trace in traces:
         if trace.name in by_name:
@@ -92,7 +92,7 @@ def by_model(table: pl.DataFrame, models: Mapping[str, str]) -> pl.DataFrame:
 
 
 def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
-    """Return of which models traces are, where no mean is over them; empty for one model.
+    """Return the models of the traces where they differ, so that no mean is over them; else empty.
 
     traces: model and name of each; a trace without a model may be of any.
     """
@@ -117,9 +117,9 @@ def check_models(traces: Iterable[Trace]) -> None:
 
 
 def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
-    """Return why no mean is over values of several models, or of several of `LOOPS`.
+    """Return why values have no common mean: several models, or several of `LOOPS`; else empty.
 
-    Empty where a Table has none. by: what means are split by.
+    by: columns that split means.
     """
     if "model" not in by and of_model(table):
         of_traces = table.select("model", "trace").unique(maintain_order=True)
@@ -143,7 +143,7 @@ def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
 
 
 def of_model(table: pl.DataFrame) -> list[str]:
-    """Return `["model"]`, the column that splits a Table of several models, or nothing."""
+    """Return `["model"]`, the column that splits a Table of several models, else nothing."""
     several = "model" in table and table["model"].drop_nulls().n_unique() > 1
     return ["model"] if several else []
 
@@ -153,7 +153,7 @@ class Result:
     """A policy as it was replayed.
 
     params: the JSON of its parameters, keys in order. changed: those that differ from their
-    defaults; None where these are not known.
+    defaults; None where defaults are unknown.
     """
 
     policy: str
@@ -169,7 +169,7 @@ class Result:
 
     @property
     def schedule(self) -> tuple[int | None, bool | None]:
-        """Interval and prefill; an interval that no text reaches is None."""
+        """Interval and prefill; an interval beyond any text is None."""
         return None if (self.interval or 0) >= BEYOND else self.interval, self.prefill
 
 
@@ -188,16 +188,16 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
 
 
 def differing(result: Result, other: Result) -> frozenset[str]:
-    """Names of the parameters in which two results differ; one that is missing is None."""
+    """Names of the parameters in which two results differ; a missing parameter is None."""
     a, b = result.parameters, other.parameters
     return frozenset(name for name in (*a, *b) if a.get(name) != b.get(name))
 
 
 def main(results: Sequence[Result]) -> Result:
-    """Return of results of one policy the one that the others are variants of.
+    """Return the main result of a policy, of which the others are variants.
 
-    Most others differ from it in a single parameter; of several, that with the fewest parameters
-    that are not the policy's defaults; then the first.
+    Most others differ from it in a single parameter; among several candidates it has the fewest
+    parameters that are not the policy's defaults; then it is the first.
     """
 
     def rank(result: Result) -> tuple[int, int]:
@@ -221,12 +221,12 @@ def _value(value: object) -> str:
 
 
 def labels(results: Sequence[Result]) -> dict[Result, str]:
-    """Return the label of each result: the policy, and where it has several how they differ.
+    """Return the label of each result: the policy, and the differences of several results of it.
 
-    `ams` is the main one and `ams (credit=False)` one that differs from it; if that has no default
-    either, both name it: `ams (window=16)` and `ams (window=32)`. Defaults of a user's own policy
-    are not known, so values of a single parameter are all named. Where only schedules differ, they
-    are named too: `tova (after: every 16 rows)`.
+    `ams` is the main result and `ams (credit=False)` a variant; if the main one has no default
+    value of the parameter, both name it: `ams (window=16)` and `ams (window=32)`. Defaults of a
+    user's policy are unknown, so all values of a single parameter are named. Schedules are named
+    where only they differ: `tova (after: every 16 rows)`.
     """
     by_policy: dict[str, list[Result]] = {}
     for result in results:
@@ -252,7 +252,7 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
 
 
 def labelled(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table with labels of results (see `labels`) in the place of the names of policies."""
+    """The Table with labels of results (see `labels`) instead of the names of policies."""
     by_row = results(table)
     names = labels(list(dict.fromkeys(by_row.values())))
     if all(name == result.policy for result, name in names.items()):
@@ -265,10 +265,10 @@ def labelled(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def task_of(trace: Trace) -> str:
-    """Return what traces are grouped by: the label `task`, else the first part of the name.
+    """Return the column by which traces are grouped: the label `task`, else a part of the name.
 
-    The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
-    task `walk`, `p12` of `p`.
+    The part before the first `-` or `_`, without digits at its end: `walk-f32-s1-0` is of the task
+    `walk`, `p12` of `p`.
     """
     label = str(trace.header.labels.get("task", ""))
     return label or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name

@@ -1,6 +1,6 @@
-"""The English of a comparison: sentences to paste, and the rows of a table beside them.
+"""English sentences on a comparison, and the rows of a table next to them.
 
-`kvsim replay` and `kvsim compare` open with the sentences, so do reports, the dashboard and pages.
+`kvsim replay`, `kvsim compare`, reports, the dashboard and pages begin with the sentences.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvsim.analysis.verdict import Scale, Verdict
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, rounded
 
-#: Most policies that a sentence names, and how many of more: the first in rank.
+#: Most policies that a sentence names; of more, the first in rank.
 _NAMES, _FIRST = 6, 3
-#: A larger share is not said.
+#: A larger share is not reported.
 _LARGE = 10.0
 
 
@@ -34,8 +34,8 @@ def answer(
 ) -> tuple[Comparison | None, list[str]]:
     """Compare the policies of a Table by a metric, by default the first of `ranking`.
 
-    And the lines that say the outcome. None and no lines where there is nothing to compare: one
-    policy, or no prompt with values of all.
+    Returns the comparison and its sentences; None and no sentences with only one policy, or no
+    prompt with values of all.
     """
     if reason := mixed(table):
         return None, [f"No verdict: {reason}."]
@@ -48,7 +48,7 @@ def answer(
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences for each verdict, then what is odd, then what the metric is worth."""
+    """Yield sentences for each verdict, then anomalies, then how good the evidence is."""
     for verdict in comparison.verdicts:
         yield said(verdict, comparison.metric, comparison.scale)
     if comparison.verdicts:
@@ -69,7 +69,7 @@ def _reversed(comparison: Comparison) -> Iterator[str]:
 
 
 def said(verdict: Verdict, metric: str, scale: Scale) -> str:
-    """The verdict at a budget in sentences."""
+    """Describe the verdict at a budget in sentences."""
     about = f"{metric}, {plural(verdict.prompts, 'prompt')}"
     if verdict.order is not None and verdict.order <= ALPHA:
         parts = [f"the order depends on the task (p = {verdict.order:.2g}; {about})"]
@@ -101,7 +101,7 @@ def said(verdict: Verdict, metric: str, scale: Scale) -> str:
 
 
 def _best(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
-    """Yield which policies could be the best, how good they are, and what would tell more."""
+    """Yield which policies could be the best, how good they are, and how many prompts decide."""
     best, count = verdict.best, len(verdict.policies)
     about = f"by {metric} (95 %, {plural(verdict.prompts, 'prompt')})"
     alone = best == verdict.first and (verdict.equal or len(best) == 1)
@@ -145,7 +145,7 @@ def _bounded(standing: dict[str, Any], scale: Scale) -> bool:
 
 
 def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
-    """Yield which of the set are as good as the best, or how good the surest one is."""
+    """Yield which of the set are as good as the best, or how good the best proven one is."""
     known = [x for x in verdict.standings if x["policy"] in verdict.best and _bounded(x, scale)]
     good = [each["policy"] for each in known if each.get("as_good")]
     if good and scale.margin is not None:
@@ -199,7 +199,7 @@ def _listed(names: Sequence[str], last: str = "and") -> str:
 
 
 def basis(comparison: Comparison) -> str:
-    """Say how good the evidence of a comparison is."""
+    """Describe how good the evidence of a comparison is."""
     rows = comparison.table.drop_nulls("rank")
     levels, metric = {*comparison.table["fidelity"]}, comparison.metric
     kind = {"closed": "of live runs", "judged": "of the replay's kept sets, judged by the model"}
@@ -234,7 +234,7 @@ FEW = (
 
 
 def tabulated(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headers and a row for each policy and budget: the ranking number, and what is sure of it."""
+    """Headers and a row for each policy and budget: the ranking metric and its certainty."""
     rows = []
     for row in comparison.overall.iter_rows(named=True):
         numbers = {x: rounded(row[x], ".3g") for x in ("mean", "low", "high") if row[x] is not None}

@@ -1,11 +1,11 @@
-"""Which policies could be the best, how much worse a policy may be, and how many prompts tell.
+"""Statistics of policies: which could be the best, bounds on differences, prompts needed.
 
 X [prompt, policy] are means of a metric within a prompt, none missing. Prompts are the only unit;
-with a task of each prompt [prompt] the mean is that over tasks, each counting the same.
+with a task of each prompt [prompt] the mean is that over tasks, with equal weights.
 
 If two policies were equally good, each prompt could as well have shown the opposite difference
-(Fisher 1935, The Design of Experiments, 21). So differences are compared with those under flips of
-signs, which assumes symmetry alone; with values of extreme skew less is sure than said.
+(Fisher 1935, The Design of Experiments, 21). So differences are compared with their distribution
+under sign flips, which assumes only symmetry; with very skewed values it is less reliable.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvsim.analysis.arrays import Bools, Floats, Ints, Strings
 
 #: Chance of a false exclusion from a set, a false bound or a false sentence.
 ALPHA = 0.05
-#: The part of it that the screen of clearly worse policies costs.
+#: The part of `ALPHA` spent on the screen of clearly worse policies.
 SCREEN = 0.01
 #: Chance that `needed` prompts show a difference as large as the measured one.
 POWER = 0.8
-#: Fewer prompts have no interval and decide nothing: their flips have no p-value of `ALPHA`.
+#: With fewer prompts there is no interval and no decision: their flips have no p-value of `ALPHA`.
 FEWEST = 6
 #: Fewest prompts of rank intervals, advised for every verdict.
 ENOUGH = 12
-#: Numbers of prompts above this are not said.
+#: Larger numbers of prompts are not reported.
 MOST = 10_000
 
 # Sign flips of a set, differences of no size, and of no order.
@@ -33,7 +33,7 @@ _SETS, _SAME, _TIE = 4096, 1e-12, 1e-9
 
 
 def sign_flip(gaps: Floats) -> Floats:
-    """Two-sided p-values of mean differences [pair] under flips of signs; gaps [pair, prompt].
+    """Two-sided p-values of mean differences [pair] under sign flips; gaps [pair, prompt].
 
     The share of flips whose mean is at least as far from 0.
     """
@@ -42,10 +42,7 @@ def sign_flip(gaps: Floats) -> Floats:
 
 
 def holm(p: Floats) -> Floats:
-    """P-values corrected for their number: the chance of any false one stays at the level.
-
-    Holm 1979, Scand. J. Statist. 6:65.
-    """
+    """Holm's corrected p-values, for the family-wise error rate (1979, Scand. J. Statist. 6:65)."""
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     corrected = np.empty(len(p))
@@ -54,10 +51,7 @@ def holm(p: Floats) -> Floats:
 
 
 def signs(prompts: int) -> Floats:
-    """Flips of signs [prompt, flip]: all up to 12 prompts, else 4,096 random ones.
-
-    The first flips nothing.
-    """
+    """Sign flips [prompt, flip], the identity first: up to 12 prompts all, else 4,096 random."""
     if 2**prompts <= _SETS:
         return np.asarray(1 - 2.0 * (np.arange(2**prompts) >> np.arange(prompts)[:, None] & 1))
     drawn = np.random.default_rng(0).integers(0, 2, (prompts, _SETS)).astype(np.float64) * 2 - 1
@@ -88,7 +82,7 @@ def identical(x: Floats) -> Bools:
 def _peaks(y: Floats, rivals: Bools) -> Floats:
     """The largest self-normalised sum of differences to a rival, under each flip [policy, flip].
 
-    It grows with the paired t. rivals [policy]; a policy is none of itself, nor of identical ones.
+    It grows with the paired t. rivals [policy]: neither the policy itself nor identical ones.
     """
     norms, sums = _norms(y), y.T @ signs(len(y))
     peaks = np.full(sums.shape, -np.inf)
@@ -99,7 +93,7 @@ def _peaks(y: Floats, rivals: Bools) -> Floats:
 
 
 def _share(peaks: Floats) -> Floats:
-    """P-values [row] of the first flip, of those [row, flip]; 1 without a rival."""
+    """P-values [row] of the first of the flips [row, flip]; 1 without a rival."""
     return np.asarray((peaks >= peaks[:, :1] - _TIE).mean(1))
 
 
@@ -184,7 +178,7 @@ def _means(x: Floats, tasks: Strings | None) -> tuple[Floats, Floats, float]:
 
 
 def rank_intervals(x: Floats, tasks: Strings | None = None) -> tuple[Ints, Ints]:
-    """First and last possible rank [policy], all of them right with 95 % (step-down max |t|)."""
+    """First and last possible rank [policy], jointly right with 95 % (step-down max |t|)."""
     y = x * weights(len(x), tasks)[:, None]
     norms, sums = _norms(y), y.T @ signs(len(y))
     i, j = np.nonzero(np.triu(norms > 0))
@@ -203,9 +197,9 @@ def rank_intervals(x: Floats, tasks: Strings | None = None) -> tuple[Ints, Ints]
 
 
 def needed(x: Floats, y: Floats, rivals: int = 1) -> tuple[float, float, float]:
-    """Prompts that show x [prompt] better than y with the chance `POWER`, and an 80 % interval.
+    """Prompts that show x [prompt] better than y with power `POWER`, and an 80 % interval.
 
-    inf: none would. rivals: other members of the set of the best.
+    inf: no number would. rivals: other members of the set of the best.
     """
     gap, level = y - x, -scipy.special.ndtri((ALPHA - SCREEN) / rivals)
     spread = gap.std(ddof=1)
@@ -222,7 +216,7 @@ def needed(x: Floats, y: Floats, rivals: int = 1) -> tuple[float, float, float]:
 
 
 def at_least(gaps: Floats, cells: int) -> float:
-    """P-value of "better in at least so many cells"; gaps [prompt, cell] are above 0 where better.
+    """P-value of "better in at least so many cells"; gaps [prompt, cell], positive where better.
 
     One p-value for the sentence: cells are budgets, layers or tasks, all of the same prompts.
     """

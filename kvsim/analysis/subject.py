@@ -1,7 +1,4 @@
-"""The analyses of a trace, or of a record of it, which metrics read.
-
-Each analysis is computed when a metric first reads it, and kept for the others.
-"""
+"""Inputs of metrics: a trace, or a record of it, with analyses computed on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Read = TypeVar("Read")
 class Subjected:
     """The input of metrics, and results that several of them share, computed once.
 
-    given: results by the function that computes them; those given at first replace its defaults.
+    given: cache of results by function; prefill it to override.
     """
 
     given: dict[Callable[[Any], Any], Any]
@@ -66,7 +63,7 @@ Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
 #: Entries of the layers that are computed together: more would take memory and save no time.
 TOGETHER = 1 << 20
 
-#: What a model did that did not run.
+#: The outcome of a model that did not run.
 NOTHING = Outcome(None)
 
 Layers = Sequence[int]
@@ -78,9 +75,9 @@ LayerGroup = tuple[Layers, EvictedAt]
 class Subject(Subjected):
     """A trace, and a record of it with its output error.
 
-    walk: the result for this record of a walk over the trace that all records share. optimum: on
-    the same terms, and its output error. outcome: what a model did under the record, live or
-    judged. given: see `Subjected`.
+    walk: the result for this record of a walk shared by all records. optimum: on the same terms,
+    and its output error. outcome: of a model under the record, live or judged. given: see
+    `Subjected`.
     """
 
     trace: Trace
@@ -93,7 +90,7 @@ class Subject(Subjected):
 
     @cached_property
     def layer_groups(self) -> list[LayerGroup]:
-        """The layers of the record, together where entries leave after the same rows."""
+        """The layers of the record, grouped by equal kept sets."""
         gone = self.record.gone_after
         by_rows: dict[bytes, list[int]] = {}
         for index, evicted_at in enumerate(gone):
@@ -115,10 +112,10 @@ def by_layer(
     read: Callable[[int], Read],
     compute: Callable[[Record, int, Read], T],
 ) -> list[list[T]]:
-    """For each record what `compute` returns for each of its layers, in the record's order.
+    """For each record the result of `compute` for each of its layers, in the record's order.
 
-    compute: called with a record, the place of a layer among the record's, and what `read` returned
-    for the layer, which is called once.
+    compute: called with a record, the layer's index in the record, and the result of `read`, which
+    is called once per layer.
     """
     results: list[dict[int, T]] = [{} for _ in records]
     for layer in sorted({layer for record in records for layer in record.layers}):

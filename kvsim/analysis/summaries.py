@@ -1,15 +1,14 @@
 """Summaries of a Table: means over prompts, and their intervals.
 
-Prompts are the unit. Values are averaged over layers, heads and events within a trace first (of
-some metrics layers are added up, `Metric.layers`, or the last event stands for all,
-`Metric.over_events`), so that a long trace counts as much as a short one (macro average), and
-intervals say how far the mean would move with other prompts. They say nothing about other models or
-another seed of training. A trace that a metric cannot be computed on is counted as asked and not
-measured, never as zero.
+Prompts are the unit. Values are first averaged over layers, heads and events within a trace (or
+summed over layers by `Metric.layers`, or taken at the last event by `Metric.over_events`), so that
+a long trace counts as much as a short one (macro average). Intervals describe the variation over
+prompts, not over models or training seeds. A trace without a value of a metric is counted as
+requested and not measured, never as zero.
 
-Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
-apart (`split_by`), such as `layer`, `turn` or `domain`; those that do so anyway may be named too.
-Intervals are 95 % bootstrap intervals over traces, null for fewer than 6 (`significance.few`).
+Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that split results
+(`split_by`), such as `layer`, `turn` or `domain`. Intervals are 95 % bootstrap intervals over
+traces, null for fewer than 6 (`significance.few`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from kvsim.schema import FIDELITY
 
 RESAMPLES = 4000
 
-#: Values are equal that differ by no more than this share, as sums in another order do.
+#: Values that differ by at most this share are equal, because sums depend on their order.
 ROUNDING = 1e-6
 
-# Values of all resamples that are in memory at once.
+# Limit of resampled values in memory.
 _DRAWN = 1 << 22
 
 #: Columns that distinguish results of a trace; `requested` is the requested budget.
@@ -43,9 +42,9 @@ STAGES = ("early", "middle", "late")
 
 
 def sees_more(seen: str, by: Sequence[str]) -> pl.Expr:
-    """Whether rows see more entries (column `seen`) than under another policy of a group `by`.
+    """Whether rows see over 5 % more entries (column `seen`) than under another policy of a group.
 
-    By more than 5 %; False where `seen` is null.
+    by: columns of a group. False where `seen` is null.
     """
     return (pl.col(seen) > 1.05 * pl.col(seen).min().over(by)).fill_null(value=False)
 
@@ -63,9 +62,8 @@ class Interval:
     def of_each(cls, rows: Sequence[Floats]) -> list[Interval]:
         """Intervals of many results, each with one value per prompt [prompt], NaN for missing ones.
 
-        Percentiles of the means of 4,000 resamples of the prompts, which depend on the number of
-        prompts alone (Efron 1979, Ann. Statist. 7:1). Fewer than 6 prompts have a mean and no
-        interval.
+        Percentiles of the means of 4,000 resamples of the prompts, the same for equal numbers of
+        prompts (Efron 1979, Ann. Statist. 7:1). Fewer than 6 prompts have a mean and no interval.
         """
         present = [values[~np.isnan(values)] for values in rows]
         sizes = np.array([len(values) for values in present], np.int64)
@@ -74,7 +72,7 @@ class Interval:
             places = np.flatnonzero(sizes == size)
             values = np.stack([present[place] for place in places])
             numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
-            # a mean of equal values may be rounded past them
+            # rounding may move a mean of equal values past them
             numbers = numbers.clip(*(edge(1, keepdims=True) for edge in (values.min, values.max)))
             for place, (mean, low, high) in zip(places, numbers.tolist(), strict=True):
                 intervals[place] = cls(mean, low, high, size)
@@ -85,7 +83,7 @@ class Interval:
         if not self.n:
             return ""
         sign = form[: form[:1] in "+- "]
-        form = f"{sign}z{form[len(sign) :]}"  # no minus in front of a rounded 0
+        form = f"{sign}z{form[len(sign) :]}"  # no minus before a rounded 0
         mean, low, high = (format(x, form) for x in (self.mean, self.low, self.high))
         return mean if np.isnan(self.low) else f"{mean} [{low}, {high}]"
 
@@ -141,7 +139,7 @@ _LAYER = (
 def over_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`).
 
-    Metrics of which each value counts alone are left out.
+    Metrics with over_events "each" are left out.
     """
     of = {name: entry.over_events for name, entry in METRICS.items() if entry.over_events != "mean"}
     last, each = (pl.col("metric").is_in([x for x in of if of[x] == k]) for k in ("last", "each"))
@@ -181,10 +179,9 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
 
 
 def over_layers(table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """The Table with values whose mean over a result is the value of all its layers.
+    """The Table with values scaled so that the mean over a result is the value of all its layers.
 
-    keys: columns that distinguish results. Values of a metric whose layers add up are scaled such
-    that the mean of a result is the sum over layers of the means in each; others are unchanged.
+    keys: columns that distinguish results. Only metrics whose layers are summed change.
     """
     added_up = [name for name, entry in METRICS.items() if entry.layers == "sum"]
     summed = table["metric"].is_in(added_up)
@@ -197,7 +194,7 @@ def over_layers(table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     return table.with_columns(table["value"].clone().scatter(summed.arg_true(), scaled))
 
 
-#: Fidelities from the strongest; in a mean of several the weakest speaks.
+#: Fidelities from the strongest; a mean has the weakest of its values.
 _STRENGTH = pl.Enum((FIDELITY[0], *FIDELITY[:0:-1]))
 _LABEL = pl.Enum(FIDELITY)
 _LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
@@ -248,7 +245,7 @@ def averages(
 
 
 def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:
-    """Return the Table with the columns `by`, and names of those that results do not have anyway.
+    """Return the Table with the columns `by`, and the names of the ones that `KEYS` lacks.
 
     Values without a stage are left out. Raises PolicyError where the Table lacks a column, and for
     a column of values.
@@ -269,7 +266,7 @@ def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}
 
 
-#: Metrics of the cost of a cache, and the words of an axis.
+#: Metrics of the cost of a cache, and their axis labels.
 COSTS = {
     "entries_seen": "entries that a row sees, mean",
     "bytes_held": "bytes of the cache, mean over rows",
@@ -278,16 +275,16 @@ COSTS = {
 
 
 def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") -> pl.DataFrame:
-    """Return the means of one metric with what their cache costs, and their front.
+    """Return the means of one metric with the cost of the cache, and the Pareto front.
 
     Args:
         means: of `averages`, with the metric and with the cost.
         name: of the metric.
-        cost: one of `COSTS`; by default the entries that rows see.
+        cost: one of `COSTS`; by default the visible entries of a row.
 
     Returns:
-        The rows of the metric that have the cost, with `seen`, its mean, and `best`, whether the
-        result is on the front; never of a metric without a better direction.
+        The rows of the metric with a cost, with its mean `seen`, and `best`, whether the result is
+        on the front; always False for a metric without a better direction.
     """
     keys = [key for key in KEYS[:5] if key in means.columns]  # columns of the result
     sizes = means.filter(metric=cost).select(*keys, seen="mean")
@@ -300,7 +297,7 @@ def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") 
 def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
     """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
 
-    higher: a larger mean is better. Means that differ by no more than rounding are equal.
+    higher: a larger mean is better. Means that differ only by rounding are equal.
     """
     seen = points["seen"].to_numpy()
     loss = points["mean"].to_numpy() * (-1 if higher else 1)

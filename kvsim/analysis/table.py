@@ -17,8 +17,8 @@ from kvsim.core.record import Record, record_document
 from kvsim.core.trace import Trace
 from kvsim.schema import FIDELITY, LABELS, PREFILL, object_at
 
-#: Facts about the policy of a value (`kvsim.core.record.Facts`); several words are separated by
-#: commas. per_query_head: each query head has a set of `budget` entries.
+#: Facts about the policy of a value (`kvsim.core.record.Facts`), several separated by commas.
+#: per_query_head: each query head has a set of `budget` entries.
 FACTS: dict[str, Any] = {
     "looks_ahead": pl.Boolean,
     "bounds": pl.String,
@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = {
     "changed": pl.String,
 }
 
-# Labels that are numbers; a Table has their columns, and the turn, only where a trace has them.
+# Numeric labels; a Table has their columns, and the turn, only where a trace has them.
 _NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
 _OPTIONAL = (*_NUMBERS, "turn")
 
@@ -53,10 +53,7 @@ COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _OPTIONAL}
 
 
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
-
-    `length` and `depth`, labels that are numbers, and `turn` are among them where they have values.
-    """
+    """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order."""
     typed = [
         table.select(pl.col(name).cast(kind) for name, kind in TYPES.items() if name in table)
         for table in tables
@@ -77,7 +74,7 @@ RowArrays = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
 def columns_of(record: Record) -> dict[str, Any]:
-    """The columns of a Table that say which record of a trace a row is about."""
+    """The columns of a Table that identify the record of a row."""
     given, changed = record_document(record), record.facts.changed
     # another result, as with another parameter
     other = {name: given[name] for name in PREFILL if given[name] not in ("prompt", None)}
@@ -122,7 +119,7 @@ def blocks_of(
         index = np.repeat(np.arange(size), 1 if rows is None else len(rows))
         none, axis = np.full(len(index), -1), cells.heads
         if record is not None and record.per_query_head and axis == "head":
-            axis = "qhead"  # its head axis counts query heads
+            axis = "qhead"  # the head axis counts query heads
         heads = index if axis == "head" else none, index if axis == "qhead" else none
         event = none if rows is None else np.tile(rows, size)
         for place, layer in enumerate(layers):
@@ -134,7 +131,7 @@ def blocks_of(
                     (values[part].ravel(), chance[part].ravel(), *heads, event),
                 )
             )
-    # those of a record by layer, whatever was computed together
+    # the fidelity of each layer, even where layers were computed together
     order = {} if record is None else {layer: place for place, layer in enumerate(record.layers)}
     return sorted(blocks, key=lambda block: order.get(block[0]["layer"], -1))
 
@@ -158,20 +155,20 @@ def table_of(blocks: Sequence[RowArrays]) -> pl.DataFrame:
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
-    """Return "exact" where a live run that is fed the recorded tokens would show the value.
+    """Return "exact" where a live run that is fed the recorded tokens would have the same value.
 
-    Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
-    a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
-    and kept sets decided once, at the end of the prefill or of its context, which attention had
-    finished by then. Everything else is open loop: recorded q, k, v carry no error from the layers
-    below, of what left, of what was not read and of what was rounded. A value of all layers
-    (`layer` is None) has the weakest label of the record's layers.
+    Exact: a property of only the trace; the model's first layer, whose input no eviction changes; a
+    layer replayed without others, which stands for a teacher-forced run with eviction in that layer
+    only; and kept sets decided once, at the end of the prefill or of its context. Everything else
+    is open loop: recorded q, k, v lack the errors of earlier layers from evicted, unread and
+    quantized entries. A value of all layers (`layer` is None) has the weakest label of the record's
+    layers.
 
-    What a running model did is closed loop, or judged: it ran with the kept sets of the replay.
+    A running model's values are closed loop; values with the kept sets of the replay are judged.
 
-    Where only some rows of the prompt reach deeper layers, those layers compute what the recorded
-    run did not. The layer right behind the first selection still has exact inputs, so its own sets
-    and the rows that go deeper are exact; deeper sets are so where nothing is chosen there.
+    Where only some rows of the prompt reach deeper layers, those layers compute other values than
+    in the recorded run. The layer after the first selection still has exact inputs, so its own sets
+    and the rows that go deeper are exact; deeper sets are exact if those layers select nothing.
     """
     if record.closed or kind == "live":
         return "closed" if record.closed else "judged"
@@ -191,7 +188,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
 
 def selection_fidelity(record: Record) -> str:
-    """The fidelity of what rows reach deeper layers: exact up to the second drop."""
+    """Fidelity of the rows that reach deeper layers: exact up to the second drop."""
     selection = record.selection
     if selection is None or selection.layer is None or selection.dropped[-1] <= selection.layer + 1:
         return "exact"
@@ -199,10 +196,10 @@ def selection_fidelity(record: Record) -> str:
 
 
 def _settled(record: Record, layer: int) -> bool:
-    """Return whether attention that no dropped row has changed decides the set of a layer."""
+    """Return whether the set of a layer is decided by attention that no dropped row has changed."""
     selection = record.selection
     if selection is None or selection.layer is None or layer <= selection.layer + 1:
-        return True  # the layer behind the selection layer is the last one with recorded inputs
-    above = [drop for drop in selection.dropped if drop < layer]  # decide which rows the layer has
+        return True  # the layer after the selection layer is the last one with recorded inputs
+    above = [drop for drop in selection.dropped if drop < layer]  # decide the rows of the layer
     cut = (record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1).any()
     return above[-1] <= selection.layer + 1 and not cut

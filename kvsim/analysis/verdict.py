@@ -32,14 +32,14 @@ from kvsim.analysis.significance import (
 )
 from kvsim.analysis.summaries import ROUNDING, Interval
 
-#: The share of a sum of squared differences that one prompt may make.
+#: Largest share of a sum of squared differences from one prompt.
 _UNEVEN = 0.6
 #: Fewest prompts of each task for a test of the order, or of each of so many tasks.
 _OF_TASK, _OF_FEW, _TASKS = 6, 3, 4
 
 
 class Scale(NamedTuple):
-    """How values compare: higher is better, differences are shares, and how large a one counts."""
+    """How values compare: direction, whether differences are shares, and the margin."""
 
     higher: bool
     relative: bool
@@ -52,12 +52,12 @@ class Verdict:
 
     standings: of the ranked policies, by rank, columns of `kvsim.analysis.comparison.compare` by
     name; from 6 prompts on with `could_be_best`. equal: whether several have the best mean and no
-    prompt tells them apart. needed: prompts that would show the first better than the rest of the
+    prompt distinguishes them. needed: prompts that would show the first better than the rest of the
     set that holds the best, and an 80 % interval; None above 10,000. uneven: a policy outside of
-    the set whose difference to the first one prompt makes. unfair: those of the set whose rows see
-    over 5 % more entries than another's. order: p-value of "the order is the same in all tasks";
-    one: whether one policy could be the best in all of them; None where that was not tested. tasks:
-    the verdict of each.
+    the set whose difference is due to one prompt. unfair: those of the set whose rows see over 5 %
+    more entries than another's. order: p-value of "the order is the same in all tasks"; one:
+    whether one policy could be the best in all of them; None where that was not tested. tasks: the
+    verdict of each.
     """
 
     requested: str
@@ -179,7 +179,7 @@ def even(values: Floats) -> Floats:
 
 
 def task_labels(labels: Sequence[str | None]) -> Strings | None:
-    """The task of each prompt; one of a single prompt is "other", as is none. None for one task."""
+    """The task of each prompt; "other" for none, or one of a single prompt. None for one task."""
     named = np.array(["other" if label is None else label for label in labels])
     _, at, counts = np.unique(named, return_inverse=True, return_counts=True)
     named = np.where(counts[at] == 1, "other", named)

@@ -1,7 +1,7 @@
-"""Agreement of two scores of some entries: ranks and correlations.
+"""Agreement of two scores of the same entries: ranks and correlations.
 
-Scores are [..., n], one number per entry; of equal ones the lower position comes first, as where a
-policy chooses.
+Scores are [..., n], one number per entry. Of equal scores the lower position ranks first, as in
+selection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvsim.analysis.arrays import Floats, Ints
 
 
 def pearson(a: Floats, b: Floats) -> Floats:
-    """Correlation over the last axis; NaN where one of the two does not vary."""
+    """Correlation over the last axis; NaN where either score does not vary."""
     a, b = np.broadcast_arrays(a, b)
     varied = (np.ptp(a, axis=-1) > 0) & (np.ptp(b, axis=-1) > 0)
     correlations = np.full(varied.shape, np.nan)
@@ -22,7 +22,7 @@ def pearson(a: Floats, b: Floats) -> Floats:
 
 
 def spearman(a: Floats, b: Floats) -> Floats:
-    """Rank correlation over the last axis; NaN where one of the two does not vary."""
+    """Rank correlation over the last axis; NaN where either score does not vary."""
     return pearson(scipy.stats.rankdata(a, axis=-1), scipy.stats.rankdata(b, axis=-1))
 
 

@@ -1,13 +1,13 @@
-"""Attention sparsity: how many keys get next to nothing, next to the largest score.
+"""Attention sparsity: the share of keys with a small score, relative to the largest one.
 
 G-KV, arXiv 2512.00504, Fig. 9: the share of keys with a score (eq. 2) below p times the maximum,
 over the last 512 tokens of the full cache and over a compressed cache, in a window of the last 16
 rows.
 
-The paper leaves open over which keys the maximum is taken. It says "maximum in a sequence", where
-the first positions (the sink) usually hold it, which all but guarantees a high sparsity; so the
-same share without them stands next to it. Keys inside the window are left out: not every row of the
-window sees them, and their mean would be low for that reason alone.
+The paper says "maximum in a sequence" and leaves open over which keys it is taken. The first
+positions (the sink) usually hold it, which all but guarantees a high sparsity, so a variant leaves
+them out. Keys inside the window are not counted: only some rows of the window see them, which
+lowers their mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
 DOMAIN = 512
 
 
-#: Shares [H] of the keys by variant of the metric, p and the keys of the maximum; NaN without keys.
+#: Shares [H] of the keys, by variant of the metric, p and the keys of the maximum; NaN without
+#: keys.
 Sparsity = dict[str, Floats]
 
 
@@ -73,18 +74,18 @@ def compressed_sparsity(
     window: int = WINDOW,
     sink: int = SINK,
 ) -> list[list[Sparsity]]:
-    """For each record and each of its layers, the sparsity of attention over visible entries.
+    """Sparsity of attention over visible entries, for each record and each of its layers.
 
-    The last `window` rows after the prompt, each with its attention over its visible entries, which
-    sums to 1. The domain, and all that a maximum is taken over, is what the last row still sees of
-    the keys before them: the compressed cache. The rows are those of the full cache, so that both
-    can be compared; the paper's own window ends at an event.
+    Rows are the last `window` after the prompt, each with its attention over its visible entries,
+    which sums to 1. Counted keys, over which the maximum is also taken, are those before the window
+    that the last row sees: the compressed cache. Rows are the recorded ones, so that the value can
+    be compared with that of the full cache; the paper's own window ends at an event.
 
-    NaN for records whose keys were rotated to slots: their attention is another one. The attention
-    of each layer is computed once for all records.
+    NaN for records with keys rotated to slots, whose attention differs. Attention of a layer is
+    computed once for all records.
     """
     start = max(trace.prompt_len, trace.n_pos - window)
-    rows = row_blocks(start, trace.n_pos, window)  # one block, none without rows after the prompt
+    rows = row_blocks(start, trace.n_pos, window)  # no block without rows after the prompt
 
     def attention(layer: int) -> list[Tensor]:
         return [z for _, z in log_attention(trace, layer, rows, device=device)]
@@ -108,7 +109,7 @@ def compressed_sparsity(
 def _sparsity(
     scores: Floats, measured: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
-    """Sparsity of scores [H, n]; maxima over the keys `measured`, shares of those `counted`."""
+    """Sparsity of scores [H, n]: maxima over the keys `measured`, shares of the keys `counted`."""
     behind = np.arange(scores.shape[-1]) >= sink
     out: Sparsity = {}
     for p in shares:

@@ -1,22 +1,22 @@
 """Windows of rows of full attention: scores of keys, overlap of top keys, gaps between them.
 
-A layer is read once, and no more than one block of rows by keys stands in memory.
+A layer is read once, with one block of rows by keys in memory at a time.
 
-Overlap (G-KV, arXiv 2512.00504, Fig. 1): do the keys that matter now matter later? Four blocks of
-`window` rows at the end of the trace; no policy is involved.
+Overlap (G-KV, arXiv 2512.00504, Fig. 1): whether keys with a high score keep it in later windows.
+Four blocks of `window` rows at the end of the trace; no policy is involved.
 
 Intermittence: G-KV remembers scores because keys are attended to, then not, then again. The paper
-gives no measure of it. The one here leaves nothing open:
+defines no measure of it. Here:
 
-* Windows are blocks of `window` rows one after the other, from row `start` on. Every window ranks
-  the same keys, those before `start`, by G-KV's score (eq. 2), in each KV head.
+* Windows are consecutive blocks of `window` rows from row `start` on. Every window ranks the same
+  keys, the ones before `start`, by G-KV's score (eq. 2), in each KV head.
 * A key is in a window's top if it is among the max(1, round(share x keys)) highest scores there,
   the lower position first among equals.
 * A key that is in m >= 2 tops returns m - 1 times; the gap of a return is the number of windows
-  between two consecutive tops of the key, 0 where the windows are neighbours.
+  between two consecutive tops of the key, 0 for neighbouring windows.
 
-Chance is the mean over all orders of the windows. It keeps how many tops each key has and is exact:
-by combinatorics, nothing is drawn.
+Chance is the mean over all orders of the windows, with the number of tops of each key fixed. It is
+computed exactly, by combinatorics.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def log_attention(
     keys: int | None = None,
     device: str = "cpu",
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, log of their full attention [H, G, w, n]) of every block, in the order given.
+    """Yield (rows, log of their full attention [H, G, w, n]) of every block, in the order given.
 
-    keys: positions 0..keys-1 alone; by default all up to the block's last row. A position that the
+    keys: only positions 0..keys-1; by default all up to the block's last row. A position that the
     row does not see has -inf. Exact through the log-sum-exp of each row.
     """
     if not blocks:
@@ -73,7 +73,7 @@ def log_attention(
         # the rows of a group share their keys: one product per KV head
         z = (queries.flatten(1, 2) @ k[..., :n]).unflatten(1, queries.shape[1:3])
         z = formula.capped(z).sub_(lse[:, :, here, None])
-        hides = 0 if formula.reach is not None else rows.start  # where something may be hidden
+        hides = 0 if formula.reach is not None else rows.start  # only where a key may be masked out
         if n > hides:
             row, pos = (
                 torch.arange(*x, device=z.device) for x in ((rows.start, rows.stop), (hides, n))
@@ -85,7 +85,7 @@ def log_attention(
 def window_scores(
     trace: Trace, layer: int, windows: Sequence[slice], keys: int, *, device: str = "cpu"
 ) -> Iterator[Floats]:
-    """For each window of rows the score [H, keys] of the first keys.
+    """Scores [H, keys] of the first keys, for each window of rows.
 
     The score of a key is its full attention, maximum over the group and mean over the rows (G-KV,
     arXiv 2512.00504, eq. 2).
@@ -118,8 +118,8 @@ def window_overlap(
     scores. Means over heads. Chance is the expected overlap of independent sets: top keys / keys, a
     little above the share, because a set of keys has a whole size.
 
-    Keys later than that are left out, so that all blocks rank the same set. Raises TraceError where
-    four windows leave no key, PolicyError for a layer that the trace does not have.
+    Later keys are left out, so that all blocks rank the same set. Raises TraceError where four
+    windows leave no key, PolicyError for a layer that the trace does not have.
     """
     layer = trace_layer(trace, layer)
     width = default_window(trace.n_pos) if window is None else window
@@ -152,8 +152,8 @@ def window_overlap(
 GAP_SHARE = 0.1
 
 
-#: Shares [H] of one layer: of the returns of keys that the window just before did without, and of
-#: the keys in at least one top that returned after such a gap.
+#: Shares [H] of one layer: of returns after a gap, and of keys in at least one top that returned
+#: after a gap.
 Gaps = tuple[Floats, Floats]
 
 
@@ -177,7 +177,7 @@ def attention_gaps(
 ) -> tuple[Gaps, Gaps]:
     """Gaps of the keys before row `start` over whole windows from there on, and by chance.
 
-    Chance has the means of counts over all orders of the windows. Two windows have to fit
+    Chance is the mean of the counts over all orders of the windows. Two windows have to fit
     (`gap_windows`). Raises PolicyError for a layer that the trace does not have.
     """
     layer = trace_layer(trace, layer)
@@ -214,8 +214,8 @@ def attention_gaps(
 def _orders(count: int) -> tuple[Floats, Floats]:
     """Expected returns by gap, and the chance of any gap, of a key in m of `count` random windows.
 
-    [count + 1, count - 1] and [count + 1]. Two tops g windows apart with none between can start at
-    count - g - 1 places; the other m - 2 are outside. Without any gap the tops are one run.
+    [count + 1, count - 1] and [count + 1]. Two consecutive tops with a gap of g windows can start
+    at count - g - 1 places; the other m - 2 are outside. Without any gap the tops are one run.
     """
     returns = np.zeros((count + 1, count - 1))
     broken = np.zeros(count + 1)

@@ -1,1 +1,1 @@
-"""Kept sets: which entries of the cache stay after an event."""
+"""Kept sets: entries that remain in the cache after an event."""

@@ -1,8 +1,8 @@
 """Bursts: runs of positions that are evicted together (AMS, Fig. 2).
 
-One layer's `evicted_at` [H, T] answers for all heads and events at once. What is evicted stays so,
-and runs only grow together: a maximal run is a node of the Cartesian tree of eviction times, so
-there are no more of them than entries, whatever the number of events. Time T log(T)^2.
+Computed from one layer's `evicted_at` [H, T] for all heads and events at once. Evicted entries stay
+evicted, so runs only merge: a maximal run is a node of the Cartesian tree of eviction times, and
+there are at most as many as entries, for any number of events. Time T log(T)^2.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvsim.analysis.kept.retention import LENGTHS
 def burst_variants(evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS) -> Variants:
     """Runs of evicted entries after each event.
 
-    "" is the mean length of a run of evicted entries, NaN without one; "longest" the longest run, 0
-    without one; "length=n" the share of the evicted entries that lie in runs of at least n. Chance
-    is the expected value of random sets of the same size.
+    "" is their mean length, NaN without a run; "longest" the longest, 0 without a run; "length=n"
+    the share of the evicted entries that lie in runs of at least n. Chance is the expected value of
+    random sets of the same size.
     """
     rows = event_rows(evicted_at)
     shape = len(evicted_at), len(rows) + 1
@@ -31,7 +31,7 @@ def burst_variants(evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS) -> V
     head, length, start, stop = _maximal_runs(died, len(rows))
 
     def alive(weight: Ints) -> Ints:
-        """Sum of the weights [n] of the runs that each event sees; [H, E]."""
+        """Sum of the weights [n] of the runs that exist at each event; [H, E]."""
         changes = np.zeros(shape[0] * shape[1], np.int64)
         for event, sign in ((start, 1), (stop, -1)):
             sums = np.bincount(head * shape[1] + event, weight, changes.size)
@@ -44,7 +44,7 @@ def burst_variants(evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS) -> V
     kept = total - gone
     return rows, {
         "": (share(gone, alive(np.ones_like(length))), chance.mean_run(total, kept)),
-        # what is evicted stays so
+        # evicted entries stay evicted
         "longest": (np.maximum.accumulate(longest[:, :-1], -1), None),
         **{
             f"length={least}": (
@@ -57,14 +57,13 @@ def burst_variants(evicted_at: EvictedAt, lengths: Sequence[int] = LENGTHS) -> V
 
 
 def _maximal_runs(died: Ints, n_events: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Every run that is maximal at some event, from the events [H, T] at which entries leave.
+    """Runs that are maximal at some event, from the events [H, T] at which entries leave.
 
-    Head, length, and the events start <= j < stop that see it [n] each. The run of the entry that
-    leaves last in it reaches to the nearest entries that leave later, and is maximal until one of
-    these leaves.
+    Returns head, length, and the events start <= j < stop at which it is maximal, [n] each. The run
+    of the entry that leaves last in it extends to the nearest entries that leave later.
     """
     heads, width = len(died), died.shape[1] + 1
-    # heads in one line, an entry that never leaves before, between and behind them
+    # heads in one line, separated by entries that never leave
     line = np.full(heads * width + 1, n_events)
     line[1:].reshape(heads, width)[:, :-1] = died
     places = np.flatnonzero(line < n_events)
@@ -81,9 +80,9 @@ def _maximal_runs(died: Ints, n_events: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def tops(line: Ints, longest: int) -> list[NDArray[np.int32]]:
-    """The largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i.
+    """Largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i.
 
-    Up to `longest`: every so many values one is above every bound.
+    Up to `longest`: a run of that many values has one above every bound.
     """
     levels = [line.astype(np.int32)]  # numbers of events
     while len(levels[-1]) > 1 << (len(levels) - 1) < longest:
@@ -93,12 +92,12 @@ def tops(line: Ints, longest: int) -> list[NDArray[np.int32]]:
 
 
 def above(highest: Sequence[NDArray[np.int32]], at: Ints, bound: Ints, step: int) -> Ints:
-    """From each place `at` [m] the nearest one behind (step 1) or before it (-1) above `bound` [m].
+    """Find, from each place `at` [m], the nearest after (step 1) or before (-1) above `bound` [m].
 
-    highest: the `tops` of the line. Where there is none, the place after or before the line. Time
-    m log(n).
+    highest: the `tops` of the line. Without such a place, the one after or before the line. Time m
+    log(n).
     """
-    here = at  # nothing from `at` up to and with `here` is above the bound, `at` itself left aside
+    here = at  # no value after `at`, up to `here`, is above the bound
     for level, top in reversed(list(enumerate(highest))):
         first = here + 1 if step > 0 else here - (1 << level)
         inside = (first >= 0) & (first < len(top))

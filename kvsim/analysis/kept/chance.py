@@ -16,7 +16,7 @@ from kvsim.analysis.arrays import Floats, Ints, share
 def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
     """Probability that no more than `most` of `marked` entries are kept (hypergeometric)."""
     given = np.broadcast_arrays(most, marked, total, kept)
-    # heads and events repeat few cases
+    # the same cases recur over heads and events
     shape = [1 + int(x.max(initial=0)) for x in given]
     different, inverse = np.unique(np.ravel_multi_index(given, shape), return_inverse=True)
     most, marked, total, kept = np.unravel_index(different, shape)

@@ -1,10 +1,10 @@
-"""Places of the kept entries in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
+"""Positions of the kept entries in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
 
-And how much of a needle is kept, a token span of the prompt (`Trace.spans`): needle in a haystack,
+Also the kept share of a needle, a token span of the prompt (`Trace.spans`): needle in a haystack,
 Kamradt 2023, github.com/gkamradt/LLMTest_NeedleInAHaystack.
 
-Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Functions take
-one layer's `evicted_at` [H, T]; time is linear in H x T x edges of bins.
+Positions are relative to the N positions at an event, x(p) = (p + 1/2) / N. Functions take one
+layer's `evicted_at` [H, T]; time is linear in H x T x edges of bins.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def kept_coverage(
 ) -> tuple[Ints, Floats, Floats, Floats]:
     """Shares of one layer's positions that are kept at each event [E], after its row.
 
-    The rows [E]; shares [H, bins, E] of each bin of equal width in x, cut exactly by whole numbers,
-    NaN for one without a position; of all positions [H, E], which uniform sets have everywhere; and
-    of those with middle[0] <= x < middle[1], [H, E].
+    Returns the rows [E]; shares [H, bins, E] of each bin of equal width in x, cut exactly by whole
+    numbers, NaN for a bin without a position; shares of all positions [H, E], the value of uniform
+    sets in every bin; and shares of positions with middle[0] <= x < middle[1], [H, E].
     """
     rows = event_rows(evicted_at)
     cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
@@ -75,13 +75,13 @@ def retained_positions(evicted_at: EvictedAt) -> tuple[Ints, Floats]:
 
 
 def position_variants(evicted_at: EvictedAt, recent: int) -> Variants:
-    """Places of the entries that a layer holds after its last event; nothing without an event.
+    """Positions of the entries that a layer holds after its last event; empty without an event.
 
-    "" is their mean place, 1/2 for uniform sets; "tail" the share of the entries at the end of the
-    trace that came after the event, left out of all else; "distance" the largest distance of their
-    distribution from that of uniform positions (Kolmogorov-Smirnov); "older" the mean place of the
-    entries behind the `recent` last positions, relative to the positions that are left so. NaN for
-    an empty head.
+    "" is their mean position, 1/2 for uniform sets; "tail" the share of the entries at the end of
+    the trace that came after the event, which the other variants leave out; "distance" the largest
+    distance of their distribution from uniform positions (Kolmogorov-Smirnov); "older" the mean
+    position of the entries before the `recent` last positions, relative to the positions there. NaN
+    for an empty head.
     """
     row, (heads, total) = last_event(evicted_at), evicted_at.shape
     if row < 0:
@@ -113,15 +113,15 @@ def needle_visibility(
     reads: Reads | None = None,
     at: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """How much of the needles at `spans` [start, end) a row after the prompt sees; means, [H] each.
+    """Shares of the needles at `spans` [start, end) that a row after the prompt sees; [H] each.
 
     Recall, the share of the needles' entries that it sees (or reads); chance, the share of all
-    entries of the prompt; wipe-out, the share of the needles of which it sees none.
-    NaN without a row after the prompt.
+    entries of the prompt; wipe-out, the share of the needles without a visible entry. NaN without a
+    row after the prompt.
 
-    evicted_at [H, T] of one layer, at its place `at` in the account `reads`, if it has one: values
-    of a head are then means over the query heads that read. Spans that share positions count these
-    once in the recall.
+    evicted_at [H, T] of one layer, at index `at` of the account `reads`, if it has one: values of a
+    head are then means over the query heads that read. Positions in several spans count once in the
+    recall.
     """
     rows = np.array(evicted_at.shape[-1] - prompt_len)
     if reads is None or reads.dense(at):
@@ -144,7 +144,7 @@ def _rows_that_read(
     reads: Reads,
     at: int,
 ) -> tuple[Floats, Floats]:
-    """Rows after the prompt that read each of its entries, [H, P], and of each needle some, [n, H].
+    """Rows after the prompt that read each of its entries, [H, P], and part of each needle, [n, H].
 
     Means over the query heads of a head.
     """

@@ -1,6 +1,6 @@
-"""Metrics of kept sets: places of kept and evicted entries, and contents of the kept ones.
+"""Metrics of kept sets: positions of kept and evicted entries, and contents of the kept ones.
 
-A metric is one function, which imports what it computes, and its entry below.
+A metric is one function, which imports the module that computes it, and its entry below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = Callable[[Subject], Iterator[Cells]]
 
 
 def _heads(found: Callable[[Subject, EvictedAt], Variants]) -> Values:
-    """Values of the heads of layers whose entries leave after the same rows, by variant."""
+    """Values by variant of the heads of layers with the same kept sets."""
 
     def cells(subject: Subject) -> Iterator[Cells]:
         for layers, evicted_at in subject.layer_groups:
@@ -105,7 +105,7 @@ def _needle(name: Literal["recall", "wipeout"]) -> Values:
     return cells
 
 
-#: Where kept and evicted entries lie.
+#: Metrics of the positions of kept and evicted entries.
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
@@ -179,7 +179,7 @@ def _punctuation(subject: Subject, evicted_at: EvictedAt) -> Variants:
     return None, {} if marks is None else {"": (punctuation_lift(evicted_at, marks), None)}
 
 
-#: Repetition of the response, and values, keys and tokens that are kept.
+#: Metrics of the response's repetition, and of kept values, keys and tokens.
 CONTENTS: Mapping[str, Metric] = {
     "repetition": Metric(
         "n-gram repetition rate of the response: 1 - distinct / all n-grams",

@@ -1,8 +1,8 @@
-"""Kept entries and wiped-out regions: reductions of `evicted_at`, nothing recomputed.
+"""Kept entries and wiped-out regions, as reductions of `evicted_at`.
 
-Region wipe-out rate, retained-set IoU and sizes, by absolute position (docs/metrics.md).
-Every function takes one layer's `evicted_at` [H, T] and answers for all heads and events at once,
-in time linear in H x T but for sorting.
+Region wipe-out rate, retained-set IoU and sizes, by absolute position (docs/metrics.md). Every
+function takes one layer's `evicted_at` [H, T] and computes all heads and events at once, in time
+linear in H x T except for sorting.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def wipeouts(
     sink: int = SINK,
     recent: int = RECENT,
 ) -> Variants:
-    """Share of the regions of which no more than `threshold` is left after each event.
+    """Share of the regions of which at most `threshold` is left after each event.
 
-    Regions are complete ones inside [sink, N - recent), N = row + 1; NaN without one. Chance is the
-    expected share of a random set of the size at the first event of a head; NaN at later ones,
-    which depend on every choice until then.
+    Regions are complete ones inside [sink, N - recent), N = row + 1; NaN without a region. Chance
+    is the expected share of a random set of the size at the first event of a head; NaN at later
+    events, which depend on earlier choices.
 
-    A region dies with the eviction that leaves it floor(threshold x its length) entries, so one
-    sort within regions gives the event of its death.
+    A region is wiped out by the eviction that leaves it floor(threshold x its length) entries, so
+    one sort within regions finds that event.
     """
     variants: dict[str, tuple[Floats, Floats | None]] = {}
     rows, total = event_rows(evicted_at), evicted_at.shape[1]
@@ -73,7 +73,7 @@ def wipeouts(
     died = np.searchsorted(rows, evicted_at)
     evicted = histogram(died, shape)[:, :-1]
     live = rows + 1 - evicted.cumsum(-1) + evicted
-    first: Bools = evicted.cumsum(-1) == evicted  # nothing had left the head before
+    first: Bools = evicted.cumsum(-1) == evicted  # no entry had left the head before
     here = np.nonzero(first & (evicted > 0))
     for length in lengths:
         places = np.arange(-(-sink // length), total // length)
@@ -87,7 +87,7 @@ def wipeouts(
             most = int(threshold * length + 1e-9)
             death = np.maximum(seen_from, ordered[..., length - most - 1])
             wiped = histogram(death, shape).cumsum(-1)[:, :-1]
-            likely, held = np.zeros(first.shape), live[here]  # larger regions are not there yet
+            likely, held = np.zeros(first.shape), live[here]  # larger regions do not exist yet
             likely[here] = regions[here[1]] * chance.at_most(
                 most, np.minimum(length, held), held, held - evicted[here]
             )
@@ -97,7 +97,7 @@ def wipeouts(
 
 
 def retained_iou(evicted_at: EvictedAt) -> Variants:
-    """How much of each retained set K is still there after the next event that acts, in K'.
+    """IoU of each retained set K with K', the set after the next event that evicts.
 
     After the first event of each pair |K and K'| / |K or K'| [H, E - 1]. Chance is the mean IoU of
     K with a random choice of as many entries as K' from K and the entries that came since.
@@ -108,7 +108,7 @@ def retained_iou(evicted_at: EvictedAt) -> Variants:
     died = np.searchsorted(rows, evicted_at)
     sizes = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
     since = np.searchsorted(rows, np.arange(total))
-    # of what counted at event j already, the entries that leave at event j + 1
+    # of the entries present at event j, those that leave at event j + 1
     lost = histogram(np.where(since < died, died, len(rows)), shape)[:, 1:-1]
     first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
@@ -117,7 +117,7 @@ def retained_iou(evicted_at: EvictedAt) -> Variants:
 
 
 def rows_that_see(evicted_at: EvictedAt, prompt_len: int) -> Ints:
-    """Rows after the prompt that see each entry; like evicted_at [..., T]."""
+    """Count of rows after the prompt that see each entry; like evicted_at [..., T]."""
     total = evicted_at.shape[-1]
     last = np.minimum(evicted_at, total - 1).astype(np.int64)
     rows: Ints = np.maximum(last + 1 - np.maximum(np.arange(total), prompt_len), 0)
@@ -125,7 +125,7 @@ def rows_that_see(evicted_at: EvictedAt, prompt_len: int) -> Ints:
 
 
 def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
-    """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
+    """Mean number of visible entries of a row after the prompt; [H], NaN without rows."""
     rows = np.array(evicted_at.shape[-1] - prompt_len)
     return share(rows_that_see(evicted_at, prompt_len).sum(-1), rows)
 
@@ -133,8 +133,8 @@ def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
 def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> tuple[Floats, Floats]:
     """Shares of the full cache that a layer uses; [H] each. G-KV, arXiv 2512.00504, Fig. 6.
 
-    Entries that a row sees, of those before it and its own, mean over the rows after the prompt,
-    NaN without such rows; and entries held after the last row, of all positions.
+    Visible entries of a row, over those with the full cache, mean over the rows after the prompt,
+    NaN without such rows; and entries held after the last row, over all positions.
     """
     total = evicted_at.shape[-1]
     # an entry counts 1 / (row + 1) for every row that sees it

@@ -1,4 +1,4 @@
-"""One head after its events: states and reads of its positions."""
+"""States and reads of the positions of one head after its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsim.core.trace import Trace
 
 #: States of tokens; the order of the codes of `token_states`.
 TOKEN_STATES: Final = ("evicted", "retained", "not yet scored", "missed", "held, not read")
-#: Positions of a region, of those that `wipeout` and a tile of retention count.
+#: Length of a region in tokens, as in `wipeout` and in a tile of retention.
 REGION = 32
 
 
@@ -28,8 +28,8 @@ REGION = 32
 class TokenStates:
     """States of the tokens in one head of a layer after an event.
 
-    row: of the event. codes [T]: places in `TOKEN_STATES`. text [T]: the tokens as recorded; where
-    none of them holds a blank, each is followed by one.
+    row: of the event. codes [T]: places in `TOKEN_STATES`. text [T]: the tokens, as `spaced`
+    returns them.
     """
 
     row: int
@@ -37,7 +37,7 @@ class TokenStates:
     text: Sequence[str]
 
     def counts(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
-        """Tokens in each state, of all positions or of some."""
+        """Count the tokens in each state, of all positions or of some."""
         counts = np.bincount(self.codes[start:stop], minlength=len(TOKEN_STATES))
         return dict(zip(TOKEN_STATES, counts.tolist(), strict=True))
 
@@ -55,9 +55,9 @@ def token_states(
 
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
-    needed: the last row that would attend to each position; an evicted token that
-    is needed after its eviction is then missed. A token that stays and that the next row (the last
-    row after the last one) does not read is held, not read.
+    needed: the last row that would attend to each position; with it, a token evicted before that
+    row is missed. A kept token that the next row (or the last row of the trace) does not read is
+    held, not read.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
     of tokens, PolicyError for a layer or head that is not there, and PositionError for such a row.
@@ -79,7 +79,7 @@ def token_states(
 
 
 def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> EvictedAt:
-    """Return the rows after which entries of a KV head of a layer are gone, of all if None; [H, T].
+    """Return the rows after which entries of one KV head of a layer leave, or of all; [H, T].
 
     H is 1, or in a record per query head the query heads of its group. Raises PolicyError for a
     layer that the record lacks, or a head that the trace does not have.

@@ -38,7 +38,7 @@ def text_of(trace: Trace) -> Sequence[str]:
 
 
 def spaced(texts: Sequence[str]) -> Sequence[str]:
-    """Return tokens that form a text; a blank follows each where none has one: they are words."""
+    """Return tokens that form a text: where none has a blank, one is appended to each."""
     blank = any(character.isspace() for piece in texts for character in piece)
     return texts if blank else [f"{piece} " for piece in texts]
 
@@ -48,14 +48,14 @@ def retention_lift(
 ) -> pl.DataFrame:
     """Return the share kept of each token string, next to the share kept of all tokens.
 
-    G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
-    shows frequent tokens; the rate and the lift do not.
+    G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer. Counts
+    favour frequent tokens; rate and lift do not.
 
     Args:
         trace: with the text of its tokens.
         record: of the trace.
         layer: index in the trace; its cache after its last event.
-        sink: first positions left out, which policies keep whatever they are.
+        sink: first positions left out, which most policies protect.
         recent: last positions up to the event left out, for the same reason.
 
     Returns:
@@ -102,7 +102,7 @@ def lifts(positions: pl.DataFrame) -> pl.DataFrame:
 
 
 def is_punctuation(text: Iterable[str]) -> Bools:
-    """Return which strings are punctuation and nothing else (Unicode P*), spaces aside."""
+    """Return which strings are only punctuation (Unicode P*), ignoring spaces."""
     kinds = ([unicodedata.category(c)[0] for c in token.strip()] for token in text)
     return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 

@@ -1,4 +1,4 @@
-"""Values and keys of kept entries: lengths of values, likeness of keys."""
+"""Values and keys of kept entries: norms of values, similarity of keys."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WithChance = tuple[Floats, Floats]
 
 
 def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> WithChance:
-    """Share of the kept entries behind the sinks that the largest values would keep too.
+    """Share of the kept entries after the sinks that are among the largest values.
 
-    With c entries kept at positions from `sink` on, after the last event at which the layer evicted
-    anything: those of the c largest norms of the value (the lower position first among equals) that
-    are kept, over c. The first `sink` positions are left out because most policies protect them,
-    and their values are small. A question of Expected Attention (arXiv 2510.00636), whose score has
-    the norm of the value as a factor.
+    With c entries kept at positions from `sink` on, after the last event at which the layer
+    evicted: the kept ones among the c largest norms of the value (the lower position first among
+    equals), over c. The first `sink` positions are left out because most policies protect them, and
+    their values are small. The norm of the value is a factor of the score of Expected Attention
+    (arXiv 2510.00636).
 
     evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
-    behind the sinks, or keeps nothing there.
+    after the sinks, or keeps nothing there.
     """
     last = last_event(evicted_at)
     kept = evicted_at[:, sink : last + 1] > last
@@ -61,19 +61,19 @@ def value_norm_overlaps(
 def key_similarity(keys: Floats) -> Callable[[EvictedAt], WithChance]:
     """Mean cosine of two different keys that a head holds after the layer's last event.
 
-    G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
-    is the mean over all pairs of the positions there at the event: in a random set every pair is as
-    likely. A key of length 0 is like no other.
+    G-KV (arXiv 2512.00504, section 4.2) measures redundancy by the cosine of keys after RoPE.
+    Chance is the mean over all pairs of the positions there at the event: in a random set every
+    pair is equally likely. A key of length 0 has cosine 0 with any other.
 
-    keys [H, T, d]; called with evicted_at [H, T], in which heads that share a key head follow each
-    other. NaN where nothing has been evicted and for less than two keys.
+    keys [H, T, d] and evicted_at [H, T], in which heads that share a key head are neighbours. NaN
+    where nothing has been evicted and for less than two keys.
     """
     length = np.linalg.norm(keys, axis=-1, keepdims=True)
     unit = keys / np.where(length > 0, length, 1.0)
     squares = (unit**2).sum(-1)
 
     def mean_cosine(chosen: Bools) -> Floats:
-        """Mean over the pairs of the chosen [H, n]; [H]."""
+        """Mean over the pairs of the chosen entries [H, n]; [H]."""
         # the square of their sum has every pair twice, and each vector with itself
         n, weight = chosen.shape[1], chosen.astype(np.float64)
         total = (weight[:, None] @ unit[:, :n])[:, 0]

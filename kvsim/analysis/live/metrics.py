@@ -1,4 +1,4 @@
-"""Metrics of a running model: one prompt, one policy, one budget; fidelity closed."""
+"""Metrics of a running model: one prompt, one policy, one budget; closed loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _reached(
 
 
 def _forced(value: Callable[[Forced], Floats]) -> Values:
-    """The mean of a value of each token of the response that an event before it can reach."""
+    """Mean of a value over the tokens of the response that an earlier event can reach."""
 
     def cells(subject: Subject) -> Iterator[Cells]:
         for turn, of_turn in _reached(subject, value):
@@ -48,7 +48,7 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
 
 
 def _tokens(subject: Subject) -> Iterator[Cells]:
-    """The KL of each token whose mean `response_kl` is, and whether the most likely one differs."""
+    """KL of each token in the mean `response_kl`, and whether the most likely token differs."""
     n = subject.trace.n_pos
     for turn, (kl, same, position) in _reached(
         subject, lambda x: np.stack([x.kl, x.agreement, np.arange(n - len(x.kl), n)])
@@ -59,10 +59,7 @@ def _tokens(subject: Subject) -> Iterator[Cells]:
 
 
 def _before(subject: Subject) -> Iterator[tuple[str, slice, Forced]]:
-    """Rows of the prompt behind an event, by variant; each predicts the next token of the prompt.
-
-    The last one predicts the first token of the response, and counts there.
-    """
+    """Rows of the prompt after an event, by variant; the last one counts in the response."""
     forced, schedule = subject.outcome.forced, subject.record.schedule
     if forced is not None and forced.before is not None:
         count = forced.before.stream_error.shape[1]

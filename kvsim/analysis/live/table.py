@@ -1,4 +1,4 @@
-"""Runs of a model under policies: their Table as of `measure`, and the texts that it wrote."""
+"""Tables of models running under policies, as of `measure`, and their responses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def measure_live(
     *,
     events: bool = False,
 ) -> pl.DataFrame:
-    """A Table of what a model did, as `measure` makes it of replays: live, or under kept sets.
+    """Return the Table of a running model, as `measure` returns it of replays: live, or judged.
 
-    outcomes: of each record. metrics: by name; by default those of kind "live", those of sets that
-    are quick, and the output error. Raises PolicyError for an unknown metric, or one of rows that
-    only a replay has.
+    outcomes: of each record. metrics: by name; by default kind "live", quick metrics of sets, and
+    the output error. Raises PolicyError for an unknown metric, or one of rows that only a replay
+    has.
     """
     chosen, blocks = choose(metrics, live=True), list[RowArrays]()
     subjects = subjects_of(trace, records)
@@ -48,8 +48,8 @@ def measure_live(
 def kl_by_token(table: pl.DataFrame, trace: Trace) -> dict[tuple[str, str], pl.DataFrame]:
     """KL of the tokens of a trace's response by label of the policy and requested budget.
 
-    Columns: position, ascending, kl in nats, changed: 1 where the most likely token is another one.
-    Raises PolicyError where the Table has no `response_kl_tokens` of the trace, or of other tokens.
+    Columns: position, ascending, kl in nats, changed: 1 where the most likely token differs. Raises
+    PolicyError where the Table has no `response_kl_tokens` of the trace, or of other tokens.
     """
     rows = labelled(table).filter(metric=KL_TOKENS, trace=trace.name).drop_nulls("value")
     if not rows["event"].is_between(trace.prompt_len, trace.n_pos - 1).all() or not rows.height:
@@ -79,13 +79,12 @@ _COLUMNS: dict[str, Any] = {
 
 
 def responses(records: Iterable[Record]) -> pl.DataFrame:
-    """A row for each record of a live run whose model wrote a response of its own.
+    """Return a row for each record of a live run with a response of the model.
 
-    trace, policy, budget, share: of the record. right: whether the response has the right answer,
-    null where no answer is known. tokens: their number; same_tokens: those before the first
-    that differs from the response with the full cache. text: null without a tokenizer. full_right,
-    full_tokens, full_text: of the response with the full cache. The token ids themselves are in
-    `Record.response`.
+    trace, policy, budget, share: of the record. right: whether the answer is right, null where none
+    is known. tokens: length of the response; same_tokens: tokens before the first difference from
+    the response with the full cache. text: null without a tokenizer. full_right, full_tokens,
+    full_text: of the response with the full cache. The token ids are in `Record.response`.
     """
     own = ("right", "same_tokens", "text", "full_right", "full_text")
     rows = [

@@ -1,7 +1,7 @@
-"""Bytes that a serving cache holds, and that a row reads, as its entries are read and stored.
+"""Bytes of the cache that a serving engine holds, and that a row reads, in stored precision.
 
-Numbers that nothing has rounded take 16 bits, whatever the trace has. Pages' summaries and the
-scales of rounded numbers count. Query heads of one KV head read an entry once, and a summary once.
+Values that are not quantized take 16 bits, whatever the trace has. Summaries of pages and scales of
+quantized values count. Query heads of one KV head read an entry once, and a summary once.
 
 Shape letters: H KV heads, w rows, T tokens.
 """
@@ -21,12 +21,12 @@ from kvsim.core.storing import EXACT
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import stored_piece
 
-# Entries of rows that are looked at together.
+# Entries of rows that are processed together.
 _MOST = 1 << 24
 
 
-#: Bytes of each layer that are resident, and that rows read, means over the rows of the answer of
-#: each turn; [turn, layer, H].
+#: Bytes of each layer that are resident, and that rows read, means over the answer rows of each
+#: turn; [turn, layer, H].
 Bytes = tuple[Floats, Floats]
 
 
@@ -53,7 +53,7 @@ def _of(trace: Trace, record: Record, device: str) -> Bytes:
 def _of_layer(
     trace: Trace, record: Record, index: int, gone: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
+    """Resident bits and bits read in a layer, mean over rows; [H] each."""
     key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
     exact = float(key), float(value)
     storage, last = stored_piece(record.storage), first_row(record, trace) - 1

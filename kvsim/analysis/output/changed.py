@@ -1,4 +1,4 @@
-"""Rows that a Record changes, and what they see: measurements and the judge take it from here."""
+"""Rows that a Record changes, and their visible entries, for measurements and the judge."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvsim.schema import NEVER
 
 
 def first_row(record: Record, trace: Trace) -> int:
-    """The first row that sees rounded entries: the one after the first prefill event."""
+    """The first row that sees quantized entries: the one after the first prefill event."""
     return record.schedule.ends(trace.prompt_len, trace.header.context_len)[0]
 
 
 def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
-    """The first row that may see other entries than with the full cache, or other numbers of them.
+    """The first row that may see other entries than with the full cache, or quantized ones.
 
-    gone: after which row each entry of a layer has left, int [H, T].
+    gone: the row after which each entry of a layer leaves, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
     if isinstance(stored_piece(record.storage), Quantizer):
@@ -34,10 +34,10 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
 
 
 def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slice]:
-    """The rows of the prompt behind its first event, by variant of the metrics that have them.
+    """The rows of the prompt after its first event, by variant of the metrics that have them.
 
-    Of its last `count` rows, from the first of which they are counted; a part that begins before is
-    left out. With an event after the context, rows of the question are apart.
+    Of its last `count` rows; a part that begins before these is left out. With an event after the
+    context, rows of the question are a separate variant.
     """
     end, context = trace.prompt_len, trace.header.context_len
     first, start = schedule.ends(end, context)[0], end - count
@@ -54,10 +54,10 @@ def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slic
 def log_weights(
     reads: Reads | None, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Logarithms of the weights that rows give the entries that they read [qhead, w, rows.stop].
+    """Logarithms of the weights of rows over the entries that they read [qhead, w, rows.stop].
 
-    index: the layer's place in the account; gone: after which row each entry left, int [H, T]; q
-    [H, G, w, d] of the rows and k [H, T, d], as the rows have them. None without weights.
+    index: the layer in the account; gone: the row after which each entry leaves, int [H, T]; q [H,
+    G, w, d] of the rows and k [H, T, d], in the rows' layout. None without weights.
     """
     if reads is None or not reads.weighted or reads.dense(index) or rows.stop <= reads.first:
         return None
@@ -70,9 +70,9 @@ def log_weights(
 
 
 def stored_after(evicted_at: Tensor, clock: Clock, first: int) -> Tensor:
-    """The row after which each entry is rounded, int32 [L, H, T]; NEVER if it leaves before.
+    """The row after which each entry is quantized, int32 [L, H, T]; NEVER if it leaves before.
 
-    evicted_at: int32 [L, H, T]. first: the row after which the first entries are rounded.
+    evicted_at: int32 [L, H, T]. first: the row after which the first entries are quantized.
     """
     out = torch.full_like(evicted_at, NEVER)
     n_pos = evicted_at.shape[-1]
@@ -84,9 +84,9 @@ def stored_after(evicted_at: Tensor, clock: Clock, first: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values of a layer: exact and rounded [H, T, d], and the row after which [H, T].
+    """Keys or values of a layer: exact and quantized [H, T, d], and the row after which [H, T].
 
-    Where nothing is rounded, rounded is exact.
+    Without quantization both are exact.
     """
 
     exact: Tensor
@@ -95,7 +95,7 @@ class Stored:
 
     @classmethod
     def as_recorded(cls, exact: Tensor) -> Stored:
-        """Keys or values that nothing rounds."""
+        """Return keys or values without quantization."""
         return cls(exact, exact, exact.new_full(exact.shape[:2], NEVER, dtype=torch.int32))
 
     def at(self, head: int, entries: Tensor, rows: slice) -> Tensor:
@@ -106,7 +106,7 @@ class Stored:
         return out
 
     def changing(self, head: int, entries: Tensor, rows: slice) -> Tensor:
-        """Return the places of the entries [m] that are rounded while the rows run."""
+        """Return the indices of the entries [m] that are quantized while the rows run."""
         after = self.after[head, entries]
         places: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
         return places
@@ -115,10 +115,10 @@ class Stored:
 def rounded(
     quantizer: Quantizer, trace: Trace, layer: int, gone: Tensor, last: int, exact: Sequence[Tensor]
 ) -> list[Stored]:
-    """Keys and values of a layer, each of which is rounded after its row.
+    """Keys and values of a layer, each quantized after its row.
 
-    layer: its index in the trace; gone: after which row each entry has left, int [H, T]; last: the
-    row after which the first entries are rounded; exact: keys and values [H, T, d].
+    layer: its index in the trace; gone: the row after which each entry leaves, int [H, T]; last:
+    the row after which the first entries are quantized; exact: keys and values [H, T, d].
     """
     out, channels, quantizer = [], None, quantizer.of_layer(trace.owners[layer])
     if quantizer.reads.last:
@@ -133,9 +133,9 @@ def rounded(
 def shortened(
     storage: object, layer: int, gone: Tensor, last: int, dims: tuple[int, int]
 ) -> list[tuple[Tensor, float]]:
-    """After which row keys and values are rounded, and to how many bits; empty without a quantizer.
+    """Rows after which keys and values are quantized, and their bits; empty without a quantizer.
 
-    layer: the owner of the entries; dims: of a key and of a value; other terms as in `rounded`.
+    layer: the owner of the entries; dims: of a key and of a value; other arguments as in `rounded`.
     """
     if not isinstance(storage, Quantizer):
         return []
@@ -148,7 +148,7 @@ def shortened(
 def kept_channels(
     quantizer: Quantizer, trace: Trace, layer: int, gone: Tensor, last: int
 ) -> Tensor:
-    """The channels of a layer's keys that are stored, bool [H, d]; terms as in `rounded`."""
+    """Channels of a layer's keys that are stored, bool [H, d]; arguments as in `rounded`."""
     owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
     computed = (
         (gone[:, : last + 1] >= pos).any(0).nonzero()[-quantizer.reads.last :, 0].cpu()
@@ -164,9 +164,9 @@ def kept_channels(
 def folds(
     merger: Merger, keys: Tensor, values: Tensor, evicted_at: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Overwrite keys and values [H, T, d] event by event; yields its row and what changed.
+    """Overwrite keys and values [H, T, d] event by event; yields its row and the changed entries.
 
-    evicted_at: after which row each entry leaves, int [H, T].
+    evicted_at: the row after which each entry leaves, int [H, T].
     """
     threshold = unknown(keys)
     pos = torch.arange(keys.shape[1], device=keys.device)

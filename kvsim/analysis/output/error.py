@@ -1,8 +1,8 @@
-"""The error of the attention output of rows that see only what a Record leaves them.
+"""The error of the attention output of rows that see only the entries that a Record keeps.
 
-For a row, with the full attention over everything before it split into what is seen and what was
-evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the
-distance between the two means (exact; both factors are kept). `seen` computes what rows see.
+For a row, with the full attention over everything before it split into visible and evicted entries,
+`o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the distance
+between the two means (exact; both factors are kept). `seen` computes visible entries.
 
 Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
 head, D of the residual stream.
@@ -41,8 +41,8 @@ def output_error(
     """The error of each record's rows, one layer of the trace in memory at a time.
 
     Records of one trace share policy-independent values. projected: compute `added` too. prompt:
-    of the rows of the prompt too, else of those after it, with those of the prompt behind its first
-    event apart (`OutputDeviation.before`).
+    include all rows of the prompt; otherwise those after its first event are in
+    `OutputDeviation.before`.
 
     Raises TraceError where a record does not belong to the trace, and NeedsError if `projected`
     where the trace has no output projections.
@@ -76,10 +76,7 @@ def output_error(
 
 
 def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
-    """For each record the length of each head's full output; [layer, qhead, row after the prompt].
-
-    Lengths of a layer are computed once for all records.
-    """
+    """For each record the norm of each head's full output; [layer, qhead, row after the prompt]."""
 
     def read(layer: int) -> Floats:
         rows = slice(trace.prompt_len, None)
@@ -91,9 +88,9 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
 
 
 def check_record(trace: Trace, record: Record) -> None:
-    """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
+    """Raise TraceError where the record was not replayed from the trace, if its digests show it."""
     stored = record.digest and trace.path is not None
-    # an older kvsim recorded the digest alone
+    # older versions recorded only the digest
     same = not stored or record.digest in (trace.fingerprint, trace.digest)
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
     shape, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
@@ -108,10 +105,7 @@ def check_record(trace: Trace, record: Record) -> None:
 
 
 class _LayerError:
-    """Error and missing mass [H, G, w] of a layer under one record, and `added` [w].
-
-    Of the rows from `start` on.
-    """
+    """Error and missing mass [H, G, w] of a layer's rows from `start` on, and `added` [w]."""
 
     def __init__(self, layer: Layer, start: int) -> None:
         self._layer, self._start = layer, start
@@ -122,7 +116,7 @@ class _LayerError:
     def put(self, rows: Rows) -> None:
         """Fill rows from their output, which is overwritten, and their mass."""
         skip, at = 0, rows.at
-        if isinstance(at, slice):  # single rows are of the prompt, where all are kept
+        if isinstance(at, slice):  # single rows are of the prompt, of which all are kept
             skip = max(0, self._start - at.start)
             at = slice(at.start + skip - self._start, max(0, at.stop - self._start))
         gap = rows.out.sub_(rows.full)
@@ -132,7 +126,7 @@ class _LayerError:
             concat = passed.flatten(0, 1).transpose(0, 1).flatten(1)  # [w, H * G * d]
             self.added[at] = length(concat @ self._layer.o_proj, -1)[skip:]
         moved = length(gap, -1)
-        # an output of exactly 0 that stays 0 has not moved
+        # an output of exactly 0 that stays 0 has no error
         error = torch.where(moved == 0, moved, moved / rows.size)
         self.error[:, :, at] = error[..., skip:]
         self.missing[:, :, at] = (1.0 - rows.mass).clamp_(0.0, 1.0)[..., skip:]
@@ -158,7 +152,7 @@ class _LayerError:
 def _of_layer(
     layer: Layer, trace: Trace, records: Sequence[tuple[Record, int, int]]
 ) -> Iterator[_LayerError]:
-    """The errors under each record; records: with the layer's place, and their first row."""
+    """Yield the errors under each record; records: with the layer's index, and their first row."""
     of_heads, errors = {len(layer.k): layer}, list[_LayerError]()
     alike: dict[tuple[int, Schedule], list[tuple[_LayerError, Tensor]]] = {}
     for record, index, start in records:
@@ -189,7 +183,7 @@ def _of_layer(
 
 
 def _read(layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor) -> Iterator[Rows]:
-    """Blocks of rows that do not read all that is resident, or not as it was recorded."""
+    """Blocks of rows that read only some resident entries, or quantized ones."""
     reads = record.reads if record.storage is None else None
     if reads is None or reads.weighted:
         return partial(layer, record, index, trace, gone, trace.n_pos)

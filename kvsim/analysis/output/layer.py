@@ -1,4 +1,4 @@
-"""One layer of a trace as measurements read it, with attention over some visible entries.
+"""One layer of a trace in the layout of measurements, with attention over visible entries.
 
 Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
 head, D of the residual stream.
@@ -15,10 +15,10 @@ from kvsim.core.attention import Formula, Rope, attend, with_sinks
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 
-#: exp of less is no normal float32, and products with such numbers are a hundred times slower.
+#: exp of less is subnormal in float32, which makes products a hundred times slower.
 LOWEST = -87.0
 
-#: A smaller mass is a sum of numbers that have lost precision: the rows' own logits are taken.
+#: A smaller mass has lost precision; the rows' own logits are used.
 FAINT = 1e-24
 
 
@@ -26,9 +26,9 @@ FAINT = 1e-24
 class Layer:
     """One layer of a trace: k, v [H, T, d] and, of its rows, q [H, G, w, d], full output and lse.
 
-    Rows that the trace leaves out are NaN.
-    o_proj: the output projection [H * G * d, D], None where it is not needed. gate: factor of the
-    output before it [H, G, w, d]; None without one. first: the first of the rows.
+    Rows that the trace leaves out are NaN. o_proj: the output projection [H * G * d, D], None
+    unless needed. gate: factor of the output before it [H, G, w, d]; None without one. first: the
+    first of the rows.
     """
 
     q: Tensor
@@ -123,7 +123,7 @@ class Layer:
         return self.formula.capped(z).sub_(self.at(self.lse, rows)[head].flatten())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
-        """`attend` by the layer's formula, over some visible entries, so without sinks."""
+        """`attend` by the layer's formula, over some visible entries, without sinks."""
         return attend(q, k, v, self.formula, **seen)
 
     def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class Layer:
 
 
 def _around(count: int, before: Tensor, after: Tensor) -> Tensor:
-    """Rows [H, G, w, ...] before and after `count` others, which are NaN."""
+    """Pad rows [H, G, w, ...] with NaN for `count` others between before and after."""
     between = before.new_full((*before.shape[:2], count, *before.shape[3:]), torch.nan)
     return torch.cat([before, between, after], 2)
 

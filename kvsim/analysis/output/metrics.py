@@ -1,4 +1,4 @@
-"""Metrics of rows: how far the output moves, and how much attention is lost with the entries."""
+"""Metrics of rows: error of the attention output, and attention mass of evicted entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsim.core.outcome import OutputDeviation
 
 
 def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
-    """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
+    """Rows after the prompt, by turn, and rows of the prompt after an event, by variant."""
     trace, output = subject.trace, subject.output()
     if output.error.shape[-1]:
         for turn, rows in trace.answers:
@@ -51,7 +51,7 @@ def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
 
 
 def _regret(subject: Subject) -> Iterator[Cells]:
-    if subject.optimum is None:  # as of a policy that no budget binds: none is on the same terms
+    if subject.optimum is None:  # for a policy that no budget binds there is no optimum
         return
     missing, least = (each().missing for each in (subject.output, subject.optimum[1]))
     if missing.shape[-1]:
@@ -93,7 +93,7 @@ def _added_weighted(subject: Subject) -> Floats:
 
 
 def _all_heads(subject: Subject) -> Floats:
-    """How far the output of all heads moves, relative [layer, row]; 0 where 0 has not moved."""
+    """Relative error of the output of all heads [layer, row]; 0 for an unchanged output of 0."""
     from kvsim.analysis.output.error import head_lengths
 
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
@@ -164,5 +164,5 @@ METRICS: Mapping[str, Metric] = {
         _means(_all_heads), default=False),
 }  # fmt: skip
 
-#: Those that compare with the optimum.
+#: Metrics that compare with the optimum.
 REGRET = tuple(name for name, entry in METRICS.items() if entry.beside)

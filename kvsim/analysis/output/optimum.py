@@ -1,4 +1,4 @@
-"""The optimum on the terms of a record: which kept sets would have retained the most attention."""
+"""The optimum on the terms of a record: the kept sets that retain the most attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsim.policies.optimum import Ints, Optimum
 from kvsim.policies.oracle import Oracle
 from kvsim.schema import NEVER
 
-#: A policy that decides nothing here, whose needs are those of the optimum.
+#: A policy without decisions here, with the needs of the optimum.
 _OPTIMUM = Policy("optimum", Oracle("optimum"))
 
 
@@ -36,7 +36,7 @@ def optimum(
 ) -> Record:
     """Return the kept sets that retain the most mass on the terms of a record of the policy.
 
-    Terms are the events, the protected entries (none unless `protected`), and the places of each
+    Terms are the events, the protected entries (none unless `protected`), and the capacity of each
     layer: the budget of each head or of all heads of a layer together, or, where layers have
     budgets of their own or rows of the prompt are dropped, the entries that the record keeps after
     each event. Mass is full attention of the rows after the prompt, summed over the query heads of
@@ -72,7 +72,7 @@ def _solved(
     device: str,
     memory: int | None,
 ) -> Record:
-    """The optimum with `places` [layer, pool, event]; protect: numbers of first and last ones."""
+    """The optimum with `places` [layer, pool, event]; protect: counts of first and last entries."""
     whole = by_query_head(trace) if record.per_query_head else trace
     parts: list[Optimum] = []
     with torch.inference_mode():
@@ -113,10 +113,7 @@ def _solved(
 
 
 def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints, int]:
-    """Entries that may outlive each event, and the smallest budget of a head where one acted.
-
-    [layer, head, M], or [layer, 1, M] for all heads of a layer together.
-    """
+    """Capacity after each event, [layer, head or 1, M], and the smallest acting head's budget."""
     layers, heads, _ = record.evicted_at.shape
     pools = 1 if policy.allocator.shared in ("heads", "all") else heads
     shape = layers, pools, len(events)

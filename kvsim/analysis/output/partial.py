@@ -1,8 +1,8 @@
-"""Outputs of rows that read only some of the held entries, or rounded ones.
+"""Outputs of rows that read only some of the held entries, or quantized ones.
 
-A row's output is the softmax over the entries that it reads, of their keys and values as they are
-stored when the row attends, with weights where sparse attention has some. Its mass is the share of
-full attention that these entries have.
+A row's output is the softmax over the entries that it reads, with keys and values as stored when
+the row attends, and the weights of sparse attention if any. Its mass is the share of full attention
+on these entries.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, m entries, P pages, s
 entries of a page, T tokens, d dimension of a head.
@@ -42,9 +42,9 @@ _LEAST_ROWS = 8
 def partial(
     layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
-    """Blocks of the rows before `end` that an eviction changes, or what is read or rounded.
+    """Blocks of the rows before `end` that eviction, sparse attention or quantization changes.
 
-    at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
+    at: the layer's index in the record; gone: the row after which each entry leaves, int [H, T].
     """
     exact, changes = (layer.k, layer.v), set[int]()
     stored = [Stored.as_recorded(x) for x in exact]
@@ -99,7 +99,7 @@ def _of_head(
     queries = layer.queries(rows, head)
 
     def logits(k: Tensor) -> Tensor:
-        """Logarithms of full attention's weights, those of stored keys in its scale; [m, G * w]."""
+        """Logits minus the log-sum-exp of full attention; [m, G * w]."""
         extended = torch.cat([k, k.new_ones(len(k), 1)], -1)
         return layer.shifted(extended @ queries, rows, head)
 
@@ -135,13 +135,13 @@ def _of_head(
 
 
 def paged(layer: Layer, reads: Reads, index: int, gone: Tensor) -> Iterator[Rows]:
-    """Blocks of the rows of an account, and what they read, from the weights of full attention.
+    """Blocks of the rows of an account over the entries that they read.
 
-    The pages that any row of a block reads are multiplied with its queries together; the weights of
-    those that a row does not read are 0. A row's weights are those of full attention divided by
-    their sum, the mass.
+    The pages that any row of a block reads are multiplied with its queries together, with weight 0
+    for rows that do not read a page. A row's weights are full attention's, divided by their sum,
+    the mass.
 
-    at: the layer's place in the account; gone: after which row each entry has left, int [H, T].
+    at: the layer's index in the account; gone: the row after which each entry leaves, int [H, T].
     """
     group, n_pos = layer.q.shape[1], layer.k.shape[1]
     size = max(_LEAST_ROWS, _TOGETHER // group)
@@ -186,9 +186,9 @@ def _attend(layer: Layer, period: Period, rows: slice, pages: Tensor) -> tuple[T
 
 
 def _hide_later(weight: Tensor, union: Tensor, slots: Tensor, group: int) -> None:
-    """Overwrite weights [P, s, G * w] of entries that come after their row with 0.
+    """Set weights [P, s, G * w] of entries after their row to 0.
 
-    union: the numbers of the pages [P]. slots: of the rows' own entries, int [w].
+    union: indices of the pages [P]. slots: of the rows' own entries, int [w].
     """
     page = weight.shape[1]
     later = (union >= int(slots[0]) // page).nonzero()[:, 0]  # no row is before the first

@@ -1,15 +1,15 @@
 """The error of a layer's attention output by the share of the cache that is evicted.
 
-After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. The sequence is cut: at the cut a policy
-evicts once, a share of the entries so far (`ratio`), and rows from the cut on see what is left and
-everything newer. Whatever the trace's prompt is, rows before the cut are the prompt here.
+After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. At a cut of the sequence a policy evicts
+once, a share of the entries so far (`ratio`), and rows from the cut on see the remaining entries
+and all newer ones. Rows before the cut are the prompt here, whatever the trace's prompt is.
 
-The paper's error is that of the residual stream, which a recorded run does not tell (the metric
-`layer_error` is what one layer adds to it). Here it is that of the attention's output before the
-projection, of all heads as one vector: `relative_head_error` is the metric `concat_error`, over the
-rows from the cut on.
+The paper's error is that of the residual stream, which a recorded run does not have (the metric
+`layer_error` is the part that one layer adds). Here it is the error of the attention's output
+before the projection, of all heads as one vector: `relative_head_error` is the metric
+`concat_error`, over the rows from the cut on.
 
-Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
+Open loop except for the first layer. As the error with eviction in a single layer, exact in all.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def reconstruction_table(
 ) -> pl.DataFrame:
     """Return the error of every policy at every ratio, per layer, as `relative_head_error`.
 
-    Beside the columns of a Table: the cut and the rows behind it, the ratio, and as task that of
+    Columns: those of a Table, the cut and the rows after it, the ratio, and as task that of
     `task_of`.
 
     cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
     1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's
-    own schedule does not count. progress: called with (cells done, cells, what is being done).
+    own schedule is ignored. progress: called with (cells done, cells, what is being done).
 
-    Raises PolicyError for a cut or a ratio that cannot be, and before any work BudgetError and
-    others where a policy has no rule for a budget (`kvsim.replay`).
+    Raises PolicyError for a cut or a ratio out of range, and before any work the errors of
+    `kvsim.replay` on budgets.
     """
     cut = int(trace.n_pos * _BEFORE) if cut is None else cut
     if not (0 < cut < trace.n_pos and all(0 <= ratio < 1 for ratio in ratios)):

@@ -1,7 +1,7 @@
 """Outputs of rows under several Records of one layer, from the weights of full attention.
 
-A row's weights over what it sees are those of full attention divided by their sum, the mass. So the
-weights of a block of rows are computed once over all that any record leaves to it, and a record
+A row's weights over visible entries are full attention's, divided by their sum, the mass. So the
+weights of a block of rows are computed once over the entries that any record keeps, and a record
 costs the product of the weights of its own entries with their values. Where keys are rotated to
 their slots in the cache, rows attend one by one (`by_slot`).
 
@@ -22,18 +22,18 @@ from kvsim.schema import NEVER
 #: Rows of a block.
 ROWS = 128
 
-# Weights of the rows of a group in a block are at most so many: long texts have smaller blocks.
+# Limit of the weights of the rows of a group in a block: long texts have smaller blocks.
 _MOST_WEIGHTS = 1 << 24
 
-# Where records leave more than this share of the entries, weights of all of them are computed.
+# Above this share of kept entries, the weights of all entries are computed.
 _MOST_LEFT = 0.7
 
 
 def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterator[tuple[int, Rows]]:
-    """Blocks of the rows after the first event of each record, with the record's place in `gone`.
+    """Blocks of the rows after the first event of each record, with the record's index in `gone`.
 
-    gone: of each record, the row after which each entry has left, int [H, T]. events: rows after
-    which blocks should begin, because entries leave there.
+    gone: of each record, the row after which each entry leaves, int [H, T]. events: rows after
+    which entries leave, where blocks should begin.
     """
     firsts = [int(record.min()) for record in gone]
     scratch = _Scratch(layer.q), _Scratch(layer.q)
@@ -58,7 +58,7 @@ def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterato
 
 
 def _blocks(layer: Layer, events: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Blocks of rows that begin after events; after some of them where they are close together."""
+    """Blocks of rows that begin after events, or after some of them where these are dense."""
     group, total = layer.q.shape[1], layer.k.shape[1]
     most = max(1, min(ROWS, _MOST_WEIGHTS // (group * total)))
     begins = [events[0] + 1]
@@ -71,13 +71,12 @@ def _blocks(layer: Layer, events: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Scratch:
-    """Memory that is used again: pages that are new to a process cost as much as a product."""
+    """Reused memory: the first use of new pages costs as much as a product."""
 
     def __init__(self, like: Tensor) -> None:
         self._memory = like.new_empty(0)
 
     def __call__(self, *shape: int) -> Tensor:
-        """Return a tensor of any values, in place of the one before."""
         size = math.prod(shape)
         if self._memory.numel() < size:
             self._memory = self._memory.new_empty(size)
@@ -85,10 +84,7 @@ class _Scratch:
 
 
 class _Weights:
-    """Weights [n, G * w] of the rows of a head's group over the entries that some record leaves.
-
-    Those before the block and, behind them, the rows' own.
-    """
+    """Weights [n, G * w] of a head's group over entries of any record, then the rows' own."""
 
     def __init__(
         self, layer: Layer, rows: slice, head: int, views: Sequence[_Seen], scratch: _Scratch
@@ -117,15 +113,15 @@ class _Weights:
         self.before = self._matrix[:before]
 
     def of(self, entries: Tensor, chosen: _Scratch) -> Tensor:
-        """Those of the entries at positions at [m], ascending; [m, G * w]."""
+        """Weights of the entries at positions at [m], ascending; [m, G * w]."""
         out = chosen(entries.shape[0], self._matrix.shape[1])
         return torch.index_select(self._matrix, 0, self._place.index_select(0, entries), out=out)
 
 
 class _Seen:
-    """The visible entries of a block of rows under one record, and the output over them.
+    """Visible entries of a block of rows under one record, and the output over them.
 
-    gone: int [H, T]. visible: which entries some of the rows see, bool [H, m], by position.
+    gone: int [H, T]. visible: entries that some of the rows see, bool [H, m], by position.
     """
 
     def __init__(self, layer: Layer, rows: slice, gone: Tensor) -> None:
@@ -149,7 +145,7 @@ class _Seen:
         if self._changing:
             row = torch.arange(rows.start, rows.stop, device=entries.device)
             gone = self._gone[head].index_select(0, entries)
-            leaving = (gone < rows.stop - 1).nonzero()[:, 0]  # few of them
+            leaving = (gone < rows.stop - 1).nonzero()[:, 0]
             weight_of = weight.index_select(0, leaving)
             evicted = gone.index_select(0, leaving).view(-1, 1, 1) < row
             weight_of.unflatten(-1, (-1, len(row))).masked_fill_(evicted, 0.0)
@@ -170,7 +166,7 @@ class _Seen:
         return self._exact(out, mass) if bool((mass < FAINT).any()) else (out, mass)
 
     def _exact(self, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from the logits of visible entries, where the mass is too small for weights."""
+        """Output and mass from the logits of visible entries, where the mass is small."""
         rows, layer = self._rows, self._layer
         visible = self._gone >= rows.start
         entries = marked(visible)
@@ -187,11 +183,11 @@ class _Seen:
 
 
 def by_slot(layer: Layer, last: Tensor) -> Iterator[Rows]:
-    """Rows after the first event, of keys and queries rotated to their slot in the cache.
+    """Rows after the first event, with keys and queries rotated to their slots in the cache.
 
-    The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
-    lies on visible entries. Slots change with every event and not between two of them. For presets
-    that re-rotate only, so rows attend one by one.
+    The log-sum-exp, and so the mass, is that of the model's own positions: full attention on
+    visible entries. Slots change only at events. For presets that re-rotate, so rows attend one by
+    one.
     """
     queries, keys = layer.unrotated
     events = {int(e) for e in last.unique() if e != NEVER}
@@ -213,10 +209,7 @@ def by_slot(layer: Layer, last: Tensor) -> Iterator[Rows]:
 def _row_by_row(
     layer: Layer, q: Tensor, k: Tensor, v: Tensor, shown: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of rows q [H, G, w, d] to entries k, v [H, n, d] where `shown` [H, n], with sinks.
-
-    The last w entries are the rows' own; each row sees its own and what is before it.
-    """
+    """Causal attention of q [H, G, w, d] to k, v [H, n, d] where `shown` [H, n]; own rows last."""
     before = k.shape[1] - q.shape[2]
     mask = None if bool(shown.all()) else shown[:, None, None]
     parts = []
