@@ -1,7 +1,7 @@
-"""Several sequences in one batch of a model, whatever their lengths: one row of each at a time.
+"""Batches of sequences of any lengths on a model, one row of each at a time.
 
-Prompts run one by one. Then their entries are in one cache, those of each sequence from column 0
-on, and a mask hides the columns behind them: each row sees what it would see alone.
+Prompts run one by one. Then their entries are in one cache, each sequence from column 0 on, and a
+mask hides the columns after its end: each row sees the same entries as without a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvsim.recorder.modules import kernel_name
 _GROWTH = 64
 
 #: Keys and values [head, n, dim] of a sequence in a layer, and which of them are entries, bool
-#: [head, n]; None where all are.
+#: [head, n]; None for all.
 Held = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -45,7 +45,7 @@ class SharedLayer(DynamicLayer):
 
     Attributes:
         keys, values: [sequence, head, n, dim].
-        live: which columns a row sees, bool [sequence, head, n].
+        live: visible columns of the next row, bool [sequence, head, n].
         ends: columns of each sequence.
     """
 
@@ -91,7 +91,7 @@ class SharedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add an entry [sequence, head, 1, dim] to each; returns all columns that are in use."""
+        """Add an entry [sequence, head, 1, dim] to each; return all used columns."""
         if max(self.ends) == self.keys.shape[2]:
             room = (0, 0, 0, _GROWTH)
             self.keys, self.values = (
@@ -107,14 +107,14 @@ class SharedLayer(DynamicLayer):
         return self.keys[:, :, :n], self.values[:, :, :n]
 
     def get_seq_length(self) -> int:
-        """Columns in use."""
+        """Used columns."""
         return max(self.ends)
 
 
 class Batch:
-    """Sequences of a model behind their prompts.
+    """Sequences of a model after their prompts.
 
-    held: of each sequence, what each layer holds of it. positions: of the next row of each.
+    held: entries of each sequence by layer. positions: of the next row of each.
     """
 
     def __init__(
@@ -157,18 +157,18 @@ class Batch:
         return kernel_mask(visible, query, added=kernel_name(self.model) == "eager")
 
     def keep(self, places: Sequence[int]) -> None:
-        """Let the other sequences leave."""
+        """Remove the other sequences."""
         self.positions = [self.positions[place] for place in places]
         for layer in self.layers if places else ():
             layer.keep(places)
 
 
-#: What ended a response that was given (`generation.stopped`).
+#: The end reason of a given response (`generation.stopped`).
 GIVEN = "given"
 
 
 class Written(NamedTuple):
-    """A response, what ended it, None its length, and the seconds until its end."""
+    """A response, its end reason, None for its length, and the seconds until its end."""
 
     tokens: list[int]
     ended: str | None
@@ -185,13 +185,13 @@ def write(
     prompts: Sequence[Sequence[int]] = (),
     completed: Callable[[int, Sequence[int]], bool] = lambda *_: False,
 ) -> list[Written]:
-    """Write the response of each sequence; those that have ended leave the batch.
+    """Write the response of each sequence; finished sequences leave the batch.
 
     logits: of the first token of each [sequence, V]. limits: most tokens of each, above 0; the last
     token is not run. choice: of each token, by default the most likely one; prompts: all tokens
     before each response, for the choice. completed: whether the response of a sequence, by its
-    number, ends here. stop: as for `kvsim.recorder.generation.generate`. CaptureError for logits
-    that are not finite.
+    number, ends here. stop: as for `kvsim.recorder.generation.generate`. Raises CaptureError for
+    logits that are not finite.
     """
     begun = zip(prompts, limits, strict=True) if choice else ()
     choose = [choice.begin(len(ids), count) for ids, count in begun if choice]
@@ -234,7 +234,7 @@ def write(
 
 
 def prefilled(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> tuple[list[Held], Tensor]:
-    """Run a prompt; returns what each layer holds of it, and the logits [V] of its last row."""
+    """Run a prompt; return its entries by layer, and the logits [V] of its last row."""
     cache, last = full_cache(model), Tensor()
     with torch.inference_mode(), evaluating(model):
         for _, logits in run_chunks(model, cache, ids, 0, 1, chunk):
@@ -246,8 +246,8 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> tuple[l
 def separate(model: PreTrainedModel, n: int) -> str | None:
     """Return why sequences of up to n tokens run one by one; None where they can share a batch.
 
-    Layers that hold a key and a value of every token can, where a few tokens in a batch have the
-    logits that they have alone, up to rounding.
+    They can where layers hold a key and a value of every token, and a few tokens have the same
+    logits with and without a batch, up to rounding.
     """
     parts: list[Any] = DynamicCache(config=model.config).layers
     config = model.config.get_text_config()

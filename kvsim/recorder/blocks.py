@@ -43,9 +43,9 @@ _FACTOR = 0.3
 class _Layer:
     """One layer so far, with the incomplete block on the model's device in its dtype.
 
-    ropes: those that fit so far; more than one only while they rotate alike, as at position 0.
-    origin: query and key of some input at position 0. factors: the least and the largest of queries
-    beside RoPE. Keys and values are not in the block: every call has all of them.
+    ropes: possible rotary embeddings; several only while they rotate alike, as at position 0.
+    origin: query and key of some input at position 0. factors: the least and the largest factor of
+    queries besides RoPE. Keys and values are not in the block, because every call has all of them.
     """
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
@@ -53,7 +53,7 @@ class _Layer:
         self.facts = call.facts
         self.origin: list[Tensor] = []
         self.factors: list[float] = []
-        self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
+        self.owner = call.layer  # the layer that holds its entries, itself or an earlier one
         self.keys: Tensor | None = call.k  # in the first forward
         self.shape = call.size
         self.pieces: list[dict[str, Tensor]] = []
@@ -69,13 +69,12 @@ class _Layer:
         return count
 
     def block(self) -> dict[str, Tensor]:
-        """Return the rows of the block, and begin the next."""
         pieces, self.pieces, self.filled = self.pieces, [], 0
         return {name: torch.cat([x[name] for x in pieces], pos_axis(name)) for name in pieces[-1]}
 
 
 def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
-    """Return whether the keys of a layer are those of another: its memory, or a copy elsewhere."""
+    """Return whether two layers share keys: the same memory, or a copy elsewhere."""
     if keys is None or keys.shape != other.shape:
         return False
     here = keys.to(other.device)
@@ -83,7 +82,7 @@ def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
 
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
-    """Return views of what only this call has of its rows."""
+    """Return views of the arrays of a call that have only its own rows."""
     parts = {"q": call.q, "attn_out": call.out, "gate": call.gate}
     parts |= {"residual": call.residual, "residual_norm": call.residual_norm}
     return {
@@ -97,15 +96,15 @@ class BlockRecorder:
     """Collects the kernel calls of one sequence and passes complete blocks to a sink.
 
     Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
-    with the kernel's output. Rotations are checked in every row of a call that completes a block.
-    What does not fit raises CaptureError, while calls come in.
+    with the kernel's output. Rotations are checked in every row of a call that completes a block. A
+    mismatch raises CaptureError during the call.
 
-    open_sink: opens the sink from the first call, which shows the shapes, after its check.
-    read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
-    sizes: of each of them where they differ, else empty; blocks are padded to the largest.
-    store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
-    kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
-    logits, and with it the tolerance. left_out: rows of which the sink gets sums alone.
+    open_sink: opens the sink after the check of the first call, which has the shapes. read_ropes:
+    returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending. sizes: of
+    each layer where they differ, else empty; blocks are padded to the largest. store_dtype:
+    ``float16`` if the sink has less precision than the model. rounds_logits: the kernel keeps
+    logits in the model's dtype (eager), so in 16 bits its rounding, and the tolerance, grow with
+    the logits. left_out: rows of which the sink gets only sums.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class BlockRecorder:
         self.sink: Any = None  # set by the first call
         self.layers: dict[int, _Layer] = {}
         self._begun: Mapping[int, _Layer] = {}
-        self.without_moments = False  # queries before RoPE are not known
+        self.without_moments = False  # queries before RoPE are unknown
         self.last: int | None = None
         self.allowed = 0.0
 
@@ -135,17 +134,17 @@ class BlockRecorder:
         return copy.deepcopy(self.layers), self.allowed
 
     def restore(self, saved: tuple[dict[int, _Layer], float]) -> None:
-        """Go on behind the rows of another recorder (`saved`), whose blocks are in the sink."""
+        """Continue after the rows of another recorder (`saved`), whose blocks are in the sink."""
         self._begun, self.allowed = copy.deepcopy(saved[0]), saved[1]
 
     def finish_at(self, n_pos: int) -> None:
-        """Announce, before the last forward, that it brings the sequence to `n_pos` positions."""
+        """Announce, before the last forward, that the sequence will have `n_pos` positions."""
         self.last = n_pos
         if self.sink is not None:
             self.sink.set_length(n_pos)
 
     def receive(self, call: KernelCall) -> None:
-        """Take one kernel call."""
+        """Receive one kernel call."""
         layer = self.layers.get(call.layer)
         if layer is None:
             layer = self._first(call)
@@ -183,7 +182,7 @@ class BlockRecorder:
                 "of transformers' table, expected all"
             )
         layers = [self.layers[number] for number in self.layer_ids]
-        errors = [layer.error for layer in layers]  # the largest of a head and block
+        errors = [layer.error for layer in layers]  # the largest value of a head and block
         check = {"max_relative_error": errors, "tolerance": self.allowed}
         owners = tuple(self.layer_ids.index(layer.owner) for layer in layers)
         return replace(
@@ -196,7 +195,7 @@ class BlockRecorder:
         )
 
     def _first(self, call: KernelCall) -> _Layer:
-        """Begin a layer: check its first call before anything is stored."""
+        """Begin a layer, with a check of its first call."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
         first = _History(call).attend(call.q[:, :rows], call.start)
@@ -227,7 +226,7 @@ class BlockRecorder:
         """Compare queries and keys of one input at all positions with those of position 0, rotated.
 
         The module computes them. Queries may have a factor for each head and row. A layer whose
-        first rows are rotated in an unknown way is noted as such.
+        first rows have an unknown rotation is marked so.
         """
         start, rope = call.start, layer.ropes[0]
         end, dtype = call.k.shape[1], compute_dtype(call.q.dtype)
@@ -264,7 +263,7 @@ class BlockRecorder:
         layer.factors = [min(factors), max(factors)] if factors else []
 
     def remarks(self) -> list[str]:
-        """Return what policies that read queries and keys before RoPE have to know, in words."""
+        """Return notes for policies that read queries and keys before RoPE."""
         layers = {number: self.layers[number] for number in self.layer_ids}
         unknown = [number for number, layer in layers.items() if layer.ropes[0] == UNKNOWN]
         scaled = {
@@ -289,10 +288,7 @@ class BlockRecorder:
         return remarks
 
     def _flush(self, layer: _Layer, rows: dict[str, Tensor], history: _History) -> None:
-        """Check a block and pass it to the sink, with the call's keys and values of its rows.
-
-        What is stored is what the check reads.
-        """
+        """Check a block as stored and pass it to the sink, with the call's keys and values."""
         number, size = history.call.layer, rows["q"].shape[1]
         new = slice(layer.start, layer.start + size)
         block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
@@ -302,7 +298,7 @@ class BlockRecorder:
         if history.call.up is not None:  # the kernel's own is expanded
             block["attn_out"] = recomputed
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
-            # attention weights must follow from what is stored
+            # attention weights must follow from the stored values
             history = _History(history.call, self.store_dtype)
             _, lse = history.attend(block["q"].to(self.store_dtype), layer.start)
         first, stop = self.left_out or (0, 0)
@@ -318,7 +314,7 @@ class BlockRecorder:
         layer.start += size
 
     def _add_up(self, layer: _Layer, q: Tensor, history: _History) -> None:
-        """Add the rows of a block to the sums of a layer, which are stored when all are there."""
+        """Add the rows of a block to the sums of a layer, and store these after the last one."""
         end, rope, keys = layer.start + q.shape[1], layer.ropes[0], history.kv[0]
         if layer.sums is None:
             layer.sums = Sums(layer.formula, None if rope == UNKNOWN else rope)
@@ -341,7 +337,7 @@ class BlockRecorder:
         error = float(relative_error(out.to(recomputed.dtype), recomputed).max())
         allowed = max(tolerance(DTYPES[out.dtype]), logit_rounding(lse))
         if self.rounds_logits and out.dtype.itemsize == 2:
-            # logits that matter are close to their log-sum-exp, and off by up to half a last bit
+            # relevant logits are close to their log-sum-exp, and off by up to half a last bit
             allowed += torch.finfo(out.dtype).eps / 2 * float(lse.abs().max())
         self.allowed = max(self.allowed, allowed)
         if not error <= allowed:
@@ -361,7 +357,6 @@ class _History:
 
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [head, n, d]."""
         dtype = compute_dtype(self.call.q.dtype)
         return self.call.k.to(self.rounded).to(dtype), self.call.v.to(dtype)
 

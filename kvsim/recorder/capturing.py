@@ -58,17 +58,17 @@ def capture(
     name: str | None = None,
     **options: Any,
 ) -> Trace:
-    """Run a model over a prompt and record what its attention sees.
+    """Run a model over a prompt and record its attention as a trace.
 
     Args:
-        model: a decoder model of transformers, or what `load_model` takes: a local folder, a hub
+        model: a decoder model of transformers, or a name for `load_model`: a local folder, a hub
             id, or one of `kvsim.tiny.MODELS`.
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
         prompt: text, chat messages, or token ids; or a `Prompt`, which may have `turns`, questions
-            that follow the answer before them. What it says is not given again.
+            that follow the answer before them. Its fields are not passed as arguments too.
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, or several, for the answer check.
-        scorer: what decides whether a response is right, as `Prompt.scorer`.
+        scorer: decides whether a response is right, as `Prompt.scorer`.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
@@ -76,7 +76,7 @@ def capture(
         response: text or token ids to record as the response, instead of generating one. The trace
             keeps the log-likelihood of each of its tokens (`response_logprobs`), and how many of
             them greedy decoding would have chosen (`meta["agreement"]`).
-        writer: what wrote the response, as `Prompt.writer`.
+        writer: the author of the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.
 
@@ -85,12 +85,12 @@ def capture(
 
     Raises:
         CaptureError: a prompt, label, needle or option that cannot be recorded; a model whose
-            attention recomputed from q, k, v is not what it computed, or without what `o_proj=True`
-            or `residual` require; with `resume`, a trace at `out` that is of another capture.
-        OutputError: the plan does not fit on the disk.
+            attention recomputed from q, k, v differs from its output, or that lacks the parts that
+            `o_proj=True` or `residual` require; with `resume`, a trace of another capture at `out`.
+        OutputError: the disk is too small.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TextError: an unknown scorer.
-        TraceExistsError: something is at `out`.
+        TraceExistsError: `out` exists.
         TypeError: an unknown keyword.
 
     Example:
@@ -129,9 +129,9 @@ def capture_many(
     """Record one trace for each prompt, as ``out_dir/<id>.zarr``.
 
     All prompts and paths are checked before the first one runs. Prompts with the same context run
-    one after the other: it goes through the model once, and its complete blocks of 256 rows are
-    stored once, as hard links. A later error or interrupt keeps the finished traces; `resume=True`
-    then records the others. A prompt's own `system` replaces the option.
+    one after the other: the context runs once, and its complete blocks of 256 rows are stored once,
+    as hard links. A later error or interrupt keeps the finished traces; `resume=True` then records
+    the others. A prompt's own `system` replaces the option.
 
     Args:
         model: as for `capture`.
@@ -161,7 +161,7 @@ def _record(
     *,
     single: bool = False,
 ) -> list[Trace]:
-    """Record prompts to paths; single: whether errors need not name one."""
+    """Record prompts to paths; single: errors do not name the prompt."""
     named = (lambda _: nullcontext()) if single else naming
     for target in filter(None, prompts):
         if not (options.resume and target.exists()):  # compared below
@@ -176,7 +176,7 @@ def _record(
     order = share_contexts(sessions, traces)
     new = [sessions[place] for place in order if traces[place] is None]
     waiting = [sessions[place] for place in order]
-    del sessions  # one that has run keeps blocks
+    del sessions  # a finished one keeps blocks
     folder = next((each.out.parent for each in new if each.out), None)
     if folder is not None and not options.force:
         forecast(model, new, device_of(model).type).check(folder)
@@ -205,7 +205,7 @@ def _record(
 
 
 def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
-    """Write the responses of the next sessions at once; reason: why they are written one by one."""
+    """Write the responses of the next sessions in a batch; reason: why one by one instead."""
     first = sessions[0]
     alike = [each for each in sessions if each.new_tokens and each.written is None]
     chosen = [each for each in alike if not each.turns][:count]
@@ -241,7 +241,7 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
 
 
 def _resolve(model: ModelLike, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
-    """Load a model that is given by name. Raises CaptureError for anything else."""
+    """Load a model by name, or check a given one; CaptureError for anything else."""
     if isinstance(model, str | Path):
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer

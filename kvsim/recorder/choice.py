@@ -1,4 +1,4 @@
-"""The choice of each token of a response, by the settings of transformers' `generate`."""
+"""Selection of each token of a response, by the settings of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APPLIED = (
     *("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
     *("forced_eos_token_id", "exponential_decay_length_penalty", *OF_DRAWS),
 )
-# Those of other ways to write a response.
+# Settings of other decoding methods.
 _OTHER = (
     *("num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers"),
     *("guidance_scale", "constraints", "force_words_ids", "watermarking_config", "token_healing"),
@@ -32,8 +32,8 @@ class Choice:
     """How tokens follow from logits, with the settings of a model's generation_config.
 
     stop: tokens that end a response. temperature: 0 takes the most likely token. given: `seed`, and
-    settings that replace the model's, unless None. `settings` has those that are applied, ready for
-    JSON, `others` those that are not. Raises CaptureError for what transformers does not take.
+    settings that replace the model's, unless None. `settings` has the applied ones, ready for JSON,
+    `others` the rest. Raises CaptureError for settings that transformers refuses.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Choice:
     def begin(
         self, start: int, count: int, generator: torch.Generator | None = None
     ) -> Callable[[Tensor, Sequence[int]], int]:
-        """Return what chooses a token of a response, from logits [V] and all tokens so far.
+        """Return a function that chooses the next token from logits [V] and all tokens so far.
 
         start: tokens before the response, of at most `count`.
         """
@@ -97,7 +97,7 @@ class Choice:
             scores = processors(torch.tensor([tokens]), scores[None])[0]
             if not self.temperature:
                 return int(scores.argmax())
-            if (cold := scores.isposinf()).any():  # so cold that it overflows
+            if (cold := scores.isposinf()).any():  # overflow of very low temperatures
                 return int(logits.cpu().masked_fill(~cold, -torch.inf).argmax())
             return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 

@@ -17,7 +17,7 @@ from kvsim.store.writer import TraceWriter
 
 
 class SharedContext:
-    """The rows of a context, from the prompt that runs it to those that follow.
+    """The rows of a context, shared from the first prompt with it to the later ones.
 
     left: captures that have not begun. path: the latest trace with the context, None before the
     first. layers: of its recorder (`kvsim.recorder.blocks.BlockRecorder.saved`), once it has run.
@@ -30,7 +30,7 @@ class SharedContext:
         self.left, self.path = left, path
 
     def take(self) -> Cache | None:
-        """Return a cache of the context's rows for the next capture; None if they have to run."""
+        """Return a cache of the context's rows for the next capture; None if the rows must run."""
         self.left -= 1
         if self.left:
             return copy.deepcopy(self._cache)
@@ -38,12 +38,12 @@ class SharedContext:
         return cache
 
     def keep(self, cache: Cache, layers: Any) -> None:
-        """Keep copies of the cache and of the recorder's layers for the captures that are left."""
+        """Keep copies of the cache and of the recorder's layers for the remaining captures."""
         if self.left:
             self._cache, self.layers = copy.deepcopy(cache), layers
 
     def store(self, writer: TraceWriter, names: Iterable[str], n: int) -> None:
-        """Store arrays, by name, in another trace; of those with rows the blocks before row n."""
+        """Store arrays, by name, in another trace; of arrays with rows the blocks before row n."""
         source = open_trace(str(self.path)).source  # a trace that has the context
         for name in names:
             if name not in source.shapes:
@@ -55,8 +55,8 @@ class SharedContext:
 def share_contexts(sessions: Sequence[Any], traces: Sequence[Any]) -> list[int]:
     """Let captures (`Session`) with the same context share it; return the order to run them in.
 
-    traces: of each, the one that is there already, or None. Captures of one context follow each
-    other. A model that computes something else in two forwards than in one runs it with each.
+    traces: of each, the existing one, or None. Captures of one context follow each other. A model
+    whose outputs differ between one forward and two runs the context with each.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, each in enumerate(sessions):

@@ -1,4 +1,4 @@
-"""Sizes of a model, counted on what transformers builds of its configuration, without weights."""
+"""Sizes of a model, counted on transformers' model of its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _MODULES = 4096
 #: Kinds of layers that hold no keys and values, for models that do not run without weights.
 _STATES = [["linear_attention"], ["conv"], ["mamba"], ["recurrent"], ["mlp"], ["moe"]]
 
-#: Numbers of experts in configurations: all, and those that a token passes.
+#: Numbers of experts in configurations: all, and experts per token.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 
 class ModelSize:
-    """Parameters of a model, and other sizes.
+    """Parameters of a model, and other sizes, with tied parameters counted once.
 
-    Of parameters, tied ones once: all, those that a token `read`s and those of `matrices` in layers
-    that it multiplies (of experts the ones that it passes), and bytes (`weights`). `widest`: the
-    most rows or columns of a matrix.
+    read: parameters that a token reads (of experts the selected ones). matrices: those of matrices
+    in layers that multiply a token. weights: bytes. widest: the most rows or columns of a matrix.
     text_alone: without the parts of a multimodal model that text does not reach.
     """
 
@@ -67,22 +66,22 @@ def _is_expert(name: str, x: Tensor, experts: int) -> bool:
 
 
 def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the model that a configuration describes: of its text, if it sees more.
+    """Return the sizes of the (text) model that a configuration describes.
 
     Returns:
         n_layers that hold keys and values, n_qheads, n_heads, dim, value_dim, hidden, vocab; of
-        `ModelSize` parameters, matrices and read; `others`, the kinds of layers that hold none; and
-        the `config` of the text with all defaults.
+        `ModelSize` parameters, matrices and read; `others`, the kinds of layers without keys and
+        values; and the `config` of the text with all defaults.
 
     Raises:
         CaptureError: transformers builds no decoder of it, or one whose layers hold no keys and
-            values, or of several sizes.
+            values, or differ in size.
     """
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         counts, sizes = _counted(json.dumps(config))
-    except Exception as error:  # whatever a configuration makes transformers raise
+    except Exception as error:  # any error of transformers on a configuration
         raise CaptureError(error_line(error)) from error
     finally:
         logging.set_verbosity(level)
@@ -96,8 +95,8 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int]]]:
-    """Return the sizes of a model, and those of what its layers hold, each once."""
-    # numbers that JSON has not, as transformers writes them
+    """Return the sizes of a model, and the distinct sizes of its layers' entries."""
+    # numbers that JSON lacks, as transformers writes them
     keys = json.loads(config, object_hook=lambda x: float(y) if (y := x.get("__float__")) else x)
     whole = AutoConfig.for_model(**keys)
     text = whole.get_text_config(decoder=True)
@@ -128,14 +127,14 @@ def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int
 
 
 def _held(model: PreTrainedModel) -> dict[int, tuple[int, int, int]] | None:
-    """Return KV heads and dimensions of keys and values of the layers that hold some after a run.
+    """Return KV heads and dimensions of keys and values of the layers that hold some, by a run.
 
     None for a model that does not run without weights.
     """
     try:
         options: Mapping[str, Any] = cache_option(model, full_cache(model))
     except CaptureError:
-        options = {}  # it builds a cache of its own
+        options = {}  # it builds its own cache
     try:
         with torch.no_grad():
             out = run_model(model, torch.tensor([[1, 2]]), use_cache=True, **options)

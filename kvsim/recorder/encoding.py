@@ -19,7 +19,7 @@ from kvsim.schema import Spans
 # Roles of a system message; a chat has at most one.
 _SYSTEM = ("system", "developer")
 
-# The content of an answer that is not known yet, where a template renders what follows it.
+# The content of an unknown answer, for a template that renders what follows it.
 _ANSWER = "x"
 
 
@@ -39,10 +39,10 @@ class EncodedTurn(NamedTuple):
 class Encoded:
     """A prompt as token ids, and the text or messages that they were encoded from.
 
-    needle: its token spans. context_len: tokens of the context, None without one. notes: special
-    tokens that are there twice. opened: the mark of reasoning in which the response begins, such as
-    ``<think>``. template: what the chat template was given beside messages. turns: later questions.
-    given: all tokens after the prompt if answers are given, and questions: spans of later ones.
+    needle: its token spans. context_len: tokens of the context, None without one. notes: duplicate
+    special tokens. opened: the mark of reasoning at the start of the response, such as ``<think>``.
+    template: arguments of the chat template besides messages. turns: later questions. given: all
+    tokens after the prompt if answers are given, and questions: spans of later ones.
     """
 
     ids: list[int]
@@ -62,16 +62,16 @@ def encode(prompt: Prompt, model: PreTrainedModel, tokenizer: Any, options: Opti
     """Encode a prompt as token ids of a model.
 
     A system message makes text a chat. A last message of the assistant is continued. A response is
-    encoded by itself, without special tokens. The context ends with the last token that has no text
-    of the question. A later question in text follows the answer as it is; in a chat it is the next
-    user's message, with all that the template puts between the answer and the next one.
+    encoded separately, without special tokens. The context ends before the first token with text of
+    the question. A later question in text directly follows the answer; in a chat it is the next
+    user's message, with the template's text between the answer and the next one.
 
     Raises CaptureError for a prompt longer than the context, with its answers if they are given;
     unknown ids or words; text without a tokenizer; a chat without a template, or one that the
-    template refuses, leaves out, or renders otherwise where another turn follows; a second system
-    message, or one for token ids; a needle that is not in the prompt once, or with a tokenizer that
-    does not say where its tokens are in the text; a context that ends outside the prompt; a
-    question of another kind than the prompt.
+    template refuses, leaves out, or renders otherwise before another turn; a second system message,
+    or one for token ids; a needle that is not exactly once in the prompt, or with a tokenizer
+    without offsets; a context that ends outside the prompt; a question of another kind than the
+    prompt.
     """
     content: Any = prompt.content
     context, template = prompt.context, options.chat_template_kwargs or {}
@@ -79,7 +79,7 @@ def encode(prompt: Prompt, model: PreTrainedModel, tokenizer: Any, options: Opti
         content = f"{context or ''}{content}"
     system = options.system if prompt.system is None else prompt.system
     messages = _messages(content, system, chat=options.chat)
-    special = messages is None  # a chat template has put the special tokens in already
+    special = messages is None  # a chat template includes the special tokens
     if messages is not None:
         text: str | None = rendered(messages, tokenizer, template)
     elif template:
@@ -145,12 +145,12 @@ def _context_end(
     tokenizer: Any,
     template: Mapping[str, Any],
 ) -> int:
-    """Return where the context of a prompt, or of its messages, ends in its rendered text."""
+    """Return the end of the context of a prompt, or of its messages, in its rendered text."""
     if isinstance(context, str):
         start = text.rfind(prompt.strip())  # templates may strip it
         length = len(context) - (len(prompt) - len(prompt.lstrip()))
     else:
-        count = len(messages) - len(prompt)  # a system message that is not counted
+        count = len(messages) - len(prompt)  # a system message is not counted
         count += counted_context(context, len(prompt), "messages")
         beginning = rendered(messages[:count], tokenizer, template, generation=False)
         start, length = -(not text.startswith(beginning)), len(beginning)
@@ -169,7 +169,6 @@ def _later(
     tokenizer: Any,
     options: Options,
 ) -> list[EncodedTurn]:
-    """Encode the later turns of a prompt with this text and these messages."""
     out: list[EncodedTurn] = []
     prefix, template = prompt.answer_prefix, options.chat_template_kwargs or {}
     for number, turn in enumerate(prompt.turns, start=2):
@@ -210,7 +209,7 @@ def _later(
 
 
 def _next(messages: list[dict[str, Any]], answer: str, question: str) -> list[dict[str, Any]]:
-    """Return a chat with an answer, which may be begun, and the next question."""
+    """Return a chat with an answer, maybe incomplete, and the next question."""
     if messages[-1]["role"] == "assistant":
         *messages, begun = messages
         answer = (begun.get("content") or "") + answer
@@ -219,7 +218,7 @@ def _next(messages: list[dict[str, Any]], answer: str, question: str) -> list[di
 
 
 def _check_ids(ids: list[int], later: list[int], model: PreTrainedModel) -> None:
-    """Raise CaptureError for tokens that the model does not have, or more than it can read."""
+    """Raise CaptureError for tokens that the model lacks, or more than it can read."""
     embedding: Any = model.get_input_embeddings()
     vocab_size = embedding.weight.shape[0]
     for token in (*ids, *later):
@@ -254,9 +253,9 @@ def located(
 ) -> list[Span]:
     """Return the token spans of a needle (`needle_parts`) in a prompt.
 
-    text: what the prompt was encoded from, None for token ids. special: whether the tokenizer added
-    special tokens. Raises CaptureError for a text that the prompt has not once, a span outside it,
-    one kind of needle in the other kind of prompt, or a tokenizer without offsets.
+    text: the source of the prompt's tokens, None for token ids. special: whether the tokenizer
+    added special tokens. Raises CaptureError for a text that is not exactly once in the prompt, a
+    span outside it, a needle of the other kind than the prompt, or a tokenizer without offsets.
     """
     texts = [part for part in parts if isinstance(part, str)]
     spans = [part for part in parts if not isinstance(part, str)]
@@ -273,9 +272,9 @@ def located(
 
 
 def offsets(text: str, tokenizer: Any, *, special: bool) -> list[Span]:
-    """Return where each token is in the text, in characters; special tokens are nowhere, (0, 0).
+    """Return the character span of each token in the text; (0, 0) for special tokens.
 
-    Raises CaptureError for a tokenizer that does not say so.
+    Raises CaptureError for a tokenizer without offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise CaptureError(
@@ -300,7 +299,7 @@ def counted_context(count: Any, n: int, what: str) -> int:
 def tokens_before(end: int, text: str, tokenizer: Any, *, special: bool) -> int:
     """Return how many of the first tokens end in the first `end` characters of a text.
 
-    A token with characters on both sides belongs to what follows. Raises CaptureError for none.
+    A token with characters on both sides counts to the second part. Raises CaptureError for zero.
     """
     places = offsets(text, tokenizer, special=special)
     count = next((i for i, (_, stop) in enumerate(places) if stop > end), len(places))
@@ -313,7 +312,7 @@ def tokens_before(end: int, text: str, tokenizer: Any, *, special: bool) -> int:
 
 
 def _tokens_of(needle: str, text: str, places: Sequence[Span]) -> Span:
-    """Return the tokens that have a character of a text that is in another one once."""
+    """Return the tokens that overlap a needle, which is in the text exactly once."""
     first, again = text.find(needle), text.find(needle, text.find(needle) + 1)
     stop = first + len(needle)
     at = [i for i, (start, end) in enumerate(places) if start < min(end, stop) and end > first]

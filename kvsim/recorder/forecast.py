@@ -1,6 +1,6 @@
-"""Forecast of captures: shapes from one kernel call, of which a model without weights has one too.
+"""Forecast of captures: shapes from one kernel call of the model, with or without weights.
 
-What a gate adds to a trace is not in it: that there is one is measured with numbers.
+The gate of a trace is not included, because finding a gate takes numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, resident_bytes
 from kvsim.store.layout import StoredArray, cut_shape, stored_arrays
 
-#: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
+#: Bytes of a capture's modules, and of freed memory that the allocator keeps: glibc up to 64 MiB.
 _LOADED = 96 << 20
 
 
 def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
-    """Return what captures take, of responses of the greatest length; device: where they run."""
+    """Return the resources of captures with responses of the greatest length; device: theirs."""
     on_device, size = device != "cpu", ModelSize(model)
     writing = [each for each in sessions if each.new_tokens]
     together = min(writing[0].options.batch, len(writing)) if writing else 1
@@ -60,7 +60,7 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         shape = (len(each.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
         source = {"o_proj": DTYPES[model.dtype]}
         stored += stored_arrays({"o_proj": shape}, source, each.options.store_dtype)
-    # of a trace its metadata and `tokens`; of projections theirs
+    # a trace counts metadata and `tokens`, projections their own
     chunks = sum(1 + array.nfiles for array in stored)
     resident, weights = resident_bytes() or PROCESS, 0 if on_device else size.weights
     return Forecast(
@@ -97,13 +97,12 @@ def outline(session: Session) -> KernelCall:
 def _memory(
     session: Session, call: KernelCall, size: ModelSize, together: int, *, spares: bool
 ) -> float:
-    """Return the most bytes at once, besides the weights; together: responses of a batch.
+    """Return the peak bytes besides the weights; together: responses of a batch.
 
-    That is the cache (of a batch that of each sequence, and what their prompts left; and one of a
-    shared context), blocks that are not full, and the most of what one layer takes: of its kernel
-    over a mask (repeated keys and values of query heads, and the mask itself), of the recorder
-    (keys and values as it computes and stores them, and differences of all rows), of its MLP, of
-    logits, and of output projections as they are stored.
+    The sum of the cache (in a batch those of all sequences and of their prompts; and that of a
+    shared context), incomplete blocks, and the largest of one layer's needs: its kernel over a mask
+    (repeated keys and values of query heads, and the mask), the recorder (computed and stored keys
+    and values, and differences of all rows), its MLP, logits, and output projections as stored.
     """
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
@@ -146,7 +145,7 @@ def planned(
 ) -> Forecast:
     """Return the forecast of captures of prompts to paths, without the model's weights.
 
-    Other arguments as those of `load_model`, whose errors this raises, and those of `capture`.
+    Other arguments as for `load_model`, whose errors this raises, and for `capture`.
     """
     model, tokenizer = load_outline(
         name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code

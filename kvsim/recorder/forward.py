@@ -1,7 +1,4 @@
-"""Forward passes of a model: what it takes, over which rows and cache, and in how many pieces.
-
-A long prompt goes through the model in chunks of rows, over one cache.
-"""
+"""Forward passes of a model: its inputs, rows and cache, and chunks of a long prompt."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ from kvsim.recorder.head import APART, check_logits
 from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
 from kvsim.schema import CHUNK
 
-#: Pairs of a row and an entry in one forward of a long prompt. Attention weights of 32 heads, as
-#: eager attention keeps them, take 1 GiB then.
+#: Pairs of a row and an entry in one forward of a long prompt: 1 GiB of attention weights of 32
+#: heads with eager attention.
 PAIRS = 1 << 23
 
-#: More rows than any prompt has, and a sliding window that none reaches.
+#: More rows than any prompt has, and a sliding window longer than any sequence.
 WHOLE = 1 << 31
 
-#: Names of a cache as option and output: the second up to transformers 5.23, and the first since.
+#: Names of a cache as option and output; the second up to transformers 5.23, the first since.
 _NAMES = ("cache", "past_key_values")
 
-# Rows that show whether a model goes on where its last forward ended.
+# Rows of the check whether a model continues from its last forward.
 _FEW = 16
 
 _AUTOCAST = torch.is_autocast_enabled
@@ -46,8 +43,8 @@ _AUTOCAST = torch.is_autocast_enabled
 def full_cache(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache with the kinds of layers of the model, which keeps every entry.
 
-    Also of layers with a sliding window, whose entries are recorded and checked like any other.
-    Raises CaptureError for a model that takes only a class of caches of its own.
+    Layers with a sliding window, too, keep and record every entry. Raises CaptureError for a model
+    that needs its own class of caches.
     """
     home = model.__module__
     for name, part in vars(sys.modules[home]).items():
@@ -65,7 +62,7 @@ def full_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def cache_option(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """Return the option of a forward that gives it a cache."""
+    """Return the option of a forward that passes a cache."""
     taken = inspect.signature(model.forward).parameters
     return {next((name for name in _NAMES if name in taken), _NAMES[-1]): cache}
 
@@ -82,8 +79,7 @@ def run_chunks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Run tokens from row `start` on, over a cache of all rows before, `chunk` in a forward.
 
-    After each forward it yields its end, and the logits [n, V] of those of its rows that are among
-    the last `count`.
+    After each forward it yields its end, and the logits [n, V] of its rows among the last `count`.
     """
     device, options = device_of(model), cache_option(model, cache)
     # some models count from 0 in every forward; without RoPE a position may be counted otherwise
@@ -112,7 +108,7 @@ def chunk_rows(
     """Return the most rows of a forward of a prefill of `ids`, and notes on it.
 
     `WHOLE` unless requested, up to `PAIRS` pairs of a row and an entry. Raises CaptureError where
-    fewer are requested and the model computes something else in chunks.
+    fewer are requested and chunks change the model's output.
     """
     n = len(ids)
     rows = requested or max(CHUNK, PAIRS // n // CHUNK * CHUNK)
@@ -139,11 +135,10 @@ def one_piece(model: PreTrainedModel, ids: Sequence[int], rows: int) -> str | No
 
 
 def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
-    """Return whether a forward of several rows goes on from the states of the rows before.
+    """Return whether a forward of several rows continues from the states of earlier rows.
 
-    In some families it starts from empty ones, and only a forward of one row does. Of the first few
-    `ids`, logits are those of one forward up to rounding, which is that of rows that run one by
-    one.
+    In some families only a forward of one row does, and others start from empty states. Checked on
+    the logits of the first few `ids`, up to the rounding of rows that run one by one.
     """
     half = len(ids[:_FEW]) // 2
     first, rest = [*ids[:half]], [*ids[half:_FEW]]
@@ -165,9 +160,9 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
 
 @contextmanager
 def _on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model without weights run where torch knows no autocast of its device, as 2.8.
+    """Let a model without weights run where torch has no autocast of its device, as 2.8.
 
-    Other devices, which other threads may use meanwhile, are asked as ever.
+    Other devices, which other threads may use meanwhile, are not affected.
     """
     if not next(model.parameters()).is_meta:
         yield
@@ -181,13 +176,13 @@ def _on_meta(model: PreTrainedModel) -> Iterator[None]:
 
 
 def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
-    """Run a model on tokens [1, n]; what it raises becomes a CaptureError."""
+    """Run a model on tokens [1, n]; its errors become CaptureErrors."""
     try:
         with _on_meta(model):
             return model(ids, **options)
     except (KvsimError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of an unknown model, whatever it is
+    except Exception as error:  # any error of an unknown model
         raise CaptureError(
             f"{type(model).__name__} raised {type(error).__name__} in a forward of {ids.shape[1]} "
             f"tokens: {error_line(error)}; expected a decoder model that runs on token ids; "
@@ -196,18 +191,18 @@ def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
 
 
 def last_logits(model: PreTrainedModel, count: int) -> dict[str, int | Tensor]:
-    """Return the option of a forward that computes the last logits alone, where there is one."""
+    """Return the option of a forward that computes only the last logits, if there is one."""
     # a long prompt times the vocabulary would be large
     count = 1 if model in APART else count
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return {}
     shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
-    # a number would cut the rows of layers that read another's entries, too (Gemma 4)
+    # a number would also cut the rows of layers that read another layer's entries (Gemma 4)
     return {"logits_to_keep": torch.arange(-count, 0) if shares else count}
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device that a model takes its tokens on."""
+    """Return the device of a model's input tokens."""
     device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
     # offloaded until it runs
     return torch.device("cpu") if device.type == "meta" else device
@@ -215,9 +210,9 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set evaluation mode for as long as the block lasts: dropout would make q, k, v random.
+    """Set evaluation mode inside the block: dropout would make q, k, v random.
 
-    The frequencies of dynamic RoPE are those of a new text in it, and after it.
+    Dynamic RoPE has the frequencies of a new text inside and after it.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,4 +1,4 @@
-"""Generation: prefill, then one token after the other, or a given response; checks of answers."""
+"""Generation: prefill, then tokens one by one, or a given response; checks of answers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvsim.recorder.prompts import Prompt, Turn
 from kvsim.recorder.tokenization import response_text
 from kvsim.text.answers import LANGUAGES, SCORERS, language_of, open_reasoning, text_check
 
-#: What ended a response by itself: a token that ends one, or a stop string.
+#: End reasons of a response: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
 
 
 class Generated(NamedTuple):
-    """Tokens of prompt and response, and what ended each answer, if anything did.
+    """Tokens of prompt and response, and the end reason of each answer, if any.
 
-    scores: `log_likelihoods` of each token of the response by the logits of the model, whatever
-    chose it; empty with several turns. questions: spans of later ones.
+    scores: `log_likelihoods` of each token of the response by the logits of the model, however it
+    was chosen; empty with several turns. questions: spans of later ones.
     """
 
     tokens: list[int]
@@ -54,14 +54,14 @@ def generate(
 ) -> Generated:
     """Generate a response, and an answer to each later question.
 
-    Every token goes through the model, the last one too, so every position has its q, k, v.
+    Every token goes through the model, also the last one, so every position has its q, k, v.
 
-    choice: of each token. stop: tokens that end the response, as its last one. completed: called
-    with the tokens so far and the start of the answer, returns whether it ends here. before_last:
-    called with the final length before the last forward. progress: called with (tokens done, most
-    tokens possible) after every forward. chunk: the most rows of a forward. later: questions that
-    follow an answer, and the most tokens of the answer to each. step: the most rows of a forward of
-    one. begun: a cache, and how many rows at the beginning of the prompt have run over it.
+    choice: selects each token. stop: tokens that end the response, as its last one. completed:
+    called with the tokens so far and the start of the answer, returns whether it ends here.
+    before_last: called with the final length before the last forward. progress: called with (tokens
+    done, most tokens possible) after every forward. chunk: the most rows of a forward. later:
+    questions that follow an answer, and the most tokens of the answer to each. step: the most rows
+    of a forward of a later question. begun: a cache, and the number of rows of the prompt in it.
     """
     out = Generated([*ids], [], [], [])
     tokens = out.tokens
@@ -70,7 +70,6 @@ def generate(
     cache, ran = begun or (full_cache(model), 0)
 
     def forward(*, last: bool = False) -> Tensor:
-        """Run the new tokens; return the logits [V] of the last one."""
         nonlocal ran
         logits, rows = Tensor(), chunk if ran < len(ids) else step
         for end, of_chunk in run_chunks(model, cache, tokens[ran:], ran, 1, rows):
@@ -107,7 +106,7 @@ def generate(
 
 
 def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
-    """Return a question behind an answer with this last token, which it does not repeat.
+    """Return a later question, without its first token if the answer ends with it.
 
     Chat templates end an answer with a token that ends one.
     """
@@ -127,8 +126,8 @@ def score(
 ) -> tuple[list[tuple[float, float]], list[bool]]:
     """Run all tokens; return `log_likelihoods` of each from `start` on, and if none is likelier.
 
-    Both are given all tokens before it. before_last, progress, chunk, begun: as for `generate`.
-    head: the model's.
+    Tokens are teacher-forced. before_last, progress, chunk, begun: as for `generate`. head: the
+    model's.
     """
     n, scores, likeliest = len(ids), list[tuple[float, float]](), list[bool]()
     cache, ran = begun or (full_cache(model), 0)
@@ -148,8 +147,8 @@ def score(
 def log_likelihoods(logits: Tensor, tokens: Tensor) -> list[tuple[float, float]]:
     """Return log-likelihoods in nats of tokens [R, 1], and the means of each row of logits [R, V].
 
-    A mean is over all tokens of the vocabulary, each of -1000 nats at least, so that it shows the
-    scale of logits where a model is certain of its token, too.
+    A mean is over the vocabulary, with at least -1000 nats per token: it shows the scale of logits
+    even where a model is certain of its token.
     """
     scores = logits.double().log_softmax(-1)
     pairs = scores.gather(-1, tokens)[:, 0], scores.clamp(min=-1000).mean(-1)
@@ -157,7 +156,7 @@ def log_likelihoods(logits: Tensor, tokens: Tensor) -> list[tuple[float, float]]
 
 
 def stop_search(strings: Sequence[str], tokenizer: Any) -> Callable[[Sequence[int], int], bool]:
-    """Return whether a response has text that ends it, of all tokens and the start of the response.
+    """Return whether a response has a stop string, from all tokens and the start of the response.
 
     A token is at least one byte of text (special tokens count as text), so a string of b bytes lies
     in the last b tokens. Eight more are decoded, because decoders may change the start of a text.
@@ -180,10 +179,10 @@ def stop_search(strings: Sequence[str], tokenizer: Any) -> Callable[[Sequence[in
 def _check(
     asked: Prompt | Turn, response: str, text: str | None, *, tiny: bool
 ) -> dict[str, Any] | None:
-    """Compare a response with what is asked for; None without anything to compare.
+    """Compare a response with the expected answer; None without anything to compare.
 
-    A scorer of another kind than free text decides where the prompt names one; for tiny the right
-    response follows from the text of the prompt.
+    A scorer other than free text decides where the prompt names one; for tiny the right response
+    follows from the text of the prompt.
     """
     answer, scorer = asked.answer, asked.scorer
     if scorer is not None and scorer not in SCORERS:
@@ -197,9 +196,9 @@ def _check(
 def describe_turns(
     session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
 ) -> list[dict[str, Any]]:
-    """Return what the trace of a capture (`Session`) says of each turn, ready for JSON.
+    """Return the description of each turn of a capture (`Session`), ready for JSON.
 
-    ended: what ended each answer, None for its length.
+    ended: the end reason of each answer, None for its length.
     """
     prompt, tokenizer, encoded = session.prompt, session.tokenizer, session.encoded
     asked = [prompt, *prompt.turns]

@@ -1,7 +1,7 @@
-"""Models in GGUF files, dequantised as they are loaded.
+"""Models in GGUF files, dequantized when loaded.
 
-transformers' own reader takes many times as long, and gives SmolLM2 another tokenizer up to version
-5.5.
+transformers' own reader takes many times as long, and builds another tokenizer for SmolLM2 up to
+version 5.5.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 
 @dataclass(frozen=True, eq=False)
 class GgufModel:
-    """The model in a GGUF file, whose weights are read when they are loaded.
+    """The model in a GGUF file, with weights read on loading.
 
-    name: that of the model in traces. parts: its weights. source: their provenance for JSON, as far
-    as the header of the file says it.
+    name: that of the model in traces. parts: its weights. source: their provenance for JSON, from
+    the header of the file.
     """
 
     name: str
@@ -95,7 +95,7 @@ class GgufModel:
         with _usable(self.path), self.path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             for name, (tensor, rows) in self.parts.items():
-                # as torch aligns memory, so that products round alike in every process
+                # aligned as torch does, so that products round alike in every process
                 loaded[name] = torch.from_numpy(tensor.values(rows)).clone()
                 if not loaded[name].isfinite().all():
                     raise ValueError(f"{name} has values that are not finite")
@@ -110,9 +110,9 @@ class GgufModel:
 
 
 def read_gguf(name: str) -> GgufModel:
-    """Read a GGUF file at a path, or SmolLM2's, but for its weights.
+    """Read a GGUF file at a path, or SmolLM2's, except its weights.
 
-    Raises CaptureError where a package is not installed, for no file, and for an unusable one.
+    Raises CaptureError for a package that is not installed, and for a missing or unusable file.
     """
     path = _packaged() if name == SMOLLM2 else Path(name)
     if not path.is_file():
@@ -143,7 +143,7 @@ def read_gguf(name: str) -> GgufModel:
 
 
 def _packaged() -> Path:
-    """Return the file of SmolLM2. The package is not imported: it needs llama.cpp."""
+    """Return the file of SmolLM2, without an import of the package, which needs llama.cpp."""
     spec = find_spec(_PACKAGE.replace("-", "_"))
     folders = [] if spec is None else spec.submodule_search_locations or []
     for path in (Path(folder, _FILE) for folder in folders):
@@ -157,7 +157,7 @@ def _packaged() -> Path:
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Say of errors on a damaged or unusual file, those of the libraries too, which file it is."""
+    """Name the file in errors on a damaged or unusual one, also in those of libraries."""
     try:
         yield
     except Exception as error:
@@ -169,7 +169,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a file as llama.cpp reads it, and the settings beside it.
+    """Return the tokenizer of a file as llama.cpp reads it, and its settings.
 
     Raises ValueError for a file without one or with one of another kind.
     """

@@ -57,14 +57,14 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor as it is stored: the name of its type, its shape, its rows as bytes [rows, m]."""
+    """A tensor as stored: the name of its type, its shape, its rows as bytes [rows, m]."""
 
     kind: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
 
     def values(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows, all in this order, as float32 of the shape, dequantised by `gguf`."""
+        """Return rows, all in this order, as float32 of the shape, dequantized by `gguf`."""
         from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415  an extra
 
         with np.errstate(all="ignore"):  # a scale of a damaged file may be infinite
@@ -77,7 +77,7 @@ Weight = tuple[StoredTensor, NDArray[np.int64]]
 
 
 class _Bytes:
-    """Values of a file one after another. Raises ValueError at its end."""
+    """Values of a file in sequence; ValueError at its end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -149,7 +149,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
-    """Return a value of the metadata. Raises TypeError for one that is missing or no `kind`."""
+    """Return a value of the metadata; TypeError for a missing one or another type than `kind`."""
     value = fields.get(key, default)
     if not isinstance(value, kind):
         raise TypeError(f"{key} is {reprlib.repr(value)}, expected {kind.__name__}")

@@ -1,6 +1,6 @@
-"""Logits of some rows at a time, from the output of a model's decoder.
+"""Logits of a few rows at a time, from the output of a model's decoder.
 
-Those of all rows of a long response take more memory than anything else of a small model.
+The logits of all rows of a long response would be the largest array of a small model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError
 
-#: Logits that are computed at once, and those that are compared, which a processor's cache holds.
+#: Logits computed at once, and compared at once, which fit into a processor's cache.
 LOGITS, FEW = 1 << 22, 1 << 18
 
 # Rows that are checked at once.
 _ROWS = 128
 
-#: Models whose forwards compute the logits of their last row alone, for now.
+#: Models whose forwards compute only the logits of their last row inside the block.
 APART: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -36,8 +36,8 @@ def spans(n: int, step: int) -> list[slice]:
 class Head:
     """The part of a model that computes logits of its decoder's output.
 
-    kind: the class of that output; None for a model whose logits are no function of it, or of which
-    that is not known: its forwards compute all logits that are asked for.
+    kind: the class of that output; None where logits are no function of it, or this is unknown:
+    then forwards compute all requested logits.
     """
 
     def __init__(self, model: PreTrainedModel, kind: type | None) -> None:
@@ -57,15 +57,15 @@ class Head:
             return head.kind
         try:
             gap = (head.logits(outputs[0].last_hidden_state[0]) - logits[0]).abs().max()
-        except Exception:  # noqa: BLE001  of an unknown model, whatever it is
+        except Exception:  # noqa: BLE001 any error of an unknown model
             return None
         return head.kind if gap <= tolerance(DTYPES[logits.dtype]) * logits.abs().max() else None
 
     @contextmanager
     def apart(self) -> Iterator[list[Tensor]]:
-        """Leave out logits in the forwards of the block; provides the decoder's outputs [n, D].
+        """Skip logits in the forwards of the block; provides the decoder's outputs [n, D].
 
-        Without a `kind`, the logits [n, V] that are asked for.
+        Without a `kind`, the requested logits [n, V].
         """
         outputs: list[Tensor] = []
 
@@ -105,7 +105,7 @@ class Head:
 
 
 class Predictions:
-    """Logits of consecutive rows of one or several runs, computed as they are read.
+    """Logits of consecutive rows of one or several runs, computed on access.
 
     outputs: of the decoder [..., R, D]; logits [..., R, V] where there is no head. start: the
     number of the first row. checked: whether these logits are known to be finite.
@@ -145,8 +145,8 @@ class Predictions:
     def parts(self, row: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield a few rows at a time, counted from the first, and their logits.
 
-        row: logits of a row, by default `row`. Results belong in an array that is there before:
-        small ones, allocated between large ones, would keep the memory of these.
+        row: logits of a row, by default `row`. Store results in a preallocated array: small arrays
+        allocated between large ones would keep the memory of these.
         """
         row = row or self.row
         for many in spans(len(self), LOGITS // row):

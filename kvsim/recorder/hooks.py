@@ -1,8 +1,8 @@
-"""Interception of a model's attention kernel, for as long as a ``with`` block lasts.
+"""Interception of a model's attention kernel inside a ``with`` block.
 
-Forward hooks mark which attention module is running. A wrapper around the model's own kernel, put
-into transformers' table of attention functions, gets q, k, v exactly as the kernel does (after any
-norm and after RoPE), and its output per head. The model's own computation does not change.
+Forward hooks mark the running attention module. A wrapper around the model's own kernel, in
+transformers' table of attention functions, gets the kernel's q, k, v (after any norm and after
+RoPE) and its output per head. The model's own computation does not change.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvsim.recorder.modules import (
 )
 from kvsim.recorder.positions import indexed
 
-#: Returns the mask that the kernel of a layer gets instead of the one that the model made, from the
-#: layer's number, the queries [1, qhead, w, dim] and that mask.
+#: Returns the mask of a layer's kernel instead of the model's, from the layer's number, the queries
+#: [1, qhead, w, dim] and the model's mask.
 Masking = Callable[[int, Tensor, Tensor | None], Tensor | None]
 
 #: The kernel of a layer with its options: from queries [B, qhead, w, dim], keys and values
 #: [B, head, n, dim] and a mask to the output [B, w, qhead, dim].
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-#: Returns the output of a layer's kernel, [1, w, qhead, dim], from the layer's number, the
-#: queries [1, qhead, w, dim], keys, values and the kernel; None where the kernel is to compute it.
+#: Returns the output of a layer's kernel, [1, w, qhead, dim], from the layer's number, the queries
+#: [1, qhead, w, dim], keys, values and the kernel; None to call the kernel.
 Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
@@ -99,12 +99,12 @@ class KernelCall:
 
     @property
     def rotated(self) -> int:
-        """The first dimensions of queries and keys, which positions may rotate: no latent is."""
+        """Leading dimensions of queries and keys that positions may rotate, without latent ones."""
         return self.k.shape[2] - (0 if self.up is None else self.v.shape[2])
 
     @property
     def facts(self) -> dict[str, int]:
-        """What the header of a trace says of entries."""
+        """Fields of a trace's header about entries."""
         return {} if self.up is None else {"latent": self.v.shape[2]}
 
     @property
@@ -116,7 +116,7 @@ class KernelCall:
 
 
 class _Interceptor:
-    """The state of the attention module that runs: set by its pre-hook, read by the wrappers."""
+    """State of the running attention module: set by its pre-hook, read by the wrappers."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Interceptor:
         self.running: int | None = None
         self.hidden: Tensor | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        # queries and keys, while a module runs on another input
+        # queries and keys, while a module runs on other inputs
         self.recomputed: list[tuple[Tensor, Tensor]] | None = None
         self.calls = 0
         self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
@@ -191,15 +191,15 @@ class _Interceptor:
         )
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
-        """Return the sinks as numbers, read once: reading waits for the device."""
+        """Return the sinks as numbers, read once because reading waits for the device."""
         if layer not in self.sinks or self.sinks[layer][0] is not sinks:
-            known = torch.zeros(sinks.shape) if sinks.is_meta else sinks  # a plan has shapes alone
+            known = torch.zeros(sinks.shape) if sinks.is_meta else sinks  # a plan has only shapes
             self.sinks[layer] = sinks, tuple(known.detach().double().flatten().tolist())
         return self.sinks[layer][1]
 
 
 def _chunk(module: nn.Module) -> int | None:
-    """Return the size of the chunks of a layer, of which its kernel is told by the mask alone."""
+    """Return the size of a layer's attention chunks, which its kernel knows only from the mask."""
     config: Any = getattr(module, "config", None)
     layer = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None) or ()
@@ -209,9 +209,9 @@ def _chunk(module: nn.Module) -> int | None:
 
 
 def _without_cache(argument: Any, rows: int, *, indexed: bool) -> Any:
-    """Return an argument for a module that runs again on rows alone, to which it may write.
+    """Return an argument for another run of a module over only the new rows, safe to write to.
 
-    indexed: integers are positions from which an indexer chooses, those of these rows at most.
+    indexed: integers are positions for an indexer, at most those of these rows.
     """
     if isinstance(argument, Cache):
         return None
@@ -225,7 +225,7 @@ def _without_cache(argument: Any, rows: int, *, indexed: bool) -> Any:
 def hidden_states(
     what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], advice: str = ""
 ) -> Tensor:
-    """Return the hidden states [1, rows, hidden] that a module, `what`, was called with."""
+    """Return the hidden states [1, rows, hidden] among the arguments of a module, `what`."""
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != 1:
         raise CaptureError(
@@ -245,12 +245,12 @@ def intercepting(
     masking: Masking | None = None,
     attending: Attending | None = None,
 ) -> Iterator[None]:
-    """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
+    """Pass every kernel call of `model` to `receive` until the block ends, also by an error.
 
     receive: called after the kernel, before the output projection; may raise. None where kernels
-    are only given masks, or are replaced: then several sequences may run together. layers: the
-    layers to intercept, by number; None for all. masking: gives kernels another mask than the
-    model's, which then computes something else. attending: computes instead of the kernel.
+    are only masked or replaced: then several sequences may run together. layers: numbers of the
+    layers to intercept; None for all. masking: replaces the model's mask, and so changes its
+    output. attending: computes instead of the kernel.
     """
     modules = {
         layer: module
@@ -308,7 +308,7 @@ def intercepting(
         return kernel
 
     with ExitStack() as stack:
-        # a compiled model runs as it was written: graphs would take in what receives the calls
+        # a compiled model runs uncompiled, because graphs would include `receive`
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         latents = Latents(modules, stack)
         stack.enter_context(replacing_kernel(name, wrap))
@@ -324,9 +324,9 @@ def intercepting(
 
 
 def _sparing(original: Kernel) -> Kernel:
-    """Return torch's kernel, which copies keys and values over a mask, for some KV heads at a time.
+    """Return torch's kernel, run on some KV heads at a time because it copies keys and values.
 
-    Those of a single head are views.
+    Slices of a single head are views.
     """
 
     @functools.wraps(original)
@@ -350,7 +350,7 @@ def kernel_mask(
 ) -> Tensor:
     """Return the mask of visible entries as a kernel takes it: bool, or `added` to the logits.
 
-    weights: their logarithms, added to the logits in any case.
+    weights: their logarithms, which force an added mask.
     """
     if not added and weights is None:
         return visible
