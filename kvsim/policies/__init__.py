@@ -1,8 +1,7 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and its entry in `catalogue.py`.
-`policy` builds one from its name. The names below are imported on first use, so that the file of a
-policy imports what it needs alone.
+A new policy is one file here and its entry in `catalogue.py`. `policy` builds one from its name.
+The names below are imported on first use, so that the file of a policy imports only its own needs.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 
 
 def as_policy(given: PolicyLike) -> Policy:
-    """Return a policy, built if it is given by name; a scorer alone evicts every 128 rows.
+    """Return a policy, built if it is given by name; a bare scorer evicts every 128 rows.
 
     Raises PolicyError for anything else, and as `policy`.
     """

@@ -1,4 +1,4 @@
-"""AMS: the cache is cut into segments of equal attention mass, and every segment keeps a share.
+"""AMS: cuts the cache into segments of equal attention mass, each of which keeps a share.
 
 "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event:
 
@@ -15,12 +15,12 @@
    to its length; "equal": the same for all), at least `min_quota` entries.
 6. A scorer chooses the best entries of each segment, as many as its quota.
 
-So no segment of the cache is lost as a whole, as long as the budget has an entry for each.
+So every segment keeps an entry as long as the budget has one for each.
 
-Two modes. `mode="strict"` (default) gives what the paper promises: segments have min_segment to
+Two modes. `mode="strict"` (default) keeps the paper's promises: segments have min_segment to
 max_segment entries (if max_segment >= 2 min_segment - 1), every segment keeps at least min_quota
 entries as long as the budget suffices, and the number of kept entries is exactly the budget.
-`mode="reference"` does what the release does:
+`mode="reference"` follows the release:
 
 * It splits segments before it merges them, so a merged segment can exceed max_segment.
 * It rounds quotas and corrects their sum in passes from the left.
@@ -35,13 +35,13 @@ its own position; the release rotates all of them to the current position. Mass 
 and sequence, in float64. If there are more segments than entries in the budget, the release's quota
 passes never end; there the reference mode takes the rule of the strict mode. The release gives
 entries that a scorer protects the largest score of the layer, so they tie with the best entry; here
-they come first. The release's TOVA protects the last token in this way; so does that of
-`ams@release`. In the release no event ends the prefill; where one does here, its window is whole.
+they come first. The TOVA of the release, and of `ams@release`, protects the last token in this way.
+The release has no event at the end of the prefill; here such an event has a full window.
 `weights="length"` is the paper's ablation without mass weights. For this ablation the release runs
 `reference_no_mass`, which still weighs by mass; its credit remembers the usage instead of the mass
-(`credit_of="usage"`). The defaults are those of the paper's Table 15. The table gives no `recent`
-and `pool_kernel`; here they are 32 and 5, as in the release. `ams@release` has the mode "reference"
-and the hyper-parameters of the release.
+(`credit_of="usage"`). The defaults come from the paper's Table 15. It has no `recent` and
+`pool_kernel`; here they are 32 and 5, as in the release. `ams@release` has the mode "reference" and
+the hyper-parameters of the release.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from kvsim.policies.window import Windowed, smooth
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
-# A finer one cuts no segment anew: none is shorter than an entry.
+# A finer one cuts nothing more: a segment has at least one entry.
 _LEAST_SHARE = 1e-5
 # The release keeps this many queries between two events.
 _BUFFER = 257
@@ -70,9 +70,9 @@ class AMS(Allocator):
     """Allocator that gives each segment of the cache a quota.
 
     In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
-    q_min, credit_decay lambda, credit_mix beta; credit_of says what is remembered, the mass or the
-    usage that it comes from. Ablations: weights "length" or "equal", credit False, segmentation
-    "fixed", segment_mass >= 1 with a large max_segment for a single segment.
+    q_min, credit_decay lambda, credit_mix beta. credit_of: whether the credit remembers the mass or
+    the usage. Ablations: weights "length" or "equal", credit False, segmentation "fixed",
+    segment_mass >= 1 with a large max_segment for a single segment.
     """
 
     segment_mass: Annotated[float, AtLeast(_LEAST_SHARE)] = 0.1
@@ -106,7 +106,7 @@ class AMS(Allocator):
     reads = Windowed.reads
 
     def protection(self, budget: int) -> Protection:
-        """Sinks and recent entries; where the budget is tight, strict mode shortens the recent."""
+        """Sinks and recent entries; under a tight budget strict mode protects fewer recent ones."""
         if self.mode == "strict":
             sink = min(self.sink, budget)
             return Protection(sink, min(self.recent, budget - sink))
@@ -144,7 +144,7 @@ class AMS(Allocator):
         columns = {"credit": credit}
         if self.mode == "strict":
             return Plan(quotas.units, parts.group, columns=columns, notes=notes)
-        # what the scorer protects ranks first in its segment, and so uses up the segment's quota
+        # entries that the scorer protects rank first in their segment and use up its quota
         first = protected_by(view.setting.scorer_protection, view)
         candidates = select(scores, quotas.units, first, view.live, parts.group)
         notes["quota"] = quotas.units
@@ -152,7 +152,7 @@ class AMS(Allocator):
         return Plan(budget, eligible=candidates, columns=columns, notes=notes)
 
     def _usage(self, view: View) -> tuple[Tensor, Tensor]:
-        """Usage u and the suffix that the window cannot judge, both [L, H, n]; u in float64."""
+        """Usage u (float64) and the suffix without usage from the window, both [L, H, n]."""
         count = view.count
         rows = min(self.window, view.row + 1)
         if self.mode == "reference" and not view.is_prompt:
@@ -161,7 +161,7 @@ class AMS(Allocator):
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
         if int(count.min()) <= view.row:
             return self._usage_over(view, width)
-        # nothing has left: replays share it
+        # nothing was evicted: replays share it
         terms = view.row, view.setting.prompt_len, view.setting.interval, *width.flatten().tolist()
         key = "usage", self, *terms
         return view.memo(key, lambda: self._usage_over(view, width), shared=True)
@@ -184,7 +184,7 @@ class AMS(Allocator):
         return torch.where(suffix, self._fill(usage, judged), usage), suffix
 
     def _fill(self, usage: Tensor, judged: Tensor) -> Tensor:
-        """The usage that suffix entries are given, [L, H, 1]; 1 where nothing could be judged."""
+        """Usage of suffix entries, [L, H, 1]; 1 where the window has no usage at all."""
         if self.suffix_fill == "zero":
             return usage.new_zeros(*usage.shape[:2], 1)
         number = judged.sum(-1, keepdim=True)
@@ -198,10 +198,7 @@ class AMS(Allocator):
         return fill.masked_fill(number == 0, 1.0)
 
     def segment(self, mass: Tensor, live: Tensor) -> Tensor:
-        """Slots at which segments start, int [L, H, S], for mass [L, H, n]; n where there is none.
-
-        Ascending, the first live slot first.
-        """
+        """First slots of segments, int [L, H, S], for mass [L, H, n]; n: none."""
         n = mass.shape[-1]
         if self.segmentation == "fixed":
             first = (n - live.sum(-1)).unsqueeze(-1)
@@ -217,7 +214,7 @@ class AMS(Allocator):
         return merge(starts, n, self.min_segment, short_tail=True)
 
     def share(self, parts: SegmentSums, budget: Tensor) -> Quotas:
-        """The budget [L, H] shared out to the segments."""
+        """Allocate the budget [L, H] to the segments."""
         weight = {
             "mass": parts.mass,
             "length": parts.length.double(),
@@ -238,9 +235,9 @@ def normalise(values: Tensor, live: Tensor) -> Tensor:
 def cuts(mass: Tensor, live: Tensor, share: float, *, keep_unreached: bool) -> Tensor:
     """A segment starts at the first entry whose cumulative mass reaches a multiple of `share`.
 
-    A crossing at the first entry moves to the second. keep_unreached: multiples below 1 that
-    rounding leaves unreached start a segment at the last entry, as the release has it. Starts are
-    slots, int [L, H, S], ascending and perhaps repeated; n stands for none.
+    A crossing at the first entry moves to the second. keep_unreached: as in the release, multiples
+    below 1 that rounding leaves unreached start a segment at the last entry. Returns slots, int [L,
+    H, S], ascending, perhaps repeated; n marks no segment.
     """
     n = mass.shape[-1]
     first = (n - live.sum(-1)).unsqueeze(-1)
@@ -256,8 +253,8 @@ def cuts(mass: Tensor, live: Tensor, share: float, *, keep_unreached: bool) -> T
 def merge(starts: Tensor, n: int, least: int, *, short_tail: bool) -> Tensor:
     """Segments of fewer than `least` entries absorb those after them.
 
-    What remains is the orbit of the first start under s -> first start at s + least or later, found
-    by doubling the jumps. A last segment that stays short joins the one before unless short_tail.
+    The result is the orbit of the first start under s -> first start at s + least or later, found
+    by doubling the jumps. A short last segment joins the one before unless short_tail.
     """
     number = starts.shape[-1]
     none = starts.new_full((*starts.shape[:-1], 1), number)
@@ -277,7 +274,7 @@ def merge(starts: Tensor, n: int, least: int, *, short_tail: bool) -> Tensor:
 
 
 def split(starts: Tensor, n: int, most: int, *, equal: bool) -> Tensor:
-    """Segments of more than `most` entries are cut: into equal pieces, or after every `most`."""
+    """Cut segments of more than `most` entries into equal pieces, or after every `most` entries."""
     length = _lengths(starts, n).unsqueeze(-1)  # [L, H, S, 1]
     pieces = -(-length // most)
     piece = torch.arange(max(1, int(pieces.max())), device=starts.device)
@@ -288,13 +285,12 @@ def split(starts: Tensor, n: int, most: int, *, equal: bool) -> Tensor:
 
 
 def _packed(starts: Tensor, n: int) -> Tensor:
-    """Ascending, without columns in which no head has a start."""
     starts = starts.sort(dim=-1).values
     return starts[..., : int((starts < n).sum(-1).max())].contiguous()
 
 
 def _lengths(starts: Tensor, n: int) -> Tensor:
-    """Entries from each start to the next one; 0 for none, and for all but the last of equals."""
+    """Entries from each start to the next; 0 without one, and for all but the last of equals."""
     following = torch.cat([starts[..., 1:], starts.new_full((*starts.shape[:-1], 1), n)], dim=-1)
     return following - starts
 
@@ -319,19 +315,19 @@ class SegmentSums(NamedTuple):
 
 
 class Quotas(NamedTuple):
-    """Entries of each segment, and where the units come from."""
+    """Quotas of the segments, and the shares of the budget that they consist of."""
 
     units: Tensor  #: int [L, H, S]
-    minimum: Tensor  #: share of the budget given before any weight counts, [L, H]
-    by_mass: Tensor  #: share that follows the weights; the rest settles rounding, [L, H]
-    infeasible: Tensor  #: bool [L, H], the minima alone exceed the budget
+    minimum: Tensor  #: share of the budget allocated regardless of weights, [L, H]
+    by_mass: Tensor  #: share allocated by weight, [L, H]; the rest is rounding
+    infeasible: Tensor  #: bool [L, H], whether the minima exceed the budget
 
 
 def strict_quotas(parts: SegmentSums, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
-    """least + a share of the rest by weight, largest remainders; at most the segment's length.
+    """`least` plus a share of the rest by weight, at most the segment's length; largest remainders.
 
-    Where the minima exceed the budget, protected entries come first and then one entry per segment
-    and round, the heaviest first: as many segments as possible keep something.
+    Where the minima exceed the budget, protected entries come first, then one entry per segment and
+    round, the heaviest first, so that as many segments as possible keep an entry.
     """
     infeasible = least.sum(-1) > budget
     floor = torch.where(infeasible.unsqueeze(-1), 0, least)

@@ -1,4 +1,4 @@
-"""ASL: tokens are selected where the ranking of the tokens has settled from layer to layer.
+"""ASL: selects tokens at the layer at which their ranking has settled.
 
 Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", Findings
 of ACL 2026, arXiv 2601.07667, section 4 and algorithms 1 and 2. At the end of a prompt of n tokens,
@@ -6,14 +6,14 @@ each layer ranks the tokens before the window. The score of a token is its softm
 the last `window` rows, summed over them, average-pooled over neighbours and summed over all query
 heads. R are the ranks; rank 1 has the largest score. Let B be the last `look_back` layers up to
 layer l, k = min(budget, n) - window, and U the tokens that rank among the first k in at least one
-of these layers. V_l says how much ranks still change, rho_l how much relative to the first layer
-that is tested:
+of these layers. V_l measures how much ranks still change, and rho_l is relative to the first layer
+tested:
 
     V_l = mean over U of the variance over B of R,    rho_l = V_l / V_first_layer.
 
 At the first layer l >= first_layer (by default L // 3 of L layers) with rho_l < tau, the first k
 tokens of this layer's ranking and the window propagate to deeper layers, at their own positions.
-The caches up to layer l keep what a scorer chooses (SnapKV from the same window), or everything
+The caches up to layer l keep the choice of a scorer (SnapKV from the same window), or everything
 (`kv_before="full"`); deeper layers keep all propagated tokens. If no layer is below tau, every
 layer processes all tokens. `asl_2pass` stops after l and runs the selected tokens through all
 layers again, at positions 0, 1, 2, ...; if no layer is below tau, it takes the selection of the
@@ -39,8 +39,8 @@ from kvsim.core.propagation import Forecast, Propagation, Step, check_layer, dro
 from kvsim.core.view import View
 from kvsim.policies.window import Pooling, Windowed, over_heads, smooth
 
-# Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
-# (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
+# Mean selection layer by number of layers, and as a share of the depth, (L_sel + 1) / L:
+# Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k (appendix B.1).
 _MEANS = {32: 23.9, 28: 21.6}
 _MEAN_DEPTH = sum((at + 1) / n for n, at in _MEANS.items()) / len(_MEANS)
 
@@ -53,20 +53,20 @@ def pooled_scores(view: View, window: int, pool: Pooling, kernel: int) -> Tensor
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """1 for the largest of scores [..., m], m for the smallest; ties by place. int64 [..., m]."""
+    """Ranks of scores [..., m], int64: 1 for the largest, m for the smallest; ties by place."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     return torch.empty_like(order).scatter_(-1, order, places.expand_as(order))
 
 
 def best_and_rest(ranked: Tensor, k: int, n: int) -> Tensor:
-    """Places of the first k of ranks [m], and m..n-1 behind them; ascending."""
+    """Ascending places of the first k of ranks [m], followed by m..n-1."""
     older = (ranked <= k).nonzero()[:, 0]
     return torch.cat([older, torch.arange(len(ranked), n, device=older.device)])
 
 
 def rank_variance(ranked: Tensor, k: int) -> float:
-    """V: variance over layers of the ranks [w, m] of what is among the first k in one; its mean."""
+    """V: mean variance over layers of ranks [w, m], for tokens among the first k of any layer."""
     if k < 1:
         return 0.0
     union = (ranked <= k).any(0)
@@ -74,9 +74,9 @@ def rank_variance(ranked: Tensor, k: int) -> float:
 
 
 class AtLayer(Propagation):
-    """Selects after a given layer, by default the published one, or one as deep in other models.
+    """Selection after a fixed layer: the published one, in other models one at the same depth.
 
-    published: by number of layers, of Llama-3.1-8B and Qwen2.5-7B in appendix C.2. depth: a share.
+    published: by number of layers (Llama-3.1-8B and Qwen2.5-7B, appendix C.2). depth: as a share.
     """
 
     published: ClassVar[Mapping[int, int]]
@@ -113,7 +113,7 @@ class Selecting(Propagation):
 
     @property
     def least_budget(self) -> int:
-        """The window, which always propagates, and a token that is selected."""
+        """The window, which always propagates, and one selected token."""
         return self.window + 1
 
     def check(self, run: Run) -> None:
@@ -121,7 +121,7 @@ class Selecting(Propagation):
         check_layer("asl (first_layer)", self.first_layer, run.n_layers)
 
     def rule(self, n_layers: int) -> tuple[int, int]:
-        """L_min and L_obs of a model: the first layer that is tested, layers of a variance."""
+        """L_min and L_obs of a model: the first layer tested, and the layers of a variance."""
         first = n_layers // 3 if self.first_layer is None else self.first_layer
         return first, min(self.look_back, first + 1)
 
@@ -132,7 +132,7 @@ class Selecting(Propagation):
     def after(self, view: View, memory: Any) -> Step:
         """Compare the ranks of this layer with those of the layers before it.
 
-        memory: ranks of the most recent layers, and the variance at the first one tested.
+        memory: ranks of the most recent layers, and the variance at the first layer tested.
         """
         n, budget = view.row + 1, view.setting.budget
         if n <= max(budget, self.window):
@@ -156,7 +156,7 @@ class Selecting(Propagation):
     def forecast(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
     ) -> Forecast:
-        """All rows up to `layer`, the budget behind it; expected: a mean of appendix B.1."""
+        """All rows up to `layer`, the budget in deeper layers; expected: a mean of appendix B.1."""
         last = n_layers - 1 if layer is None else layer
         again = self.caches == "again"
         rows = dropped_after(last, budget, prompt_len, n_layers, again=again)
@@ -174,7 +174,7 @@ class Selecting(Propagation):
 
 
 class ASL(Selecting):
-    """Selected tokens propagate; `kv_before`: what the layers up to the selection keep."""
+    """Selected tokens propagate; `kv_before`: contents of the caches up to the selection."""
 
     kv_before: Literal["budget", "full"] = "budget"
 

@@ -1,4 +1,4 @@
-"""CAKE: layers with spread and shifting attention get more, entries whose attention shifts stay.
+"""CAKE: more entries for layers with spread and shifting attention; keeps those that shift most.
 
 Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", ICLR 2025,
 arXiv 2503.12491. a_r(j) is the attention of row r, one of the `window` most recent rows, on a
@@ -17,9 +17,9 @@ and the layers share one budget in proportion to P.
 Deviations. The paper fixes the layers' shares during the prefill, layer by layer. Here every event
 that evicts divides the total again, so that the sum is exact. As in the authors' code, events after
 the prefill score by the mean alone (`decoding=False`). The authors' tau1 and tau2 come from a table
-of models; here both are 1. When only some layers are replayed, these share the sum of their
-budgets. `cake@gkv` is the score in G-KV's code: the largest of the group (`group="max"`), the
-standard deviation instead of the variance (`dispersion="std"`), no pooling, the same at every event
+of models; here both are 1. If only some layers are replayed, they share the sum of their budgets.
+`cake@gkv` is the score in G-KV's code: the largest of the group (`group="max"`), the standard
+deviation instead of the variance (`dispersion="std"`), no pooling, the same at every event
 (`decoding=True`), the same budget in each layer.
 """
 
@@ -76,7 +76,7 @@ class CakeBudgets(LayerBudgets):
     reads = Windowed.reads
 
     def budgets(self, view: View, budget: int) -> Tensor:
-        """At least what is protected, at most what there is; together len(layers) x budget."""
+        """Between the protected and the present entries; together len(layers) x budget."""
         cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
         floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
@@ -97,7 +97,7 @@ def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:
 
 
 def variance(attention: Tensor) -> Tensor:
-    """Unbiased variance over the rows of [L, H, G, w, n], 0 of one row; [L, H, G, n]."""
+    """Unbiased variance over the rows of [L, H, G, w, n], 0 for a single row; [L, H, G, n]."""
 
     def squares(x: Tensor) -> Tensor:
         gap = x - x.mean(3, keepdim=True)

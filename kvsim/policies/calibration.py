@@ -1,11 +1,11 @@
-"""The queries that a scorer learns from before it scores: the beginning of a trace, or another one.
+"""Calibration queries of a scorer: from the beginning of the trace, or from another trace.
 
-Some methods measure a model once, on a text of their own, and then score keys by what they learned.
-`calibration` says which queries stand for that text:
+Some methods measure a model once, on a text of their own, and score keys by these statistics.
+`calibration` names the queries used in place of that text:
 
-* "prefix:N": the first N rows of the trace that is replayed; what a live run could measure itself;
-* a Trace or the path of one: another text through the same model, as the papers do it;
-* "oracle": every row of the trace that is replayed, those still to come included; a bound.
+* "prefix:N": the first N rows of the replayed trace, which a live run could measure itself;
+* a Trace or its path: another text through the same model, as in the papers;
+* "oracle": every row of the replayed trace, future rows included; a bound.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _WAYS = (
 
 
 class Calibration(str):  # noqa: SLOT000  has more than its text
-    """A source of calibration queries; its text is what is shown, compared and recorded.
+    """A source of calibration queries, which is shown, compared and recorded as its text.
 
-    rows: of a prefix, None otherwise. trace: another trace, None otherwise; learned: from it.
+    rows: of a prefix, else None. trace: another trace, else None; learned: statistics from it.
     """
 
     rows: int | None = None
@@ -43,7 +43,7 @@ class Calibration(str):  # noqa: SLOT000  has more than its text
 
 
 def _source(policy: str, given: str | Path | Trace | None) -> Calibration:
-    """The calibration that a user gave. Raises PolicyError naming the policy."""
+    """Parse the calibration of a user. Raises PolicyError naming the policy."""
     if isinstance(given, Calibration):
         return given
     prefix = re.fullmatch(r"prefix:0*([1-9]\d*)", str(given), re.ASCII)
@@ -76,7 +76,7 @@ class Sourced(Piece):
         return cast("Calibration", self.calibration)
 
     def check(self, run: Run) -> None:
-        """Raise PolicyError where the rows of another trace are of another model."""
+        """Raise PolicyError if the other trace comes from another model."""
         both = self.source.trace or run.trace, run.trace
         sizes = [(x.layer_ids, x.n_qheads, [rope.rotary_dim for rope in x.ropes]) for x in both]
         if sizes[0] != sizes[1] or differ(*map(model_of, both)):
@@ -88,7 +88,7 @@ class Sourced(Piece):
 
 
 class Calibrated(Sourced, Scorer):
-    """A scorer that learns from calibration queries first.
+    """A scorer with statistics of calibration queries.
 
     Subclasses define `learn` and score with `learned(view)`.
     """
@@ -98,18 +98,18 @@ class Calibrated(Sourced, Scorer):
 
     @property
     def reads(self) -> Inputs:
-        """Rows of the prefix, which must have been seen; or those that are still to come."""
+        """Rows of the prefix, which must exist at the event; or future rows."""
         prefix = self.source.rows or 0
         return Inputs(first=prefix, least=max(1, prefix), future=self.source == "oracle")
 
     @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
-        """Statistics of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
+        """Statistics [L, H, G, ...] of queries in blocks [L, H, G, w, d]."""
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
-        """Statistics of the calibration queries, for the view's layers and heads, [L, H, G, ...].
+        """Statistics of the calibration queries for the view's layers and heads, [L, H, G, ...].
 
-        From another trace they are taken once.
+        Those of another trace are computed once.
         """
         trace = self.source.trace
         if trace is None:
@@ -134,7 +134,7 @@ class Calibrated(Sourced, Scorer):
 
 
 def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """read(start, stop) a block of rows at a time, so that memory does not grow with the rows."""
+    """Yield read(start, stop) by blocks of rows, so that memory does not grow with the rows."""
     row = read(start, start + 1)
     step = max(1, LOGIT_BYTES // (row.numel() * row.element_size()))
     for first in range(start, stop, step):
@@ -142,7 +142,7 @@ def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Ite
 
 
 def _of_layer(trace: Trace, layer: int, rotated: bool) -> Iterator[Tensor]:
-    """Queries of a layer of a trace in blocks of rows, every head a group; [1, qhead, 1, w, d]."""
+    """Queries of a layer in blocks of rows, each head a group of its own; [1, qhead, 1, w, d]."""
 
     def read(start: int, stop: int) -> Tensor:
         q = trace.read("q", slice(layer, layer + 1), slice(start, stop)).unsqueeze(2)

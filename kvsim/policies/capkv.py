@@ -1,8 +1,8 @@
-"""CapKV: keeps entries without which the values of the cache would span less.
+"""CapKV: keeps the entries that add most to the information capacity of the values.
 
 "Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective", arXiv 2604.25975. The
-information capacity of a cache is log det A, where values count by the relevance of their keys. An
-entry scores what it adds to that, its leverage: per query head,
+information capacity of a cache is log det A, with values weighted by the relevance of their keys.
+The score of an entry is its contribution, its leverage: per query head,
 
     w_j = exp(tau (c_j - max_i c_i)),    c_j = cos(R' mu, k_j)
     A   = I + sum over j of (w_j + 1e-6) v_j v_j^T,    s_j = w_j v_j . A^-1 v_j
@@ -11,9 +11,9 @@ with mu the mean of the queries before the rotary embedding and R' the mean rota
 `n_future` positions. The score of a KV head is the mean over its group. The first `sink` entries
 stay, and mu, A and the maximum leave them out.
 
-Deviations. Only the abstract of the paper could be read. The definition is that of kvpress
-(CapPress), which says that the paper takes the product of key and query without normalising them,
-and no rotation of mu. At events in decoding, mu comes from the last 256 rows, as in
+Deviations. Only the abstract of the paper could be read. The definition is kvpress's (CapPress).
+According to kvpress, the paper takes the product of key and query without normalising them, and
+does not rotate mu. At events in decoding, mu comes from the last 256 rows, as in
 `expected_attention`.
 """
 
@@ -42,7 +42,7 @@ class CapKV(Scorer):
 
     @property
     def reads(self) -> Inputs:
-        """Recent queries, and a row behind the sinks."""
+        """Recent queries, and one row after the sinks."""
         return Inputs(last=BUFFER, least=self.sink + 1)
 
     def score(self, view: View) -> Tensor:

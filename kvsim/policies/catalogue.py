@@ -1,4 +1,4 @@
-"""Every policy, and what may stand behind it, by name: its pieces, its schedule and its presets.
+"""Policies, sparse attention, quantizers and mergers by name: pieces, schedules, presets.
 
 Pieces are named by file and class, "snapkv:SnapKV", and imported when a policy is built or shown.
 """
@@ -24,14 +24,13 @@ _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 _SPARSE_VLLM = {"sink": 4672, "recent": 4672}
 _BACK_END = {"pruning": "per_head", "population": "all", "protect_prompt": False}
 
-# Where heads keep sets of their own, an average over all of them compares different tokens; and
-# what is wrapped is the score alone, without the rule of TriAttention and RaaS that the prompt
-# stays.
+# Where heads keep different sets, an average over heads would mix different tokens. A wrapper takes
+# only the score, without the rule of TriAttention and RaaS that the prompt stays.
 _SHARED: Mapping[str, Mapping[str, Any]] = {
     name: {"protect_prompt": False} for name in ("triattention", "raas")
 }
 _PER_HEAD = {**_SHARED, "tova": {"heads": "group"}, "rpc": {"heads": "group"}}
-# One window decides which tokens propagate, and what the caches keep of them.
+# One window decides which tokens propagate, and which of them the caches keep.
 _WINDOW = ("window", "pool", "pool_kernel")
 # Budgets that windows are meant for. 512: G-KV, section 7, also for its baselines; tables 15 to 19
 # of AMS, its release and baselines. 320: the authors' window_size 64, max_capacity_prompt 256 + 64.
@@ -41,7 +40,7 @@ _AT_320, _AT_512, _AT_2048 = {"window": 320}, {"window": 512}, {"window": 2048}
 
 
 def _windows(how: str, **params: Any) -> Entry:
-    """The global score of G-KV alone."""
+    """The global score of G-KV without redundancy."""
     summary = f"what windows attended to, {how} over events"
     params = {"redundancy": False, **params}
     return Entry(summary, "gkv:GKV", EVERY_128, params=params, meant_for=_AT_512)
@@ -145,7 +144,7 @@ _ENTRIES: Mapping[str, Entry] = {
     "pyramidinfer": of_file("pyramidinfer:PyramidInfer", PROMPT),
 }
 
-#: Sparse attention, quantizers and mergers, which stand behind an eviction, or alone.
+#: Sparse attention, quantizers and mergers, after an eviction or by themselves.
 _BEHIND: Mapping[str, Entry] = {
     "quest": of_file("quest:Quest"),
     "double_sparsity": of_file(
@@ -382,7 +381,7 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 ACCESS = with_presets(_BEHIND, _PRESETS)
-#: Evictions, and everything that packages bring.
+#: Evictions, and all entries of packages.
 CATALOGUE: Mapping[str, Entry] = Registry(
     "policy", "kvsim.policies", (Entry,), with_presets(_ENTRIES, _PRESETS), ACCESS
 )

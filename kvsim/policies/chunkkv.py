@@ -3,7 +3,7 @@
 Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
 Inference", arXiv 2502.00299. Entries are cut into chunks of `chunk` slots. The scorer's scores are
 summed over the KV heads, and a chunk's score is the mean of these sums over its slots. The best
-chunks stay, the same in all heads. Every event cuts the entries that are left into new chunks.
+chunks stay, the same in all heads. Every event cuts the remaining entries into new chunks.
 
 Deviations. The budget is exact: chunks fill it in the order of their scores, and the last chunk,
 which may not fit whole, keeps its best entries. Protected entries come first and count in the
@@ -41,7 +41,7 @@ class ChunkKV(Allocator):
         return self.exact
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
+        """Mark the chosen entries as eligible, [L, H, n], and count them, [L, H]."""
         chunks = (view.slot // self.chunk).clamp(min=0)[:, :1]  # [L, 1, n], the same in all heads
         live, always = view.live[:, :1], protected[:, :1]
         if self.exact:
@@ -53,7 +53,7 @@ class ChunkKV(Allocator):
             padded = torch.where(protected, top, scores)
             order = _best_first(padded.double().sum(1, keepdim=True), chunks, live)
             chosen = self._whole(view, chunks, order)
-            few = view.count[:, :1] < self.chunk  # no whole chunk: kvpress selects as if without
+            few = view.count[:, :1] < self.chunk  # no whole chunk: kvpress selects without chunks
             nothing = torch.zeros_like(protected)
             plain = select(padded, view.budget.expand_as(view.count), nothing, view.live)
             chosen = torch.where(few.unsqueeze(-1), plain, chosen)
@@ -81,9 +81,9 @@ def _best_first(shared: Tensor, chunks: Tensor, among: Tensor) -> Tensor:
 def filled(
     scores: Tensor, chunks: Tensor, order: Tensor, budget: Tensor, always: Tensor, live: Tensor
 ) -> Tensor:
-    """Chunks in their order [L, h, C] until the budget [L, h] is used, bool [L, h, n].
+    """Take chunks in their order [L, h, C] until the budget [L, h] is used; bool [L, h, n].
 
-    Of the last chunk, which may not fit whole, the entries with the best scores [L, h, n].
+    The last chunk, if it does not fit whole, keeps the entries with the best scores [L, h, n].
     """
     size, kept = (sums(mask, chunks, order.shape[-1]) for mask in (live, always))
     room = (size - kept).gather(-1, order)

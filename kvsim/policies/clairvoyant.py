@@ -1,4 +1,4 @@
-"""Bounds of reading: the entries with the most attention, chosen by reading every key."""
+"""Bounds for sparse attention: the entries with the most attention, from all keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvsim.core.reading import Heads, Pages, SparseAttention, shared
 
 
 class TopK(SparseAttention):
-    """Every row reads the entries that it attends to most: a bound, since all keys are read.
+    """Each row reads the entries with its largest attention: a bound, because it needs all keys.
 
-    No other choice of as many held entries has more of the row's attention. The error of its output
-    can still be larger than another's. With `heads` kv or layer, the mean of the attention of these
-    query heads decides.
+    No other choice of as many held entries has more of the row's attention. Another choice can
+    still have a smaller output error. With `heads` kv or layer, entries rank by the mean attention
+    of these query heads.
 
     `share`: the part of the budget that a row reads.
     """
@@ -36,11 +36,11 @@ class TopK(SparseAttention):
 
 
 class TopP(SparseAttention):
-    """Every row reads the fewest entries that have a share p of its attention; all keys are read.
+    """Each row reads the fewest entries with a share p of its attention; it needs all keys.
 
     Their number differs by row and head, and the budget is ignored. The nearest rule of a paper is
-    Twilight (arXiv 2502.02770), which estimates the attention. With `heads` kv or layer, the mean
-    of the attention of these query heads decides.
+    Twilight (arXiv 2502.02770), which estimates the attention. With `heads` kv or layer, entries
+    rank by the mean attention of these query heads.
     """
 
     label: ClassVar[str] = "topp"
@@ -52,7 +52,7 @@ class TopP(SparseAttention):
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
-        """Attention over what is resident [H, G, w, n]."""
+        """Attention over the resident entries [H, G, w, n]."""
         return logits(queries, pages).masked_fill_(~visible, -torch.inf).softmax(-1)
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:

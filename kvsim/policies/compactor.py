@@ -1,4 +1,4 @@
-"""Compactor: keeps keys that stand out from the others, and what neighbours attend to.
+"""Compactor: keeps entries with outlying keys, and those that neighbours attend to.
 
 Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
 Leverage Scores", arXiv 2507.08143. Two scores, each standardised over all heads of the layer, are
@@ -10,17 +10,17 @@ mean, the leverage of an entry and its part in attention without a causal mask a
 
 smoothed by an average over three neighbours; a_r is the softmax of q_r . k_j, not scaled, over the
 chunk C of j, and c - m the rows that a last chunk lacks to the `chunk` = c of the others. The first
-`sink` and the last `recent` entries stay. `parts` chooses one of the two scores alone.
+`sink` and the last `recent` entries stay. `parts` chooses only one of the two scores.
 
 Deviations. The paper and its code sketch X by a Gaussian matrix of 48 columns; here X itself is
 taken, which the sketch approximates. `blending` is that of the released code
-(vnchari/compactor-vllm at 48d9f65); kvpress takes the share of entries that leave. Formulas are
-those of kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress), by the same author; the
-release leaves out ||v_j|| and the smoothing, takes leverage among 512 neighbours and chunks of 128.
-In a last chunk, kvpress adds padding with a logit of 0 to each softmax. It leaves the protected
-entries out of both scores; here, as in the release, they are a part of them. Both are for the
-prompt alone. Here each event scores the entries of the rows since the last one, as it does the
-prompt, and these scores stay with the entries.
+(vnchari/compactor-vllm at 48d9f65); kvpress takes the share of evicted entries. Formulas follow
+kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress), by the same author. The release
+leaves out ||v_j|| and the smoothing, and takes leverage among 512 neighbours and chunks of 128. In
+a last chunk, kvpress adds padding with a logit of 0 to each softmax. It leaves the protected
+entries out of both scores; here, as in the release, both scores include them. Both implementations
+cover only the prompt. Here each event scores the entries of the rows since the last one, as it does
+the prompt, and these scores stay with the entries.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Compactor(Scorer):
     columns: ClassVar[Mapping[str, float]] = {"importance": math.nan}
 
     def score(self, view: View) -> Scores:
-        """z(o_j) + blending z(l_j), as it was when the entry was new; [L, H, n]."""
+        """z(o_j) + blending z(l_j), computed when the entry was new; [L, H, n]."""
         importance, n = view["importance"].clone(), view.pos.shape[-1]
         for last in view.since.unique().tolist():  # layers may have acted at different events
             start, layers = last + 1, view.since == last

@@ -1,4 +1,4 @@
-"""CriticalKV: a scorer's best entries, then those that can change the layer's output most.
+"""CriticalKV: keeps a scorer's best entries, then those with the largest effect on the output.
 
 Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
 arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`, by default half) to
@@ -10,8 +10,8 @@ prompt is part of W_o.
 Deviations. Entries that the scorer protects come first and count in the first stage. Where they
 fill it, or its share is below one entry, the second stage chooses all others. Scores that can be
 negative enter as s - min s. Under an allocator the first stage is a share of the head's uniform
-budget. For a scorer that already multiplies by the norm of the value, such as expected_attention,
-`value_norm="none"` is the better choice.
+budget. With a scorer that already multiplies by the norm of the value, such as expected_attention,
+prefer `value_norm="none"`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CriticalKV(Wrapper):
 
     @property
     def reads(self) -> Inputs:
-        """What the scorer reads, and the output projection."""
+        """The needs of the scorer, and the output projection."""
         reads: Inputs = self.scorer.reads
         return reads | Inputs(arrays=frozenset({"o_proj"}))
 
-    #: the projected size of the value as it is stored
+    #: the projected size of the stored value
     adds: ClassVar[Mapping[str, float]] = {"projected": nan}
 
     def score(self, view: View) -> Scores:
@@ -62,7 +62,7 @@ class CriticalKV(Wrapper):
 
 
 def _projected(view: View) -> Tensor:
-    """`projected_size` of entries: of new ones, and of all where values may be rounded since."""
+    """`projected_size` of new entries, or of all where values may have been rounded since."""
     norms = view["projected"]
     new = int((norms.isnan() & view.live).sum(-1).max())  # the last ones of each head
     old = 0 if view.rounded else norms.shape[-1] - new
@@ -84,6 +84,6 @@ def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:
 
 
 def _of_largest(x: Tensor) -> Tensor:
-    """x [L, H, n] of 0 or more as a share of the layer's largest: order across heads stays."""
+    """x [L, H, n] >= 0 relative to the layer's largest, which keeps the order across heads."""
     largest = x.amax((1, 2), keepdim=True)
     return x / largest.masked_fill(largest == 0, 1.0)

@@ -1,4 +1,4 @@
-"""CurDKV: keeps entries whose key and value are long among their neighbours.
+"""CurDKV: keeps entries whose key and value have large norms among their neighbours.
 
 Sengupta, Chaudhary and Chakraborty, "Value-Guided KV Compression for LLMs via Approximated CUR
 Decomposition", NeurIPS 2025, arXiv 2509.15038. Leverage scores of the keys and of the values
@@ -7,13 +7,13 @@ into segments of `segment` entries. The share of entry j in a segment S is, for 
 
     l_k(j) = ||k_j||^2 / sum over i in S of ||k_i||^2,    l_v(j) likewise
 
-and its score is the product of both (`leverage`: "mean" of both, "key" or "value" alone), divided
+and its score is the product of both (`leverage`: "mean" of both, or only "key" or "value"), divided
 by the sum of these over the head. `segment=None` takes the norms as they are. The first `sink`
 entries stay.
 
 Deviations. Only the abstract of the paper could be read; formula and defaults are those of the
 released class, which kvpress has (CURPress). Its Gaussian projection of keys and values, off by
-default, is left out. Segments consist of the entries left, in the order of their positions.
+default, is left out. Segments consist of the remaining entries, in the order of their positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsim.policies.chunkkv import sums
 
 
 class CurDKV(Scorer):
-    """Squared norms of key and value, each relative to those of the segment."""
+    """Squared norms of key and value, each relative to the sum over the segment."""
 
     sink: Annotated[int, AtLeast(0)] = 4
     segment: Annotated[int, AtLeast(1)] | None = 16
@@ -49,5 +49,5 @@ class CurDKV(Scorer):
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
-    """x / by, 0 where all that is added up is 0."""
+    """x / by, 0 where the sum is 0."""
     return x / by.clamp(min=torch.finfo(x.dtype).tiny)

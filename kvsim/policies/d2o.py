@@ -1,4 +1,4 @@
-"""D2O (Wan et al. 2024, arXiv 2406.13035): what is evicted merges where it is similar enough."""
+"""D2O (Wan et al. 2024, arXiv 2406.13035): merges evicted entries that are similar enough."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class D2O(Merger):
 
     The threshold of a KV head is the mean of these cosines at its first event, and then `decay`
     times itself plus 1 - `decay` times their mean at each event. The weight of a merging entry is
-    exp(cosine), that of the kept one e, divided by their sum; keys, after RoPE, and values merge
-    alike. Others are lost. The definition rests on the abstract and the released code.
+    exp(cosine), the weight of the kept one is e, both divided by their sum. Keys, after RoPE, and
+    values merge alike. Other entries are lost. The definition follows the abstract and the released
+    code.
 
-    Deviations: budgets of layers by the variance of their attention are no part of a merger. The
-    release (`d2o@release`) takes cosines for weights, 1 for the kept one, and divides by the number
-    of entries; its threshold is one for all heads, to which it compares means over heads of entries
-    of the same rank. Its `decay` is the default.
+    Deviations: the paper's budgets of layers, by the variance of their attention, are left out. The
+    release (`d2o@release`) weighs by cosines, the kept entry by 1, and divides by the number of
+    entries. All heads share one threshold, which it compares to means over heads of entries of the
+    same rank. Its `decay` is the default.
     """
 
     decay: Annotated[float, Between(0, 1)] = 0.5
@@ -31,11 +32,11 @@ class D2O(Merger):
 
     @property
     def own(self) -> float:  # type: ignore[override]  # of a parameter
-        """The exponential of the largest cosine, or that itself."""
+        """The exponential of the largest cosine, or the largest cosine."""
         return math.e if self.weights == "softmax" else 1.0
 
     def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Those at or above the moving average of mean cosines."""
+        """Entries at or above the moving average of mean cosines."""
         cosines, before = cosines.where(leaves, 0.0), before.unsqueeze(-1)
         sums, counts = cosines.sum(-1, keepdim=True), leaves.sum(-1, keepdim=True)
         if self.across_heads:
@@ -47,7 +48,7 @@ class D2O(Merger):
         return leaves & (cosines >= least - TIE), least.squeeze(-1)
 
     def shares(self, cosines: Tensor) -> Shares:
-        """Return exponentials of cosines, or these themselves."""
+        """Return exponentials of cosines, or the cosines."""
         if self.weights == "cosine":
             return Shares(cosines, 0 * cosines, torch.ones_like(cosines))
         weight = cosines.exp()

@@ -1,4 +1,4 @@
-"""Double Sparsity (Yang et al. 2024, arXiv 2408.07092): few channels say which entries are read."""
+"""Double Sparsity (Yang et al. 2024, arXiv 2408.07092): reads entries by a few key channels."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _SCALES = 32
 
 
 class DoubleSparsity(Sourced, SparseAttention):
-    """Every row reads the entries with the largest products over a few channels of their keys.
+    """Each row reads the entries with the largest products over a few channels of their keys.
 
-    A few channels make most of a logit, nearly the same ones for all texts. A calibration text says
-    which (the paper's offline calibration): those with the largest mean |q_c k_c| of a token's own
-    query and key. Next to each key its label is stored: these channels, rounded to a few bits. A
-    row multiplies the labels with its query's and reads the entries with the largest products
-    (Algorithm 1).
+    A few channels make most of a logit, nearly the same ones for all texts. A calibration text
+    determines them (the paper's offline calibration): the channels with the largest mean |q_c k_c|
+    of a token's own query and key. Next to each key a label is stored: these channels, rounded to a
+    few bits. A row multiplies the labels with its query's and reads the entries with the largest
+    products (Algorithm 1).
 
     `calibration`: the rows from which channels are chosen. `channels`: the share of a key's
-    channels that its label has. `bits`: bits of each number of a label; 16 are those of the key.
+    channels that its label has. `bits`: bits of each number of a label; 16 leaves the key's numbers
+    unrounded.
     `share`: the part of the budget that a row reads.
 
-    The defaults are those with which the authors' code was released (evaluation/perplexity_eval.py
-    of August 2024: group_factor 4, q_bits 4, channel "qk"; the first two layers read everything);
-    since March 2025 its own are 2, 2 and "q". It rounds a label to the steps
-    between its own smallest and largest number, and the query's label too. Deviation: channels are
-    chosen for each KV head, from all query heads of its group, so that a key has one label; the
-    code chooses them for each query head.
+    The defaults are those of the authors' first release (evaluation/perplexity_eval.py of August
+    2024: group_factor 4, q_bits 4, channel "qk"; the first two layers read everything). Since March
+    2025 they are 2, 2 and "q". The code rounds a label, and the query's label, to steps between its
+    smallest and its largest number. Deviation: channels are chosen for each KV head, from all query
+    heads of its group, so that a key has one label; the code chooses them for each query head.
     """
 
     channels: Annotated[float, Above(0), AtMost(1)] = 0.25
@@ -44,11 +44,11 @@ class DoubleSparsity(Sourced, SparseAttention):
 
     @property
     def reads(self) -> Inputs:
-        """Rows of the trace, unless the calibration rows are another one's."""
+        """Rows of the trace, unless the calibration rows come from another trace."""
         return Inputs(trace=self.source.trace is None, future=self.source == "oracle")
 
     def check(self, run: Run) -> None:
-        """The calibration rows come from the same model, and before the first row that reads."""
+        """Check that calibration rows come from the same model, before the first row that reads."""
         super().check(run)
         trace = run.trace
         if (self.source.rows or 0) > trace.prompt_len:

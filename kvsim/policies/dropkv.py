@@ -1,4 +1,4 @@
-"""DropKV: what the output of the last rows would lose if one entry were dropped.
+"""DropKV: keeps the entries without which the output of the last rows would move most.
 
 Zhang et al., "DropKV: Decoupling Residual-Output Perturbation for Near-Optimal KV-Cache Eviction",
 NeurIPS 2026, openreview UVbaJoD3Qa. A row attends to entry j with weight p and has the output y.
@@ -8,7 +8,7 @@ output moves by p / (1 - p) (y - v_j). The score of an entry is the squared leng
     s_j = mean over the group of sum over the window of (p_r(j) / (1 - p_r(j)))^2 ||v_j - y_r||^2
 
 smoothed by an average over `pool_kernel` neighbours. The entries with the highest scores stay, and
-those of the window itself.
+the window.
 
 Deviations. Formula and defaults are those of the released code (AozhongZhang/DropKV,
 `dropkv_scores_reference` and `DropKVCache`). The text of the paper has not been checked; it may
@@ -20,7 +20,7 @@ nearly 1, both 1 - p and y - v are differences of nearly equal numbers, so in th
 of an entry that takes all attention depends on the floating-point precision. Here the output
 without the entry of the largest weight is computed from the other entries. Budgets are in entries
 instead of a share of the prompt. The release evicts after the prompt only; with an interval, kvsim
-uses the same score in decoding, over the entries that are left.
+uses the same score in decoding, over the remaining entries.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class DropKV(Windowed):
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11
 
-    copies = 5  # one more, of its attention
+    copies = 5  # one more for its attention
 
     def score(self, view: View) -> Tensor:
-        """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""
+        """The average over neighbours of s_j, on candidates; [L, H, n]."""
         rows = view.attn(self.window, log=True)  # [L, H, G, w, n]
         log_p, values = rows.flatten(2, 3), view.values.double()
-        # of each row the entry with the largest weight, and the output without it
+        # for each row, the entry with the largest weight and the output without it
         first = log_p.argmax(-1, keepdim=True)
         most = log_p.gather(-1, first)
         log_rest = log_p.scatter(-1, first, -torch.inf)

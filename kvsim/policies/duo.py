@@ -3,23 +3,23 @@
 Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming
 Heads", ICLR 2025, arXiv 2410.10819. A plan gives each KV head of a model a score. The `share` of
 all heads with the highest scores are retrieval heads and hold everything; each of the others, a
-streaming head, holds the first `sink` entries and the most recent ones, together as many as the
-budget, after every row. The policy is called `duo:FILE`, after the file of its plan.
+streaming head, holds the first `sink` and the most recent entries, together the budget, after every
+row. The policy is called `duo:FILE`, after the file of its plan.
 
-`kvsim heads` makes a plan from traces. The score of a head is the error of its attention output if
-it alone streams, `|o_full - o_seen| / |o_full|`, averaged over the rows after the prompt, the
+`kvsim heads` builds a plan from traces. The score of a head is the error of its attention output if
+only this head streams, `|o_full - o_seen| / |o_full|`, averaged over the rows after the prompt, the
 query heads of its group, and the traces. A plan is JSON: the version, `scores` [layer, KV head],
-and what they were measured on. A file FILE.tsv is a plan as the authors publish them: a line of
-numbers for each layer.
+and their provenance. A file FILE.tsv is a plan as the authors publish them: a line of numbers for
+each layer.
 
 Deviations. The paper learns a gate for each head by gradient descent: all gates together, so that
 the final hidden states of the model stay close to those of full attention on prompts with passkeys.
-The score here is measured head by head, without training, on the traces that are given, and does
-not know what later layers make of an error. With `stream` a budget binds: streaming heads hold that
-many entries, and the retrieval heads of a layer share the rest of its budget: they keep the sinks
-and what the last row attends to most (TOVA of each KV head). A streaming head holds more than
-`stream` where its layer has room: in a layer without retrieval heads it streams at the whole
-budget, and where retrieval heads hold everything they leave the rest of theirs to it.
+The score here is measured head by head on the given traces, without training, and ignores how later
+layers change an error. With `stream` a budget binds. Streaming heads hold that many entries; the
+retrieval heads of a layer share the rest of its budget. They keep the sinks and the entries that
+the last row attends to most (TOVA of each KV head). A streaming head holds more than `stream` where
+its layer has room: in a layer without retrieval heads it streams at the whole budget, and it gets
+the budget that retrieval heads do not use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvsim.files import read_input
 from kvsim.policies.model import described, differ, is_model, model_of
 from kvsim.store.inputs import decode_array
 
-#: Of the file; another one is refused.
+#: Version of the file; others are refused.
 VERSION = 1
 
 
@@ -52,9 +52,9 @@ VERSION = 1
 class HeadPlan:
     """Numbers of KV heads, in nested lists.
 
-    scores: [layer][head], the higher, the more a head loses if it streams; for `lukv`
-    [per cent][layer][head], the share of its entries that leaves.
-    training: what they were measured on, as JSON holds it.
+    scores: [layer][head], higher for heads that lose more by streaming; for `lukv` [per
+    cent][layer][head], the evicted share of its entries.
+    training: provenance of the scores, as JSON.
     """
 
     scores: Sequence[Sequence[Any]]
@@ -62,7 +62,7 @@ class HeadPlan:
 
     @classmethod
     def open(cls, path: Path, label: str = "duo", percents: int = 0) -> HeadPlan:
-        """Read a file. Raises PolicyError for one of another kind, version or shape."""
+        """Read a file. Raises PolicyError for another kind, version or shape."""
         try:
             return cls(*_content(path, percents))
         except (OSError, ValueError, RecursionError) as error:
@@ -89,13 +89,13 @@ class HeadPlan:
 class Planned(Allocator):
     """An allocator by the numbers of a plan.
 
-    digest: of the plan; of the file that is there if none is given.
+    digest: of the plan; by default of the file.
     """
 
     file: str
     digest: str = ""
 
-    #: shares of entries for so many per cents; 0 of a score for each head
+    #: per cents for which there are shares; 0 for one score per head
     percents: ClassVar[int] = 0
     shared: ClassVar[Shared] = "heads"
 
@@ -109,7 +109,7 @@ class Planned(Allocator):
         object.__setattr__(self, "digest", found)
 
     def check(self, run: Run) -> None:
-        """The plan was measured on the same model, as far as it says on which."""
+        """Check that the plan was measured on the same model, if it names one."""
         trace = run.trace
         model, other = self._plan.training.get("model"), model_of(trace)
         known, found = described(model) if model else "a model", described(other)
@@ -121,7 +121,7 @@ class Planned(Allocator):
             )
 
     def _shared(self, view: View, weight: Tensor, floor: Tensor) -> Plan:
-        """At least `floor`, the rest of all layers by weight [L, H]; layers x heads x budget."""
+        """`floor` plus a share of the rest by weight [L, H]; layers x heads x budget in all."""
         count = view.count
         total = view.budget.expand_as(count).sum().minimum(count.sum())
         flat = (x.flatten() for x in (weight, floor.minimum(count), count))
@@ -133,7 +133,7 @@ class Planned(Allocator):
 
 
 class Duo(Planned):
-    """Everything for retrieval heads, sinks and recent entries for the others."""
+    """Retrieval heads keep everything, the others sinks and recent entries."""
 
     share: Annotated[float, Between(0, 1)] = 0.5
     stream: Annotated[int, AtLeast(1)] | None = None
@@ -154,7 +154,7 @@ class Duo(Planned):
         return chosen.view_as(scores)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """Quotas [L, H], and the entries of streaming heads as those that may stay."""
+        """Quotas [L, H], and the eligible entries of streaming heads."""
         heads = view.count.shape[1]
         retrieves = self.retrieval.to(view.pos.device)[view.layers]
         count, always = view.count, protected.sum(-1)
@@ -171,7 +171,7 @@ class Duo(Planned):
 
 
 def _content(path: Path, percents: int) -> tuple[list[Any], dict[str, Any]]:
-    """Numbers and training of a file, also of authors' files. Raises ValueError for others."""
+    """Scores and training of a file, the authors' format included. Raises ValueError for others."""
     facts: Any = {"version": VERSION}
     data = read_input(path)
     if path.suffix == ".npy":

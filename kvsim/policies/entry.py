@@ -19,7 +19,7 @@ _KIND_OF = {kind.title().replace(" ", ""): kind for kind in _KINDS}
 
 
 def load(given: Class) -> type[Any]:
-    """The class that a text names, imported if need be; a class as it is."""
+    """The class that a text names, imported on demand; a class as it is."""
     if not isinstance(given, str):
         return given
     file, _, name = given.partition(":")
@@ -33,7 +33,7 @@ def of_file(target: str, schedule: Schedule | None = None, **fields: Any) -> Ent
 
 
 def variant(summary: str, **changes: Any) -> Mapping[str, Any]:
-    """A preset: the fields of an Entry in which an implementation differs, and parameters."""
+    """A preset: changed fields of an Entry, and parameters."""
     of_entry = {key: changes.pop(key) for key in changes.keys() & Entry.__dataclass_fields__.keys()}
     return {"summary": summary, **of_entry, **({"params": changes} if changes else {})}
 
@@ -51,19 +51,19 @@ def with_presets(
 
 @dataclass(frozen=True)
 class Entry:
-    """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
+    """A name of the catalogue: summary, paper, pieces and presets.
 
     target: the class of a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a
-    propagation, sparse attention, a quantizer or a merger. schedule: its own; None where the scorer
-    inside decides. cites: the paper, by default the first one that the piece's file names in the
-    first two paragraphs of its docstring. by_layer: budgets of the layers, which take the piece's
-    parameters of the same names. inner: parameters that a scorer inside, by name, takes for its
-    defaults there. default: the scorer inside where none is named, or the eviction in front.
-    shares: of a propagation, parameters whose values that scorer takes over. required: parameters
+    propagation, sparse attention, a quantizer or a merger. schedule: the policy's own; None to take
+    that of the inner scorer. cites: the paper, by default the first one that the piece's file names
+    in the first two paragraphs of its docstring. by_layer: budgets of the layers, which take the
+    piece's parameters of the same names. inner: defaults for parameters of an inner scorer, by its
+    name. default: the inner scorer, or the eviction in front, if the name has none.
+    shares: parameters of a propagation whose values that scorer takes over. required: parameters
     without a default, and an example of each. meant_for: parameters that are lengths, and the
-    budget of the paper that their values are meant for; the preset `scaled` shrinks them with it.
-    ordinal: an allocator that uses the order of scores alone, and therefore takes the logarithm of
-    a scorer (`log=True`) that `underflows` says is needed where its parameters have these values.
+    paper's budget for their values; the preset `scaled` shrinks them with the budget. ordinal: an
+    allocator that uses only the order of scores, and so takes log scores (`log=True`). underflows:
+    parameter values under which scores underflow and need logarithms.
     """
 
     summary: str
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def rule(self) -> str:
-        """Its summary, or else the first line of the piece's file without the name."""
+        """Its summary, else the first line of the piece's file without the name."""
         return self.summary or self._docstring.partition("\n")[0].partition(": ")[2].rstrip(".")
 
     @property
@@ -114,17 +114,17 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What it is, such as `scorer`: it says where in a name the entry may stand."""
+        """Its kind, such as `scorer`, which determines its place in a name."""
         of_core = (x.__name__ for x in self.piece.__mro__ if x.__module__.startswith("kvsim.core."))
         return next((_KIND_OF[name] for name in of_core if name in _KIND_OF), "")
 
     @property
     def innermost(self) -> bool:
-        """Whether nothing stands inside: a scorer, or a propagation that leaves caches whole."""
+        """Whether it has no inner part: a scorer, or a propagation that leaves caches whole."""
         return self.kind == "scorer" or getattr(self.piece, "caches", "chosen") != "chosen"
 
     def preset(self, name: str) -> Entry:
-        """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths.
+        """The entry with a preset; `PRESET@scaled` or only `scaled` also scales lengths.
 
         Raises KeyError for an unknown one.
         """
@@ -143,7 +143,7 @@ class Entry:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """Its parameters by name; one that pieces share is that of the first of them."""
+        """Its parameters by name; of pieces with the same parameter, the first counts."""
         first, others = parameters(self.piece), (self.layer_budgets, load(self.allocator))
         then = {key: each for kind in others for key, each in parameters(kind).items()}
         return {key: each for key, each in {**first, **then, **first}.items() if key != "scorer"}

@@ -1,4 +1,4 @@
-"""Expected Attention: what future queries will attend to, if they are distributed like past ones.
+"""Expected Attention: keeps entries for future queries, assumed to be distributed like past ones.
 
 Devoto, Jeblick and Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from
 Future Queries Distribution", arXiv 2510.00636. Queries before the rotary embedding are assumed to
@@ -16,12 +16,12 @@ head, instead of rotating mu and S forward; the result is the same.
 Deviations. Sinks are left out of mu, S and the softmax, and are protected. The paper does not
 mention this; its code (kvpress) does it. At events in decoding, mu and S come from the queries of
 the last `query_buffer` rows at their own positions, and the future begins after the event's row.
-The default epsilon, 0.01, is that of most of the paper's experiments; kvpress's class has 0. The
+The default epsilon of 0.01 is that of most experiments of the paper; kvpress's class has 0. The
 weights of a head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are
 ranked almost only by ||v||. `value_norm="wo_v"` is the formula of the paper: the norm of the value
-after the output projection, averaged over the group. "v" is what the paper's experiments use;
-"none" ranks by a alone. By default the rotation is averaged over the positions; `rope="mixture"`
-averages exp(x) over them instead, at n_future times the cost.
+after the output projection, averaged over the group. "v" is the choice of the paper's experiments;
+"none" ranks by a. By default the rotation is averaged over the positions; `rope="mixture"` averages
+exp(x) over them instead, at n_future times the cost.
 
 `expected_attention@kvpress` has epsilon 0. At events in decoding it counts positions from the start
 of kvpress's query buffer (`origin="buffer"`). The buffer holds the rows since the last event
@@ -58,12 +58,12 @@ class ExpectedAttention(Scorer):
 
     @property
     def reads(self) -> Inputs:
-        """Queries of the buffer, two of them behind the sinks; perhaps the output projection."""
+        """Queries of the buffer, two of them after the sinks; for "wo_v" the output projection."""
         arrays = frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
         return Inputs(last=self.query_buffer + 1, least=self.sink + 2, arrays=arrays)
 
     def check(self, run: Run) -> None:
-        """A buffer of rows since the last event holds two samples behind its first ones."""
+        """Check that a buffer since the last event holds two samples after its first rows."""
         schedule, trace = run.schedule, run.trace
         rows = min(schedule.interval or 0, self.query_buffer + 1)
         decodes = schedule.rows(*trace.extent)[-1:] >= [trace.prompt_len]
@@ -94,7 +94,7 @@ class ExpectedAttention(Scorer):
         return (expected + self.epsilon) * self._size(view)
 
     def _samples(self, view: View) -> tuple[int, int, int]:
-        """Rows start..stop-1 to learn from, and the first position of the future."""
+        """Sample rows start..stop-1, and the first future position."""
         stop, future = view.row + 1, int(view.positions[-1]) + 1
         if view.is_prompt:
             return self.sink, stop, future
@@ -122,8 +122,8 @@ class ExpectedAttention(Scorer):
 def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float) -> Tensor:
     """Log of the mean of exp(scale q.k) over normal q: scale mu.k + scale^2/2 k.sigma k.
 
-    keys [L, H, n, d], rotated back to where the queries are not rotated; mu [L, H, G, d]; sigma
-    [L, H, G, d, d], or None for queries that are all mu. Returns [L, H, G, n].
+    keys [L, H, n, d], in the same rotation as the queries; mu [L, H, G, d]; sigma [L, H, G, d, d],
+    or None for no covariance. Returns [L, H, G, n].
     """
     out = (mu @ keys.mT) * scale
     return out if sigma is None else out.add_(quadratic(keys, sigma), alpha=scale**2 / 2)
@@ -132,7 +132,7 @@ def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float
 def mixture_logits(
     keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
 ) -> Tensor:
-    """Log of the mean of the expected exponentials over positions, which are held in blocks."""
+    """Log of the mean over positions of the expected exponentials, in blocks of positions."""
     layers, heads, n, dim = keys.shape
     size = layers * heads * mu.shape[2] * n * dim * keys.element_size()
     total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)

@@ -1,4 +1,4 @@
-"""FastKV: only some of the tokens propagate beyond a given layer of the prefill.
+"""FastKV: only some tokens propagate beyond a given layer of the prefill.
 
 Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective
 Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selective layer, `rows`
@@ -7,11 +7,11 @@ attention from the last `window` rows, summed over all query heads. Every layer'
 the budget by SnapKV from the same window; deeper layers choose among the propagated tokens. FastKV
 is ASL with a fixed layer.
 
-By default (`layer=None`) the layer is the one that ASL's authors used (appendix C.2 of their
-paper): layer 15 of 32 or 14 of 28; in other models, the middle layer. `rows` has three forms: a
-count (mode "constant" of the release, 2048 with a budget of 512), a share of the prompt
-(`fastkv@proportional`, 0.2 with a budget of 10%), or None for as many as the budget, as in ASL's
-comparison. A prompt of fewer tokens than the budget, or of no more than `rows`, propagates whole.
+By default (`layer=None`) the layer is that of ASL's authors (appendix C.2 of their paper): layer 15
+of 32 or 14 of 28; in other models, the middle layer. `rows` has three forms: a count (mode
+"constant" of the release, 2048 with a budget of 512), a share of the prompt (`fastkv@proportional`,
+0.2 with a budget of 10%), or None for as many as the budget, as in ASL's comparison. A prompt
+shorter than the budget, or of at most `rows` tokens, propagates whole.
 
 Deviations. Pooling takes the maximum, the default of the released scripts; the class that they call
 takes the average. In the proportional mode, deeper layers of the release keep the same number of
@@ -32,7 +32,7 @@ from kvsim.policies.window import Pooling, Windowed
 
 
 class FastKV(AtLayer):
-    """The tokens that a window attends to most at one layer propagate; `rows` of them."""
+    """The `rows` tokens that a window attends to most at one layer propagate."""
 
     published: ClassVar[Mapping[int, int]] = {32: 15, 28: 14}
     depth: ClassVar[float] = 0.5
@@ -47,18 +47,18 @@ class FastKV(AtLayer):
 
     @property
     def effect(self) -> Literal["exact", "near", "some"]:
-        """Where fewer tokens propagate than the budget has room for, deeper layers hold less."""
+        """Deeper layers hold less where fewer tokens propagate than the budget allows."""
         if self.kv_before == "full":
             return "some"
         return "exact" if self.rows is None else "near"
 
     @property
     def least_budget(self) -> int:
-        """The window, which always propagates, and a token that is selected."""
+        """The window, which always propagates, and one selected token."""
         return self.window + 1 if self.rows is None else 1
 
     def after(self, view: View, memory: Any) -> Step:
-        """At the selection layer the best tokens and the window."""
+        """Select the best tokens and the window at the selection layer."""
         n, budget = view.row + 1, view.setting.budget
         kept = self._kept(budget, n)
         if n < budget or n <= max(
@@ -78,7 +78,7 @@ class FastKV(AtLayer):
     def forecast(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
     ) -> Forecast:
-        """All rows up to the layer, `rows` behind it."""
+        """All rows up to the layer, `rows` in deeper layers."""
         at, whole = self.at(n_layers) if layer is None else layer, prompt_len < budget
         kept = prompt_len if whole else self._kept(budget, prompt_len)
         out = dropped_after(at, kept, prompt_len, n_layers)
@@ -86,7 +86,6 @@ class FastKV(AtLayer):
         return out._replace(scored=scored, layer=self.at(n_layers), whole=whole)
 
     def _kept(self, budget: int, prompt_len: int) -> int:
-        """How many rows propagate."""
         if self.rows is None:
             return budget
         return int(prompt_len * self.rows) if isinstance(self.rows, float) else self.rows

@@ -1,16 +1,16 @@
-"""FINCH: keeps what the question at the end of the prompt attends to.
+"""FINCH: keeps the entries that the question at the end of the prompt attends to.
 
 Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models",
-TACL 2024, arXiv 2408.00167. As SnapKV without pooling, where the window is the question that
-follows a text. A row attends to more entries the later it is, so that each of its weights is
-smaller. With n_r the number of entries before the own entry of row r, the score is
+TACL 2024, arXiv 2408.00167. FINCH is SnapKV without pooling, with the question after a text as
+window. A later row attends to more entries, so each of its weights is smaller. With n_r the number
+of entries before the own entry of row r, the score is
 
     s_j = mean over the window and the group of n_r a_r(j).
 
 Deviations. Only the beginning of the paper could be read; the score is that of kvpress
-(FinchPress), whose delimiter token finds the question. Here `window` says how many rows the
-question has. The paper reads a text in chunks, each followed by the question, and evicts after each
-of them; kvpress can rank chunk by chunk. Here one event ranks the whole text. The paper and kvpress
+(FinchPress), whose delimiter token finds the question. Here `window` is the number of rows of the
+question. The paper reads a text in chunks, each followed by the question, and evicts after each of
+them; kvpress can rank chunk by chunk. Here one event ranks the whole text. The paper and kvpress
 then rotate the keys to their slots in the cache; here they stay at their positions.
 """
 

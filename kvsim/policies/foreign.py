@@ -1,4 +1,4 @@
-"""A policy of the user's own: `package.module:NAME`, or of a plan: `duo:FILE`."""
+"""User-defined policies `package.module:NAME`, and policies of a plan `duo:FILE`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsim.errors import KvsimError, PolicyError, error_line
 from kvsim.policies.catalogue import CATALOGUE, EVERY_128, EVERY_ROW, PROMPT
 from kvsim.policies.entry import Entry
 
-#: Policies of a plan of heads, by its file; that of `lukv` names its scorer.
+#: Policies of a plan of heads, named with its file; a plan of `lukv` names its scorer.
 _PLANNED = {
     "duo": Entry("", "duo:Duo", EVERY_ROW, default="tova", inner={"tova": {"heads": "group"}}),
     "headkv": Entry("", "headkv:HeadKV", PROMPT, default="snapkv"),
@@ -27,9 +27,9 @@ _PLANNED = {
 
 
 def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
-    """Entry and parameters of a policy of the user's own, and whether `build` builds it.
+    """Entry and parameters of a user-defined policy, and whether `build` builds it.
 
-    False for the class of a piece that stands around a scorer, or behind one, and for a plan.
+    False for a plan, and for the class of a piece that needs a scorer or follows one.
     """
     kind, _, file = name.partition(":")
     if kind in _PLANNED:
@@ -51,7 +51,7 @@ def described(name: str) -> tuple[Entry, Mapping[str, Any], bool]:
 
 
 def build(name: str, params: Mapping[str, Any]) -> Policy:
-    """Build a policy of the user's own. Raises PolicyError where that fails."""
+    """Build a user-defined policy. Raises PolicyError where that fails."""
     target = built = _target(name)
     if callable(target):
         with _explained(f"{name!r} cannot be built from {params}"):
@@ -67,7 +67,7 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
 
 
 def plain_scorer(where: str, name: Any) -> type[Any]:
-    """The class of a scorer that evicts equally in all heads. Raises PolicyError for others."""
+    """Return the class of a scorer with the same quota in all heads; PolicyError for others."""
     entry = CATALOGUE.get(name) if isinstance(name, str) else None
     if (
         entry is None
@@ -80,7 +80,7 @@ def plain_scorer(where: str, name: Any) -> type[Any]:
 
 
 def _scoring(kind: str, file: str, entry: Entry) -> dict[str, Any]:
-    """The scorer that a plan names, as the default of its entry, with its parameters."""
+    """The entry with the scorer of its plan as the default, and its parameters."""
     name, of_scorer, sink = entry.piece.scoring(file)
     scorer = plain_scorer(f"{kind}: {file}", name)
     with _explained(f"{kind}: {file}: its scorer {name} cannot be built from {of_scorer}"):
@@ -92,19 +92,19 @@ def _target(name: str) -> Any:
     """Return the object that `package.module:NAME` names."""
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
+        sys.path.append(str(Path.cwd()))  # the last place to search for the user's file
     with _explained(f"cannot import {attribute!r} of {module_name!r} for policy {name!r}"):
         return getattr(importlib.import_module(module_name), attribute)
 
 
 @contextmanager
 def _explained(failed: str) -> Iterator[None]:
-    """Raise a PolicyError of one line for whatever a user's code raises, its exit included."""
+    """Raise a PolicyError of one line for any error or exit in a user's code."""
     try:
         yield
     except KvsimError:
         raise
-    except (Exception, SystemExit) as error:  # a user's file is anybody's code
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         frames = ((x.filename, x.lineno) for x in traceback.extract_tb(error.__traceback__))
         user = (x for x in frames if x[0] not in (__file__, importlib.__file__) and x[0][0] != "<")
         where = next((f" ({file}, line {line})" for file, line in user), "")

@@ -8,7 +8,7 @@ from kvsim.core.view import View
 
 
 class Full(Scorer):
-    """Nothing leaves, whatever the budget: no event of its own, and an allocator that keeps all."""
+    """Keeps everything at any budget: no event of its own, and an allocator that keeps all."""
 
     def score(self, view: View) -> Tensor:
         """Return equal scores, [L, H, n]."""

@@ -1,4 +1,4 @@
-"""Attention of later rows to each entry of a block of layers, and the best kept sets for it."""
+"""Attention of later rows to each entry, and the kept sets that retain most of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvsim.core.view import Source
 from kvsim.errors import MemoryLimitError
 from kvsim.policies.optimum import Ints, Optimum, solve
 
-# Rows whose attention is computed at once.
+# Rows per attention product.
 _ROWS = 64
 
-#: Bytes of the mass of layers that are solved together.
+#: Bytes of mass of the layers solved together.
 MASS_BYTES = 128 << 20
 
 # Bytes that a layer may take by default.
@@ -32,11 +32,11 @@ def best(
 ) -> Optimum:
     """Return the kept sets that retain the most full attention of rows `start` and later.
 
-    stop [L, H, T], price [L, S, M], and mass [L, S], summed over the query heads of the group.
-    events: rows after which events fire, ascending. places [L, S, M]: entries that may outlive each
-    event, protected ones included: of each head, or S = 1 of all heads of a layer together.
-    protect: how many first positions and how many most recent ones are protected. memory: bytes,
-    2 GiB by default; MemoryLimitError where a layer takes more.
+    Returns stop [L, H, T], price [L, S, M], and mass [L, S], summed over the query heads of the
+    group. events: rows after which events fire, ascending. places [L, S, M]: capacity at each
+    event, protected entries included, for each head, or S = 1 for all heads of a layer together.
+    protect: numbers of protected first and most recent positions. memory: bytes, 2 GiB by default;
+    MemoryLimitError where a layer needs more.
     """
     layers, heads, rows = source.keys.shape[:3]
     pools = places.shape[1]
@@ -69,7 +69,7 @@ def best(
 
 def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
     """Raise MemoryLimitError where the optimum of one layer does not fit."""
-    # the mass, its sums, and what each pool pays; moves between stops
+    # the mass, its sums, and the costs of each pool; moves between stops
     need = 8 * (3 * entries * (events + 1) + pools * (events + 1) ** 2)
     if need > memory:
         raise MemoryLimitError(
@@ -86,13 +86,13 @@ def future_mass(
     layers: tuple[int, int] | None = None,
     weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Full attention that an entry gets between an event and the next; float64 [L, H, T, M].
+    """Full attention to an entry between an event and the next; float64 [L, H, T, M].
 
-    Summed over the rows from `start` on and the query heads of the group; 0 at events before its
-    row. Replays of a trace share it.
+    Summed over rows from `start` on and the query heads of the group; 0 at events before the
+    entry's row. Replays of a trace share it.
 
-    layers: the first, and the one behind the last; all by default. weigh: of a layer's attention
-    [H, G * w, n], the output of the rows and the values of the entries, what is summed instead.
+    layers: (start, stop), all by default. weigh: returns the numbers to sum instead, from a layer's
+    attention [H, G * w, n], the output of the rows, and the values of the entries.
     """
     begin, end = layers or (0, len(source.keys))
     start = max(start, events[0] + 1 if events else 0)

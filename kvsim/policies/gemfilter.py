@@ -1,4 +1,4 @@
-"""GemFilter: an early layer selects the tokens, and the model reads these alone.
+"""GemFilter: an early layer selects the tokens, and the model reads only these.
 
 Shi et al., "Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input
 Token Reduction", arXiv 2409.17422. The prompt runs through the first layers up to `layer`. There
@@ -25,7 +25,7 @@ from kvsim.policies.window import smooth
 
 
 class GemFilter(AtLayer):
-    """Rows that the last row attends to in one layer run through all layers again."""
+    """The tokens that the last row attends to in one layer run through all layers again."""
 
     caches = "again"
     published: ClassVar[Mapping[int, int]] = {32: 13, 28: 14}
@@ -34,7 +34,7 @@ class GemFilter(AtLayer):
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     def after(self, view: View, memory: Any) -> Step:
-        """At the selection layer the best tokens."""
+        """Select the best tokens at the selection layer."""
         if view.row < view.setting.budget:
             return Step(done=True)
         if int(view.layers[0]) < self.at(view.setting.n_layers):

@@ -1,4 +1,4 @@
-"""G-KV: a score that remembers what earlier windows attended to.
+"""G-KV: a score that accumulates attention of earlier windows.
 
 Liao et al., "G-KV: Decoding-Time KV Cache Eviction with Global Attention", arXiv 2512.00504. The
 local score S of an entry is its attention from the `window` most recent rows: in each row the
@@ -11,7 +11,7 @@ entry has no F and starts with S / max S:
 
 `gkv` ranks by mix_lambda F - (1 - mix_lambda) R'. R' is the redundancy of a key: the softmax of the
 mean cosine similarity of each key to the others, divided by its maximum. `global_max`,
-`global_mean` and `global_sum` rank by F alone, each with its `fusion`. The wrapper `global+SCORER`
+`global_mean` and `global_sum` rank only by F, each with its `fusion`. The wrapper `global+SCORER`
 takes the scores of any scorer as S. Two baselines of the paper rank by the local score: pooled in
 `snapkv@gkv` (SnapKV, arXiv 2404.14469, extended to decoding), not pooled in `morphkv@gkv` (MorphKV,
 arXiv 2503.00979).
@@ -22,8 +22,8 @@ the last of several similar keys counts as less redundant (kvsim/policies/redund
 has two versions of this: the kernel that it runs (`cosine="kernel"`), and one from R-KV
 (`cosine="raw"`), which sets the first value to 0 in a row where no value is above the threshold.
 Scores are divided by their maximum at the first event, too. `mix_lambda` is 0.7 by default and in
-`gkv@r1_qwen_7b`, the paper's best value for R1-Distill-Qwen-7B; 0.9 in `gkv@r1_llama_8b`, for
-R1-Distill-Llama-8B; and 0.5 in `gkv@release`, as in the released scripts.
+`gkv@r1_qwen_7b` (the paper's best value for R1-Distill-Qwen-7B), 0.9 in `gkv@r1_llama_8b`
+(R1-Distill-Llama-8B), and 0.5 in `gkv@release` (the released scripts).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Fusion = Literal["max", "mean", "sum"]
 
 
 def local_score(view: View, window: int) -> Tensor:
-    """S_j = mean over the window of the group's largest a_r(j); 0 but on candidates; [L, H, n]."""
+    """S_j = mean over the window of the group's largest a_r(j), 0 off candidates; [L, H, n]."""
     vote = view.attn(window, group="max").mean(2)
     return vote.masked_fill_(~before_window(view, window), 0.0)
 
@@ -73,7 +73,7 @@ def fuse(old: Tensor, new: Tensor, fusion: Fusion, decay: float) -> Tensor:
 
 
 def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None:
-    """Raise ScoreError where a scorer inside `name` gives negative scores and declares none."""
+    """Raise ScoreError where a scorer inside `name` returns undeclared negative scores."""
     if scorer.scale == "positive" and bool(((scores < 0) & among).any()):
         raise ScoreError(
             f"{name}: {type(scorer).__name__} gives a negative score and does not say that it can; "
@@ -82,7 +82,7 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
 
 
 class Local(Windowed):
-    """The local score, pooled over neighbouring entries where asked for."""
+    """The local score, with optional pooling over neighbouring entries."""
 
     window: Annotated[int, AtLeast(1)] = 16
     pool: Pooling = None
@@ -117,7 +117,7 @@ class GKV(Windowed):
         return "signed" if self.redundancy and self.mix_lambda < 1 else "positive"
 
     def score(self, view: View) -> Scores:
-        """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. The column holds F."""
+        """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. The column carries F."""
         older = before_window(view, self.window)
         share = normalise(local_score(view, self.window), older)
         fused = fuse(view["global"], share, self.fusion, self.decay).where(older, 0.0)
@@ -153,7 +153,7 @@ class Global(Wrapper):
             raise PolicyError("global: what is inside is a global score already; expected it once")
 
     def score(self, view: View) -> Scores:
-        """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""
+        """F_j, 0 for entries that the scorer protects; [L, H, n]."""
         inner = self.inner(view)
         among = view.live & ~protected_by(self.scorer.protection, view)
         check_sign("global", self.scorer, inner.values, among)

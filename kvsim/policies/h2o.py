@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the entries that have received most attention so far.
+"""H2O: keeps heavy hitters, the entries that have received most attention so far.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
 Models", NeurIPS 2023, arXiv 2306.14048, algorithm 1. Every entry accumulates the attention that it
@@ -6,11 +6,11 @@ receives, also from rows of the prompt. After each row the `recent` newest entri
 the budget goes to the entries that have accumulated most.
 
 Deviations. Budgets are numbers of entries, half of them recent by default (`recent=None`), as in
-the authors' cache that really drops entries. With grouped queries the accumulator sums over the
-heads of the group. The authors' masking variant, in which an entry can come back, is not an
-eviction policy and is left out. `h2o@kvpress` is kvpress's ObservedAttention: the *average*
-attention from the rows that can see the entry, after the prompt only. At later events, if there are
-any, it uses the current row alone.
+the authors' cache that drops entries. With grouped queries the accumulator sums over the heads of
+the group. The authors' masking variant, in which an entry can come back, is not an eviction policy
+and is left out. `h2o@kvpress` is kvpress's ObservedAttention: the *average* attention from the rows
+that can see the entry, after the prompt only. At later events, if there are any, it uses only the
+current row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsim.core.view import View
 
 
 class H2O(Scorer):
-    """Accumulated attention; `recent` newest entries are kept, half the budget by default."""
+    """Accumulated attention; keeps the `recent` newest entries, half the budget by default."""
 
     recent: Annotated[int, AtLeast(0)] | None = None
 
@@ -43,15 +43,15 @@ class H2O(Scorer):
 
 
 class ObservedAttention(Scorer):
-    """kvpress's average: attention received in this forward / rows that could give it.
+    """kvpress's average: attention received in this forward / number of rows that see the entry.
 
-    The forward of a prompt in chunks has the rows since the last event that evicted.
+    With a prompt in chunks, a forward has the rows since the last event that evicted.
     """
 
     reads = Inputs(copies=0)
 
     def score(self, view: View) -> Tensor:
-        """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""
+        """[L, H, n]; like kvpress, counts n - i rows that see slot i of n."""
         group = view.queries(1).shape[2]
         got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
         n = view.pos.shape[-1]

@@ -1,4 +1,4 @@
-"""HeadKV: heads that matter more hold more, by a plan of the model.
+"""HeadKV: important heads hold more entries, by a plan of the model.
 
 Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval
 and Reasoning", ICLR 2025, arXiv 2410.19258. A plan gives each KV head a score. With b the budget
@@ -7,14 +7,14 @@ in proportion to their scores:
 
     entries of head h = window + (b - b / beta) + score_h / (sum of all scores) x pool
 
-Which entries stay is decided by SnapKV. The policy is called `headkv:FILE`, after the file of its
-plan, as `duo:FILE` is.
+SnapKV decides which entries stay. The policy is called `headkv:FILE`, after the file of its plan,
+as `duo:FILE` is.
 
 Deviations. Formula and defaults are those of the released code (FYYFU/HeadKV at 0862a09; beta is
 1.5 in its scripts), whose scores are of query heads: how often a head attends to the answer that a
-prompt asks to repeat. `kvsim heads` measures instead what the output of a KV head loses if it
-streams. Entries that a head has not are given to the others, so that the sum is exactly the budget.
-The release rounds each head by itself.
+prompt asks to repeat. `kvsim heads` measures instead the error of a KV head's output if it streams.
+Places that a head cannot fill go to the others, so that the sum is exactly the budget. The release
+rounds each head by itself.
 """
 
 from __future__ import annotations

@@ -12,25 +12,25 @@ from kvsim.policies.ends import Ends
 
 
 class InfLLM(Ends):
-    """Every row reads the first entries, the last ones, and the blocks that resemble its query.
+    """Each row reads the first entries, the last ones, and the blocks that resemble its query.
 
     An entry that leaves the local window has the representative score sum q_(m+j) . k_m over the
     `local` rows m + j that follow it (the paper has their mean, which ranks alike). The entries of
     a block with the highest scores represent it. A block's relevance is the product of the query
     with the representatives' keys, added up over all heads, and all heads read the same blocks.
 
-    `page`: entries of a block. `representatives`: how many of them represent it. `sink`, `local`:
-    first and last entries, which every row reads; local None is two thirds of what a row reads, as
-    in the paper's setting (4,096 of 6,272). `share`: the part of the budget that a row reads, these
-    entries included; a row chooses at least one block.
+    `page`: entries of a block. `representatives`: number of entries that represent it. `sink`,
+    `local`: first and last entries, which every row reads; local None is two thirds of the entries
+    that a row reads, as in the paper's setting (4,096 of 6,272). `share`: the part of the budget
+    that a row reads, these entries included; a row chooses at least one block.
 
-    Deviations. Blocks are those of the cache, so the sinks and the local window are read in whole
-    blocks, which is more than `share` where blocks are large next to the budget. Rows of the prompt
-    read everything. The paper gives all distant entries the same position; queries and keys are
-    here as the model computed them. Representatives are chosen for each KV head. As in the authors'
-    code a block stores the mean of their keys; to choose them that code adds up the attention of
-    the window, not products. `@release` has the code's sizes (config/llama-3-inf-llm.yaml), which
-    are meant for budgets of thousands.
+    Deviations. Sinks and local window are read in whole blocks of the cache, which exceeds `share`
+    where blocks are large relative to the budget. Rows of the prompt read everything. The paper
+    gives all distant entries the same position; here queries and keys stay as the model computed
+    them. Representatives are chosen for each KV head. As in the authors' code a block stores the
+    mean of their keys; the code chooses them by summed attention of the window, not by products.
+    `@release` has the code's sizes (config/llama-3-inf-llm.yaml), which are meant for budgets of
+    thousands.
     """
 
     page: Annotated[int, AtLeast(1)] = 16
@@ -41,7 +41,7 @@ class InfLLM(Ends):
     heads: Heads = "layer"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    reads = Inputs(trace=True)  # votes are of rows that need not be resident any more
+    reads = Inputs(trace=True)  # the entries of voting rows need not be resident
 
     def usual(self, entries: int) -> int:
         """Two thirds."""
@@ -67,7 +67,7 @@ class InfLLM(Ends):
         q, k = (trace.read(name, only)[0].to(pages.keys.device) for name in ("q", "k"))
         of_group = q.unflatten(0, (len(k), -1)).double().sum(1)  # [H, T, d]
         upto = torch.nn.functional.pad(of_group.cumsum(1), (0, 0, 1, 0))
-        after = torch.arange(1, trace.n_pos + 1, device=k.device)  # the row behind an entry
+        after = torch.arange(1, trace.n_pos + 1, device=k.device)  # the row after an entry
         last = (after + self._window(pages.budget)).clamp_(max=trace.n_pos)
         return ((upto[:, last] - upto[:, after]) * k).sum(-1)
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keep the keys that point away from the others.
+"""KeyDiff: keeps the keys that point away from the others.
 
 Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments", arXiv 2504.15364. The anchor is the mean of the normalised keys
@@ -10,7 +10,7 @@ cache. `keydiff@vllm` has the schedule of vLLM's pull request 56673 (commit c497
 "full_replacement", which keeps int(tokens so far * (1 - ratio)) entries: a budget such as
 `30%so-far`. Its mode "filtering" is left out: there each new entry is accepted or refused once, and
 older ones stay for good. The rank that a new one must reach is round(tokens so far * (1 - ratio)).
-That takes an allocator which evicts the newest entry alone, and a budget that is rounded otherwise.
+It would need an allocator that evicts only the newest entry, and a budget with another rounding.
 """
 
 from __future__ import annotations

@@ -10,19 +10,19 @@ from kvsim.core.storing import Clock, SplitQuantizer
 
 
 class Kivi(SplitQuantizer):
-    """Keys are rounded in groups of tokens, channel by channel, values token by token.
+    """Rounds keys in groups of tokens by channel, and values by token.
 
     Numbers are rounded to the nearest of 2^bits levels between the smallest and the largest value
     of a group (section 3.1). A group of keys (after RoPE) is one channel of `group` tokens; exact
     keys are collected until there are `window` of them, which are then rounded together. A group of
     values is `group` channels of one token; the `window` most recent values stay exact (section
-    3.3, Algorithm 1). Rounding follows the row after which it is due: this row still sees exact
-    numbers. Smallest value and step are stored in 16 bits. In the paper's experiments `group` is 32
-    and `window` 128.
+    3.3, Algorithm 1). Rounding happens after the row at which it is due, so this row still sees
+    exact numbers. Smallest value and step are stored in 16 bits. In the paper's experiments `group`
+    is 32 and `window` 128.
 
-    Deviations: limits have the precision of the trace and not fp16. Behind an eviction, a group of
-    keys has the `group` oldest exact entries that are held, even with evicted ones between them;
-    the paper evicts nothing.
+    Deviations: limits have the precision of the trace, not fp16. After an eviction, a group of keys
+    has the `group` oldest exact resident entries, even with evicted ones between them; the paper
+    evicts nothing.
     """
 
     bits_per_number: Annotated[int, AtLeast(1)] = 2
@@ -31,7 +31,7 @@ class Kivi(SplitQuantizer):
 
     @property
     def clocks(self) -> tuple[Clock, Clock]:
-        """Keys leave a window at a time, values one by one."""
+        """Keys leave in windows, values one by one."""
         return Clock(step=self.window, group=self.group), Clock(exact=self.window)
 
     @property
@@ -58,6 +58,6 @@ def between_limits(x: Tensor, dim: int, bits: int) -> Tensor:
     """Round x to 2^bits levels between its smallest and its largest value along a dimension."""
     low, high = x.aminmax(dim=dim, keepdim=True)
     step = (high - low) / (2**bits - 1)
-    level = ((x - low) / step).round_().nan_to_num_(0.0)  # all alike have no step
+    level = ((x - low) / step).round_().nan_to_num_(0.0)  # equal numbers have no step
     out: Tensor = level.mul_(step).add_(low)
     return out

@@ -1,4 +1,4 @@
-"""Knorm: keep the shortest keys.
+"""Knorm: keeps the keys with the smallest norms.
 
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", EMNLP 2024,
 arXiv 2406.11430. Keys of small norm tend to receive much attention: s_j = -||k_j||.

@@ -1,4 +1,4 @@
-"""KVCompose: heads choose for themselves, layers by the mean of what their heads would choose.
+"""KVCompose: each head ranks its own entries; layers share a budget by mean scores of ranks.
 
 Akulov et al., "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens",
 arXiv 2509.05165. After the prompt the model reads it once more. The score of an entry is its
@@ -8,13 +8,12 @@ one rank in all heads of a layer are a composite token, whose score is the mean 
 
     c_l(r) = mean over the KV heads h of the r-th largest score of h
 
-and all layers share one budget: the composite tokens with the highest scores stay. So every head of
-a layer holds as many entries, but others. For the first layer, c is the largest of all layers.
+and all layers share one budget: the composite tokens with the highest scores stay. So heads of a
+layer hold different entries, but equally many. For the first layer, c is the largest of all layers.
 
 Deviations. Only the abstract of the paper could be read; the definition is that of kvpress
-(KVComposePress, structured). The rows are those of `kvzip`: they begin with its request to repeat
-the context, and repeat a long one in chunks, of which each has a softmax of its own. What comes
-after the context ranks above it, as in `kvzip`.
+(KVComposePress, structured). The rows are those of `kvzip`: its request, then the repeated context,
+in chunks with a softmax each if it is long. Entries after the context rank above it, as in `kvzip`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvsim.policies.kvzip import KVzip, largest_weights
 
 
 class KVCompose(KVzip):
-    """Largest weight from rows that repeat a chunk, averaged over the group, with the layer's."""
+    """Largest weight from rows that repeat a chunk, averaged over the group, plus the layer's."""
 
     def importance(self, view: View) -> Tensor:
         """mean over the group of max_i, plus its mean over the heads; [L, H, n]."""

@@ -1,4 +1,4 @@
-"""KVQuant (Hooper et al. 2024, arXiv 2401.18079), in part: outliers are stored apart, exactly."""
+"""KVQuant (Hooper et al. 2024, arXiv 2401.18079), in part: stores outliers exactly."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvsim.policies.kivi import between_limits
 
 
 class KVQuant(SplitQuantizer):
-    """Keys are rounded channel by channel, values token by token, but for a few outliers of each.
+    """Rounds keys by channel and values by token, except for a few outliers of each.
 
-    A vector is a channel of `group` keys (after RoPE) or a token's value. The `outliers` share of
-    its numbers that are farthest from its median (of an even number of them the lower one; of
-    equally far ones the earlier) are stored apart in 16 bits, with 16 bits for their place
-    (per-vector dense-and-sparse quantization, section 3.4). The others are rounded to the nearest
-    of 2^bits levels between the smallest and the largest of them. `group` exact keys are collected
-    before they are rounded together; values are rounded one by one.
+    A vector is a channel of `group` keys (after RoPE) or a token's value. The share `outliers` of
+    its numbers, the farthest from its median, is stored separately in 16 bits, with 16 bits for
+    their place (per-vector dense-and-sparse quantization, section 3.4). The lower of two medians
+    counts; of equally far numbers, the earlier. The others are rounded to the nearest of 2^bits
+    levels between their smallest and largest. `group` exact keys are collected before they are
+    rounded together; values are rounded one by one.
 
     Deviations: the paper rounds keys before RoPE, to levels that k-means finds on calibration texts
     with the sensitivity of the loss, with limits of keys from the same texts, and stores the first
-    token exactly; here every text has its own limits and evenly spaced levels. Limits have the
-    precision of the trace. The paper's vectors of values go through all heads, those here through
-    one, so that few channels round `outliers` to a whole number.
+    token exactly. Here every text has its own limits and evenly spaced levels; limits have the
+    precision of the trace. The paper's vectors of values span all heads, here one, so that few
+    channels round `outliers` to a whole number.
     """
 
     bits_per_number: Annotated[int, AtLeast(1)] = 3
@@ -33,7 +33,7 @@ class KVQuant(SplitQuantizer):
 
     @property
     def clocks(self) -> tuple[Clock, Clock]:
-        """Keys a group at a time, values one by one."""
+        """Keys leave in groups, values one by one."""
         return Clock(step=self.group, group=self.group), Clock()
 
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""KVzip: what the model attends to while it repeats the context.
+"""KVzip: keeps the entries that the model attends to while it repeats the context.
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", NeurIPS 2025,
 arXiv 2505.23416, section 3. After the prefill the model reads the probe over the full cache: for
@@ -10,23 +10,22 @@ group gives it in a softmax over the chunk and the rows up to its own,
     s_j = max_(i in P) exp(q_i . k_j) / Z_i
     Z_i = sum_(c in C) exp(q_i . k_c) + sum_(p in P, p <= i) exp(q_i . k_p)
 
-with logits scaled as the model scales them. All heads of all layers share one budget, and keep what
-scores best among all of their entries together; `kvzip@uniform` keeps the same number in each head.
+with logits scaled as the model scales them. All heads of all layers share one budget and keep the
+best of all their entries; `kvzip@uniform` keeps the same number in each head.
 
-Deviations. The paper evicts before there is a question; what comes after the context has no score.
-Here it ranks above all of the context, the newest first, so that the budget binds it too: events in
-decoding leave little of the context. Scores of
-the context are computed once and stay with the entries. The whole context is repeated, chat
-template and system message included, in chunks of 2,048 tokens. Without a `context`, which the
-setting of the paper needs, the whole prompt is repeated; in a chat the request then follows the
-start of the assistant's turn. The released code keeps what precedes the user's text, and adds it to
-the softmax of each chunk: `sink` says how many first entries are treated so, 4 in `kvzip@kvpress`.
-The release cuts at a threshold, so that one entry less may stay. Attention sinks that a model has
-learned are left out. In `adakv+kvzip` and other combinations, the outer part decides how many
-entries a head keeps.
+Deviations. The paper evicts before the question; later entries have no score. Here they rank above
+the context, the newest first, and count in the budget, so events in decoding leave little of the
+context. Scores of the context are computed once and stay with the entries. The whole context is
+repeated, chat template and system message included, in chunks of 2,048 tokens. Without a `context`,
+which the paper's setting needs, the whole prompt is repeated; in a chat the request then follows
+the start of the assistant's turn. The released code keeps the tokens before the user's text, and
+adds them to the softmax of each chunk: `sink` is the number of first entries treated so, 4 in
+`kvzip@kvpress`. The release cuts at a threshold, so that one entry less may stay. Learned attention
+sinks are left out. In `adakv+kvzip` and other combinations, the outer part decides how many entries
+a head keeps.
 
-The probe costs a second prefill: as many rows as the context has, each of which attends to the
-whole context and to the rows of its chunk before it; `kvsim study cost` counts its FLOPs.
+The probe costs a second prefill: a row for each token of the context, which attends to the whole
+context and to the earlier rows of its chunk. `kvsim study cost` counts its FLOPs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from kvsim.core.pieces import Allocator, Inputs, Plan, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.view import LOGIT_BYTES, View
 
-#: Tokens of a chunk, where costs have to guess.
+#: Tokens of a chunk, for estimates of cost.
 CHUNK = 2048
 
 
@@ -53,7 +52,7 @@ def chunk_lengths(n: float) -> list[float]:
 class KVzip(Scorer):
     """Largest attention weight from rows that repeat a chunk.
 
-    sink: first entries, which stay and join the softmax of later chunks.
+    sink: first entries, which are protected and join the softmax of later chunks.
     """
 
     sink: Annotated[int, AtLeast(0)] = 0
@@ -63,12 +62,12 @@ class KVzip(Scorer):
     reads = Inputs(arrays=frozenset({"probe_q", "probe_k"}))
 
     def score(self, view: View) -> Scores:
-        """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""
+        """s_j of the context, at most 1; 2 + position after it; [L, H, n]."""
         chunks = view.array("chunks").tolist()
         inside = view.live & (view.pos < chunks[-1][1])
         importance = view["importance"]
         missing = inside & importance.isnan()
-        if bool(missing.any()):  # in layers from which nothing has left
+        if bool(missing.any()):  # in layers without evictions
             importance = self.importance(view).where(missing, importance)
         values = importance.where(inside, 2.0 + view.pos)
         return Scores(values, {"importance": importance})
@@ -79,9 +78,9 @@ class KVzip(Scorer):
 
 
 def largest_weights(view: View, sink: int) -> Tensor:
-    """max_i of the weights that rows which repeat a chunk give its entries; [L, H, G, n].
+    """max_i of the weights of a chunk's entries from the rows that repeat it; [L, H, G, n].
 
-    In layers from which nothing has left, where slots are positions. 0 if there are none.
+    In layers without evictions, where slots are positions. 0 if there are none.
     """
     queries, probe_keys = view.array("probe_q"), view.array("probe_k")
     keys, formula = view.keys, view.formula
@@ -94,7 +93,7 @@ def largest_weights(view: View, sink: int) -> Tensor:
         parts = (keys[:, :, :sinks], keys[:, :, start:stop], probe_keys[:, :, begin:end])
         subset = torch.cat(parts, 2)  # [L, H, m, d]
         m = subset.shape[2]
-        last = torch.arange(m - rows, m, device=keys.device)  # what a row sees last, itself
+        last = torch.arange(m - rows, m, device=keys.device)  # its own entry
         slot, into = torch.arange(m, device=keys.device), out[..., start:stop]
         step = max(1, LOGIT_BYTES // (layers * heads * group * m * subset.element_size()))
         for row in range(0, rows, step):
@@ -108,7 +107,7 @@ def largest_weights(view: View, sink: int) -> Tensor:
 
 
 class Pooled(Allocator):
-    """All heads of all layers keep the best of their entries together, sum of budgets in all."""
+    """All heads of all layers together keep their best entries, the sum of all budgets."""
 
     shared = "all"
 

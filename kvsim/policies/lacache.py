@@ -1,28 +1,28 @@
-"""LaCache: layers keep different tokens, in the shape of a ladder, and fewer of the old ones.
+"""LaCache: layers keep different tokens in a ladder pattern, and fewer of the old ones.
 
 Shi et al., "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language
-Models", ICML 2025, arXiv 2507.14204. Positions alone decide, so that no attention is needed. After
-the first `sink` entries, chunks of B neighbours are compacted, the oldest first: layer l keeps A
-of the B, at an offset that grows with depth. Together the layers thus hold every token of the
-chunk, each in about `span` neighbouring layers, of which `overlap` also hold its successor:
+Models", ICML 2025, arXiv 2507.14204. Only positions decide, so no attention is needed. After the
+first `sink` entries, chunks of B neighbours are compacted, the oldest first: layer l keeps A of the
+B, at an offset that grows with depth. Together the layers thus hold every token of the chunk, each
+in about `span` neighbouring layers, of which `overlap` also hold its successor:
 
     B = 1 + ceil((L - span) / (span - overlap)),  A = min(B, ceil(span / (span - overlap)))
     layer l keeps entries o(l) to o(l) + A - 1 of a chunk,  o(l) = min(B - A, l // (span - overlap))
 
 When no chunk is left before the most recent L entries (L layers), compaction starts over with the
-oldest entries, so that older text is thinner. By default the span is half of the layers.
+oldest entries, so that older text becomes sparser. By default the span is half of the layers.
 
 Deviations. The sizes B and A, the sinks and the recent entries are those of the released code
 (GATECH-EIC/LaCache). The budget is exact: the last chunk may lose fewer than B - A entries, and no
-chunk is compacted ahead. Where no chunk fits, or B = A, the oldest entries are evicted. Keys keep
+chunk is compacted early. Where no chunk fits, or B = A, the oldest entries are evicted. Keys keep
 their order and RoPE positions; the release rotates by slot.
 
-`@release` differs twice. Its offset is l mod (B - A + 1), which puts a token into layers that are
-not neighbours. And if a long prompt makes it start over m times at once, it compacts once
-(`passes="merged"`): of chunks of m (B - 1) + 1, an offset of at most their size less A, and from
-there on every m-th entry, A in all. What the budget lets stay of the last chunk leaves next. The
-release lets the cache exceed its size by (B - A) // 2, and with A > 1 may keep entries twice, which
-a smaller offset avoids here; with the default span neither happens.
+`@release` differs twice. Its offset is l mod (B - A + 1), which puts a token into distant layers.
+And if a long prompt makes it start over m times at once, it compacts once (`passes="merged"`): in
+chunks of m (B - 1) + 1 it keeps every m-th entry, A in all, from an offset of at most their size
+less A. Entries of the last chunk that still fit the budget leave next. The release lets the cache
+exceed its size by (B - A) // 2, and with A > 1 may keep entries twice, which a smaller offset
+avoids here; with the default span neither happens.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kvsim.core.view import View
 
 
 class LaCache(Scorer):
-    """The turn in which entries leave.
+    """The order in which entries leave.
 
-    `behind` is 1 for those that this pass has compacted, and 2 for those that it would drop.
+    `behind` is 1 for entries compacted in this pass, and 2 for those that it would drop.
     """
 
     span: Annotated[int, AtLeast(1)] | None = None
@@ -59,7 +59,7 @@ class LaCache(Scorer):
         return group, min(group, -(-span // step)), step
 
     def score(self, view: View) -> Scores:
-        """The place of each entry in the order in which they leave; float64 [L, H, n]."""
+        """The rank of each entry in the order of eviction; float64 [L, H, n]."""
         n = view.pos.shape[-1]
         cursor = view.pos.where(view["behind"] > 0, -1).amax(-1, keepdim=True)
         excess = (view.count - view.budget).clamp(min=0).unsqueeze(-1)  # entries that leave now
@@ -74,7 +74,7 @@ class LaCache(Scorer):
         return Scores(places.clamp(min=0).double(), {"behind": behind})
 
     def _offsets(self, view: View, most: Tensor | int, times: Tensor | int = 1) -> Tensor:
-        """Where layers begin to keep entries of chunks that lose `most`; int, to [L, H, 1]."""
+        """Offsets of layers in chunks that lose `most`; int, up to [L, H, 1]."""
         group, kept, step = self.ladder(view.setting.n_layers)
         layers = view.layers.view(-1, 1, 1)
         offset = layers % (most + 1) if self.offset == "modulo" else layers // step * times
@@ -83,7 +83,7 @@ class LaCache(Scorer):
     def _merged(
         self, view: View, cursor: Tensor, excess: Tensor, turns: Tensor
     ) -> tuple[Tensor, int]:
-        """As `_each`, with all passes that start over in one of larger chunks."""
+        """As `_each`, with all passes merged into one of larger chunks."""
         n_layers = view.setting.n_layers
         group, kept, _ = self.ladder(n_layers)
         drops, n = group - kept, view.pos.shape[-1]
@@ -94,7 +94,7 @@ class LaCache(Scorer):
             return cursor, 0
         rest = view.live & (view.pos >= self.sink) & ~due
         ahead = rest & (view.pos > cursor)
-        # after this event, behind the cursor and behind the sinks
+        # after this event, past the cursor and past the sinks
         after = ahead.sum(-1, keepdim=True) - n_layers - excess
         most = rest.sum(-1, keepdim=True) - n_layers - excess
         chunks = after.clamp(min=0) // kept
@@ -105,7 +105,7 @@ class LaCache(Scorer):
         turns.copy_(torch.where(leaves, place.double(), turns))
         cursor = torch.maximum(cursor, view.pos.where(done, -1).amax(-1, keepdim=True))
         excess = excess - leaves.sum(-1, keepdim=True)
-        room = most.clamp(min=0) // kept * drops  # what one more pass drops
+        room = most.clamp(min=0) // kept * drops  # entries that one more pass drops
         again = over & (room > 0)
         times = (-(-excess // room.clamp(min=1))).clamp(min=1)
         size = times * (group - 1) + 1
@@ -119,10 +119,10 @@ class LaCache(Scorer):
     def _each(
         self, view: View, cursor: Tensor, excess: Tensor, turns: Tensor
     ) -> tuple[Tensor, int]:
-        """Fill in the turns of entries that leave, pass by pass; returns the cursor, and a turn.
+        """Fill in the turns of evicted entries, pass by pass; returns the cursor, and a turn.
 
-        cursor, excess int [L, H, 1]: the last position that a pass has compacted, and how many
-        entries leave now. turns [L, H, n]. The turn is behind all of them.
+        cursor, excess int [L, H, 1]: the last compacted position, and the number of entries to
+        evict. turns [L, H, n]. The returned turn is later than all of them.
         """
         group, kept, _ = self.ladder(view.setting.n_layers)
         drops, n, turn = group - kept, view.pos.shape[-1], 0
@@ -151,9 +151,9 @@ def _compacted(
     kept: int,
     times: Tensor | int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first chunks of entries, what leaves of them, bool [L, H, n], and the entries' places.
+    """Mark the first chunks, and the entries to evict, bool [L, H, n]; with places of entries.
 
-    Of each chunk every `times`-th entry from the offset on stays, `kept` in all.
+    Each chunk keeps every `times`-th entry from the offset on, `kept` in all.
     """
     place = entries.cumsum(-1) - 1
     done, inside = entries & (place < chunks * size), place % size - offset

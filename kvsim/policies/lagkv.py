@@ -1,4 +1,4 @@
-"""LagKV: keeps entries that vary most, relative to the range of the entries that follow.
+"""LagKV: keeps entries that vary most relative to the range of the following entries.
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
 arXiv 2504.04704. After the sinks the cache is cut into partitions of `lag` entries. Each channel of
@@ -6,12 +6,13 @@ a partition's keys and values is scaled by its minimum and maximum in the next p
 standard deviation of an entry over its channels goes through a softmax inside the partition, once
 for keys and once for values. The mean of the two ranks the entry inside its partition; this rank is
 its score. With `cross_scoring` the mean itself is the score, so that partitions compete. The last
-full partition and the entries behind it have no next partition, and score 1.
+full partition and the entries after it have no next partition, and score 1.
 
-Deviations. Partitions consist of the entries left, in the order of their positions. A channel that
-does not vary in the next partition counts as 0, where the formula divides by zero. Of equal means
-in a partition, the later position ranks higher. While a head holds fewer than sink + 2 lag entries
-(260 at the defaults), later entries score higher, as in kvpress; the paper does not compress yet.
+Deviations. Partitions consist of the remaining entries, in the order of their positions. A channel
+that does not vary in the next partition counts as 0, where the formula divides by zero. Of equal
+means in a partition, the later position ranks higher. While a head holds fewer than sink + 2 lag
+entries (260 at the defaults), later entries score higher, as in kvpress; the paper does not
+compress yet.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LagKV(Scorer):
         place = view.slot - self.sink  # [L, H, n], negative on sinks and pads
         recency = place.to(view.keys.dtype) / (count - self.sink).clamp(min=1)
         out = recency.where(count < self.sink + 2 * self.lag, 1.0).where(place >= 0, 1.0)
-        whole = (int(count.max()) - self.sink) // self.lag  # most full partitions of a head
+        whole = (int(count.max()) - self.sink) // self.lag  # the most full partitions
         if whole < 2:
             return out
         slots = self.sink + torch.arange(whole * self.lag, device=out.device)
@@ -71,7 +72,7 @@ class LagKV(Scorer):
 
 
 def _at(x: Tensor, view: View, slots: Tensor) -> Tensor:
-    """Rows of x [L, H, n, d] at each head's own slots [s]; anything past the last one."""
+    """Rows of x [L, H, n, d] at each head's slots [s]; undefined past the last slot."""
     layers, heads, n, dim = x.shape
     column = (slots + n - view.count.unsqueeze(-1)).clamp(max=n - 1)  # [L, H, s]
     base = torch.arange(layers * heads, device=x.device).mul_(n).view(layers, heads, 1)

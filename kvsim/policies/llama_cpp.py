@@ -1,4 +1,4 @@
-"""q8_0 and q4_0: the blocks of 32 channels in which llama.cpp stores a cache (-ctk, -ctv)."""
+"""q8_0 and q4_0: llama.cpp's formats of blocks of 32 channels for the cache (-ctk, -ctv)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ _BLOCK, _ROTATED, _LARGEST = 32, 64, 65504.0
 
 
 class Blocks(SplitQuantizer):
-    """Each 32 channels of a token are integers, times a scale d in 16 bits (ggml, MIT licence).
+    """Blocks of 32 channels: integers times a scale d in 16 bits (ggml, MIT licence).
 
     q8_0: d = max |x| / 127; codes are x * (1 / d), halves away from 0. q4_0: d is the number of
-    largest magnitude, the first of equals, over -8; codes are x * (1 / d) + 8.5 without its
-    fraction, at most 15, minus 8. d is rounded to 16 bits after that. These are the reference of
-    ggml-quants.c and `gguf.quants`. `-ctk q8_0 -ctv q4_0` is `q8_0` with `v_bits` 4.
+    largest magnitude, the first of equals, over -8; codes are min(trunc(x * (1 / d) + 8.5), 15) -
+    8. Then d is rounded to 16 bits. This is the reference of ggml-quants.c and `gguf.quants`. `-ctk
+    q8_0 -ctv q4_0` is `q8_0` with `v_bits` 4.
 
-    `rotated`: as llama.cpp does since April 2026 (pull request 21038) unless told not to, a head of
-    a multiple of 64 channels is multiplied by a normalized Hadamard matrix before, and back after:
-    keys in the largest parts that are a power of two, values in parts of 64.
+    `rotated`: llama.cpp's default since April 2026 (pull request 21038). A head of a multiple of 64
+    channels is multiplied by a normalized Hadamard matrix before rounding, and back after it: keys
+    in the largest parts that are a power of two, values in parts of 64.
 
     Deviations: the AVX kernel of q8_0 takes 127 / max |x| and rounds halves to even (of 181,248
     keys one code differs). Kernels on a CPU also round queries to q8_0; here they stay exact. A
-    scale beyond float16 is 65,504, not infinite. llama.cpp refuses heads of fewer than 32 channels.
+    scale beyond float16 becomes 65,504, not infinity. llama.cpp refuses heads of fewer than 32
+    channels.
     """
 
     label: ClassVar[str] = "q8_0"

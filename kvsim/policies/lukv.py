@@ -1,4 +1,4 @@
-"""LU-KV: each head holds what a plan of long-horizon utility leaves it, over all layers.
+"""LU-KV: a plan of long-horizon utility sets the size of each head over all layers.
 
 Tang et al., "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV
 Cache Eviction", ICML 2026, arXiv 2602.08585. Where c per cent of all entries leave, a plan gives
@@ -7,24 +7,24 @@ budget of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n e
 `sink`, its last, then those that a scorer ranks highest, by default Expected Attention with epsilon
 0.02. The policy is called `lukv:FILE`, after the file of its plan, as `duo:FILE` is.
 
-`kvsim heads --policy lukv` makes a plan from traces, the mean of theirs. The utility of an entry is
-the largest product, over the rows after the prompt and the query heads of the group, of attention
-and w, with w the norm of W_o v of the query head as a share of the sum over all query heads and
-positions of the layer. In each head entries leave from the lowest score upwards, and the utility
-that is lost so far is replaced by its lower convex hull. The entry whose step on its hull is the
-smallest in all layers leaves first; no head goes below its sinks and last entry, or 1 % of the
-prompt. `lukv:FILE` takes files of the authors, too, `.npy` of shares [99, layer, KV head].
+`kvsim heads --policy lukv` builds a plan, the mean over traces. The utility of an entry is the
+largest product, over the rows after the prompt and the query heads of the group, of attention and
+w, where w is the query head's norm of W_o v relative to the sum over all query heads and positions
+of the layer. In each head entries leave from the lowest score upwards, and the utility lost so far
+is replaced by its lower convex hull. The entry with the smallest step on its hull in all layers
+leaves first; a head keeps its sinks and last entry, and 1 % of the prompt. `lukv:FILE` takes files
+of the authors, too, `.npy` of shares [99, layer, KV head].
 
-Source. Only the abstract of the paper was read. The rules are those of public code: LUKVPress of
-kvpress (04af3dc), and the authors' release (baidu-baige/LU-KV) as SketchAlloc-KV has it (9393ad6).
+Source. Only the abstract of the paper was read. The rules follow public code: LUKVPress of kvpress
+(04af3dc), and the copy in SketchAlloc-KV (9393ad6) of the authors' release (baidu-baige/LU-KV).
 
-Deviations. The sum over all heads is exactly the budget. Sinks and the last entry are protected,
-and what a head keeps beyond them is scaled by one factor for all heads; it is rounded over all
-layers together. `exact=False` is the release: the share that is kept is a whole per cent, numbers
-are rounded in each layer by itself, and a head may have fewer entries than are protected, of which
-it keeps the first. At events in decoding n counts all tokens so far. A plan is measured at the end
-of the prompt; the release scores after the context, without the question, and draws the response at
-temperature 0.7. Its other option, one budget for each layer, is left out.
+Deviations. The sum over all heads is exactly the budget. Sinks and the last entry are protected;
+one factor for all heads scales the other entries, with rounding over all layers together.
+`exact=False` is the release: the kept share is a whole per cent, each layer rounds by itself, and a
+head may have fewer entries than are protected, of which it keeps the first. At events in decoding n
+counts all tokens so far. A plan is measured at the end of the prompt; the release scores after the
+context, without the question, and draws the response at temperature 0.7. Its other option, one
+budget for each layer, is left out.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kvsim.policies.duo import HeadPlan, Planned
 
 #: Whole per cents at which a plan has shares.
 PERCENTS = 99
-#: First positions that no head loses, if the plan does not say how many.
+#: Protected first positions, if the plan does not state a number.
 SINK = 4
-#: The scorer of plans that name none, and its parameters.
+#: The scorer of plans without one, and its parameters.
 SCORER, PARAMS = "expected_attention", {"epsilon": 0.02}
 
 
 class LUKV(Planned):
-    """Each head keeps what the plan leaves it at the share of all entries that is evicted."""
+    """Each head keeps the plan's share at the evicted share of all entries."""
 
     exact: bool = True
 
@@ -56,7 +56,7 @@ class LUKV(Planned):
 
     @classmethod
     def scoring(cls, file: str) -> tuple[Any, Any, Any]:
-        """The scorer of a plan by name, its parameters, and the first positions that stay."""
+        """The scorer of a plan by name, its parameters, and the protected first positions."""
         training = HeadPlan.open(Path(file), cls.label, cls.percents).training
         defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK, **training}
         return defaults["scorer"], defaults["params"], defaults["sink"]
@@ -76,7 +76,7 @@ class LUKV(Planned):
         return Protection(sink=self._plan.training.get("sink", SINK), recent=1)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """Quotas [L, H]; layers x heads x budget in all, or those of the release."""
+        """Quotas [L, H]; layers x heads x budget in all, or as in the release."""
         count, tokens = view.count, view.row + 1
         budget = float(view.budget.double().mean())
         percent = min(max(round(100 * (tokens - budget) / tokens), 1), PERCENTS)

@@ -1,4 +1,4 @@
-"""The model of a trace, and whether another trace is of the same one."""
+"""The model of a trace, and whether another trace has the same model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvsim.schema import object_at
 def model_of(trace: Trace) -> dict[str, Any]:
     """The model of a trace: name, shape (layers, KV heads, dimensions), digest, weights.
 
-    digest: of what the trace says of it, name, type and checksum of its file; empty for nothing. Of
-    a hub id the name is the last part, as of a folder. weights: their digest, where it is known.
+    digest: of the model's name, type and file checksum in the trace; empty without any. The name of
+    a hub id or folder is its last part. weights: their digest, where it is known.
     """
     model = object_at(trace.meta, "model")
     name = model.get("name")
@@ -25,7 +25,7 @@ def model_of(trace: Trace) -> dict[str, Any]:
         model.get("type"),
         object_at(model, "source").get("sha256"),
     ]
-    known = any(facts)  # a live run says which layers it has, and no more
+    known = any(facts)  # a live run states only its layers
     if trace.layer_ids != tuple(range(trace.n_layers)):  # plans belong to these layers
         facts.append(list(trace.layer_ids))
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest() if known else ""
@@ -38,7 +38,7 @@ def model_of(trace: Trace) -> dict[str, Any]:
 
 
 def is_model(facts: object) -> bool:
-    """Whether facts of a file are those of `model_of`, or nothing."""
+    """Whether facts of a file are empty, or as `model_of` returns."""
     if not isinstance(facts, dict):
         return False
     shape = facts.get("shape")
@@ -49,14 +49,14 @@ def is_model(facts: object) -> bool:
 
 
 def differ(model: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two models of `model_of` are different ones; traces that name none may be of any."""
+    """Whether two models of `model_of` differ; an unnamed model may be any."""
     both = (model, other)
     known = ({each.get(key, "") for each in both} - {""} for key in ("digest", "weights"))
     return model["shape"] != other["shape"] or any(len(digests) > 1 for digests in known)
 
 
 def common_model(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The model of all traces, of the one that says most. Raises PolicyError for several models."""
+    """The model of all traces, most completely described. Raises PolicyError for several models."""
     models = [model_of(trace) for trace in traces]
     at, common = max(enumerate(models), key=lambda each: len(each[1]))
     for trace, model in zip(traces, models, strict=True):
@@ -69,7 +69,7 @@ def common_model(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def described(model: Mapping[str, Any]) -> str:
-    """Name and shape of a model of `model_of`, and its weights where they are known."""
+    """Name, shape and, where known, weights of a model of `model_of`."""
     layers, heads, dim = model["shape"]
     name = model["name"] or "a model"
     weights = f", weights {model['weights'][:19]}" if model.get("weights") else ""

@@ -1,10 +1,10 @@
-"""MorphKV: what the recent tokens attend to among the distant ones.
+"""MorphKV: keeps the distant tokens that recent tokens attend to.
 
 Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
 ICML 2025, arXiv 2503.00979. At every decoded token, the `window` most recent rows attend to the
 candidates, the entries before the window. The score of a candidate is its weight in a softmax over
-the candidates alone: the largest of the group, then the sum or the maximum over the window
-(`fusion`). The entries with the highest scores stay, and those of the window itself.
+only the candidates: the largest of the group, then the sum or the maximum over the window
+(`fusion`). The entries with the highest scores stay, and the window.
 
 Deviations. The rule above is that of `morphkv@original`. Plain `morphkv` (= `morphkv@gkv`) is the
 baseline of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before
@@ -23,7 +23,7 @@ from kvsim.policies.window import Windowed, before_window, shares
 
 
 class MorphKV(Windowed):
-    """Attention of a window among the candidates alone, fused over the window."""
+    """Attention of a window over only the candidates, fused over the window."""
 
     fusion: Literal["sum", "max"] = "sum"
 

@@ -31,7 +31,7 @@ from kvsim.policies.catalogue import ACCESS, CATALOGUE
 from kvsim.policies.entry import Entry, load
 from kvsim.policies.full import Full
 
-#: Kinds of parts that stand behind an eviction.
+#: Kinds of parts that follow an eviction in a name.
 BEHIND = ("sparse attention", "quantizer", "merger")
 # The order of the kinds in a name; whole: of a propagation that leaves caches whole.
 _ORDER = re.compile(
@@ -42,7 +42,7 @@ _ORDER_IN_WORDS = (
     "at most one of each, in this order: propagation, allocator, wrappers, scorer, sparse "
     "attention, quantizer, as in fastkv+ams+global+tova+quest+kivi; or a merger after the scorer"
 )
-# The field of a policy that a part around or behind the innermost one replaces.
+# The field of a policy that a part around or after the innermost one replaces.
 _FIELDS = {
     **{kind: kind for kind in ("propagation", "allocator")},
     **dict(zip(BEHIND, ("sparse", "storage", "storage"), strict=True)),
@@ -53,8 +53,8 @@ _FIELDS = {
 class Part(NamedTuple):
     """A part of a name, and its parameters.
 
-    own: built by the user's own code. written: it stands in the name, and is not implied. policy:
-    of a described part, the policy, around TOVA if it must be.
+    own: built by user code. written: named explicitly, not implied. policy: the policy of a
+    described part, around TOVA if it needs a scorer.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What it is in the order of a name."""
+        """Its kind in the order of a name."""
         kind = self.entry.kind
         return "whole" if kind == "propagation" and self.entry.innermost else kind
 
@@ -87,21 +87,20 @@ def policy(name: str, **params: Any) -> Policy:
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
-    Sparse attention and a quantizer stand behind it, `snapkv+quest+kivi`, or alone where nothing is
-    evicted; or a merger, `snapkv+lookm`, alone behind `h2o`.
-    Next to an eviction rows read a quarter of the budget by default (`share`). `rocketkv`
-    alone is `snapkv+rocketkv`, as in the paper.
-    A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
-    and from the eviction to what stands behind it: `tova+quest` takes `heads` for `tova`,
-    and `scorer__heads` for `quest`.
-    `protect=Protection(sink, recent, prompt)` protects these entries, too.
+    Sparse attention and a quantizer follow it, `snapkv+quest+kivi`, or stand by themselves without
+    eviction. So does a merger, `snapkv+lookm`; by itself it merges into `h2o`. With an eviction,
+    rows read a quarter of the budget by default (`share`). Bare `rocketkv` is `snapkv+rocketkv`, as
+    in the paper. A parameter goes to the outermost part that has it. `scorer__NAME` goes one part
+    further in, or from the eviction to the part after it: `tova+quest` takes `heads` for `tova`,
+    and `scorer__heads` for `quest`. `protect=Protection(sink, recent, prompt)` protects these
+    entries, too.
 
-    `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
-    returns one when called with `params`; it may stand behind a `+` too. `duo:FILE`,
-    `headkv:FILE` and `lukv:FILE` keep what a plan of `kvsim heads` says.
+    `package.module:NAME` is a user-defined policy: a Policy, a Scorer, or a callable that returns
+    one for `params`; it may also follow a `+`. `duo:FILE`, `headkv:FILE` and `lukv:FILE` follow a
+    plan of `kvsim heads`.
 
-    Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
-    parts that do not go together.
+    Raises PolicyError for an unknown name, preset or parameter, a parameter out of range, and
+    incompatible parts.
 
     Example:
         >>> kvsim.policy("adakv+snapkv", window=16).params["window"]
@@ -113,7 +112,7 @@ def policy(name: str, **params: Any) -> Policy:
 
 @cache
 def _default(name: str) -> Policy | None:
-    """The policy with its default parameters; None for the user's own, and where one has none."""
+    """The policy with default parameters; None if user-defined, or if one has no default."""
     with suppress(PolicyError):
         return None if ":" in name else _built(name, {})
     return None
@@ -121,7 +120,7 @@ def _default(name: str) -> Policy | None:
 
 def _built(name: str, params: dict[str, Any]) -> Policy:
     protect = params.pop("protect", Protection())
-    with suppress(TypeError):  # said below, as of anything else
+    with suppress(TypeError):  # reported below, with all other errors
         protect = Protection(**protect) if isinstance(protect, Mapping) else protect
     chain, behind = _parse(name)
     routed = _route(name, chain + behind, params)
@@ -147,13 +146,13 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
             changes["scorer"] = replace(scorer, log=True)
         built = replace(built, schedule=entry.schedule or built.schedule, **changes)
     title = built.name if inner.own and not outer and not behind else name
-    named = replace(built, name=title, protect=protect)  # a wrong protection is said of the name
+    named = replace(built, name=title, protect=protect)  # the name reports a wrong protection
     built = replace(named, protect=built.protect | protect)
     return replace(built, lengths=_lengths(built, chain, routed))
 
 
 def _underflows(entry: Entry, scorer: Scorer, given: Mapping[str, Any]) -> bool:
-    """Whether scores could underflow to 0, and nobody asks for them or for their logarithms."""
+    """Whether scores can underflow to 0, and the parameters request neither them nor logarithms."""
     values = entry.underflows
     if values is None or "log" in given or not isinstance(scorer, entry.piece):
         return False
@@ -163,7 +162,7 @@ def _underflows(entry: Entry, scorer: Scorer, given: Mapping[str, Any]) -> bool:
 def _innermost(
     name: str, chain: Sequence[Part], behind: Sequence[Part], routed: Sequence[Mapping[str, Any]]
 ) -> Policy:
-    """The innermost policy: a scorer and what belongs to it, with defaults of its place."""
+    """The innermost policy: a scorer with its schedule and defaults for its place in the name."""
     *outer, part = chain
     entry, values = part.entry, dict(part.entry.params)
     if part.own:
@@ -172,7 +171,7 @@ def _innermost(
         inner = around.entry.inner.get(part.name.partition("@")[0], {})
         values |= {key: inner[key] for key in inner.keys() & part.accepts.keys()}
     if outer and part.name == (first := outer[0].entry).default:
-        # a propagation's own scorer takes values of its parameters over
+        # a propagation passes values of its parameters to its scorer
         defaults = {key: each.default for key, each in first.parameters.items()}
         values |= {key: {**defaults, **first.params, **routed[0]}[key] for key in first.shares}
     values |= routed[len(outer)]
@@ -181,7 +180,7 @@ def _innermost(
         return kind(**{key: values[key] for key in values.keys() & fields_of(kind).keys()})
 
     own, schedule = piece(entry.piece), entry.schedule or Schedule()
-    if entry.kind == "propagation":  # caches hold all that propagates
+    if entry.kind == "propagation":  # caches hold all propagated rows
         return Policy(name, Full(), Everything(), schedule, propagation=own)
     return Policy(
         name,
@@ -197,13 +196,13 @@ def _innermost(
 def _lengths(
     built: Policy, chain: Sequence[Part], routed: Sequence[Mapping[str, Any]]
 ) -> tuple[Length, ...]:
-    """The lengths of a policy that are not given."""
+    """The lengths of a policy that the user did not set."""
     found: list[Length] = []
     outer, alike = chain[0].entry, isinstance(built.layer_budgets, Even)
     for depth, part in enumerate(chain):
         scales, given = part.entry.scaled, {*routed[depth]}
         meant_for = dict(part.entry.meant_for) if part.written or not depth else {}
-        if depth and part.name == outer.default:  # it takes values over
+        if depth and part.name == outer.default:  # it receives these values
             meant_for |= {x: y for x, y in outer.meant_for.items() if x in outer.shares}
             given |= set(routed[0]) & set(outer.shares)
             scales |= outer.scaled
@@ -215,24 +214,24 @@ def _lengths(
 
 
 def canonical(name: str) -> str:
-    """Return a name as the catalogue has it, so that `TOVA` is `tova`; a user's own as it is."""
+    """Return a name as in the catalogue: `TOVA` is `tova`; a user-defined one is unchanged."""
     parts = map(str.strip, str(name).split("+"))
     return "+".join(part if ":" in part else part.lower() for part in parts)
 
 
 def names(entries: Mapping[str, Entry] = CATALOGUE) -> list[str]:
-    """Every eviction, presets included, as `policy` takes it; of ACCESS what stands behind."""
+    """Names of all evictions, presets included; of ACCESS, of the parts that follow one."""
     presets = ((name, preset) for name, x in entries.items() for preset in ("", *x.presets))
     return [f"{name}@{preset}" if preset else name for name, preset in presets]
 
 
 def parameters(name: str) -> tuple[str, ...]:
-    """Names of the parameters that `policy` takes for `name`; none for a user's own."""
+    """Names of the parameters that `policy` takes for `name`; empty for a user-defined one."""
     return tuple(key for part, keys in _keys(name) if not part.own for key in keys.values())
 
 
 def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
-    """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
+    """The written parts of a name, each with the parameters that `policy` takes."""
     return [(part.name, keys) for part, keys in _keys(name) if part.written]
 
 
@@ -247,16 +246,16 @@ def _keys(name: str) -> list[tuple[Part, dict[str, str]]]:
 
 
 def has_parameter(name: str, key: str) -> bool:
-    """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
+    """Whether `policy` takes the parameter `key` for `name`, in any accepted spelling."""
     chain, behind = _parse(name)
     further_in = (chain + behind)[key.count("scorer__") :]
     return any(key.replace("scorer__", "") in part.accepts for part in further_in)
 
 
 def _parse(name: str) -> tuple[list[Part], list[Part]]:
-    """The parts of a name from the outside in, and what stands behind an eviction.
+    """The parts of a name from the outside in, then the parts after the eviction.
 
-    Without an eviction that of the sparse attention, or `full`.
+    Without an eviction, the default of the sparse attention, or `full`.
     """
     parts = written_parts(name)
     at = next((at for at, part in enumerate(parts) if part.entry.kind in BEHIND), len(parts))
@@ -280,7 +279,7 @@ def _implied(name: str) -> Part:
 
 
 def written_parts(name: str) -> list[Part]:
-    """The parts of a name as written."""
+    """Return the written parts of a name."""
     parts = []
     for part in canonical(name).split("+"):
         if ":" in part:
@@ -306,9 +305,9 @@ def written_parts(name: str) -> list[Part]:
 
 
 def stored_piece(given: Any) -> Any:
-    """The sparse attention, quantizer or merger that a record names; a piece as it is.
+    """Build the sparse attention, quantizer or merger that a record names; a piece as it is.
 
-    Raises PolicyError for one that is not in the catalogue.
+    Raises PolicyError for a name outside the catalogue.
     """
     if not isinstance(given, Spec):
         return given
@@ -322,10 +321,9 @@ def stored_piece(given: Any) -> Any:
 
 
 def _route(name: str, parts: Sequence[Part], params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The values for each part: the outermost that has the name, `scorer__` one part in.
+    """Assign each value to the outermost part with its name; `scorer__` means one part in.
 
-    A policy of the user's own also gets what no part has, because a function may take more than its
-    signature names.
+    A user-defined policy also gets unknown names, because a function may take `**kwargs`.
     """
     rest = next((at for at, part in enumerate(parts) if part.own), None)
     out: list[dict[str, Any]] = [{} for _ in parts]
@@ -344,7 +342,7 @@ def _route(name: str, parts: Sequence[Part], params: Mapping[str, Any]) -> list[
 
 
 def describe(name: str) -> Part:
-    """The entry or preset `name` of the catalogue, or a user's own, by itself and not crossed.
+    """Return one entry or preset of the catalogue, or one user-defined policy, without a +.
 
     Raises PolicyError for a name with a +, and what `policy` raises.
     """
@@ -359,7 +357,7 @@ def describe(name: str) -> Part:
         inside = "" if entry.innermost or entry.default or entry.kind in BEHIND else "+tova"
         return part._replace(policy=policy(name + inside, **entry.required))
     built = policy(name)
-    behind = built.sparse or built.storage  # what it is about, else its scorer
+    behind = built.sparse or built.storage  # its main piece, else its scorer
     piece = behind if behind and isinstance(built.scorer, Full) else chain_of(built.scorer)[-1]
     text = documentation(type(piece)).partition("\n")[0] or "a policy of your own"
     declared = [fields_of(type(x)) for level in reversed(built.levels) for x in level]
@@ -368,6 +366,6 @@ def describe(name: str) -> Part:
 
 
 def documentation(kind: type) -> str:
-    """The docstring of a class; empty without one, or with that of a dataclass alone."""
+    """The docstring of a class; empty without one, or if the dataclass generated it."""
     text = inspect.getdoc(kind) or ""
     return "" if text.startswith(f"{kind.__name__}(") else text

@@ -1,27 +1,26 @@
 """The kept sets that retain the most attention mass, event by event, with a proof.
 
-Entries of one pool (a head, or all heads of a layer that share its budget) compete at events
-0..M-1 for capacity[m] places each. Eviction is final, so a kept set is a stop for each entry: the
+Entries of one pool (a head, or all heads of a layer that share its budget) compete at each event m
+= 0..M-1 for capacity[m] places. Eviction is final, so a kept set is a stop for each entry: the
 event that evicts it, M if none does. Entry p competes from event first[p] on, the first event after
-its row at which it is not protected, and earns mass[p, m] if it outlives event m: the full
-attention that rows between this event and the next pay to it. With W_p(s) the sum of mass[p, m]
-over m < s, the optimum is
+its row at which it is not protected. If it is kept at event m, its value is mass[p, m], the full
+attention that it receives from rows between this event and the next. With W_p(s) the sum of mass[p,
+m] over m < s, the optimum is
 
     max  sum_p W_p(s_p)   such that at most capacity[m] entries have first[p] <= m < s_p
 
-Prices prove it. For any price[m] >= 0 of a place at event m, no kept sets retain more than
+Dual variables prove it. For any price[m] >= 0 of a place at event m, no kept sets retain more than
 
     bound = sum_m capacity[m] price[m] + sum_p max_s (W_p(s) - sum of price[m], first[p] <= m < s)
 
-The problem is a minimum-cost flow (places flow through time, from entry to entry), so whole
-numbers attain the bound. The flow is found by successive shortest paths (Ahuja, Magnanti, Orlin,
-"Network Flows", 1993, section 9.7) on a graph of the M + 1 stops alone: an arc from stop i to stop
-j is the best move of any entry from one to the other. The search begins with the prices of every
-fourth entry at a fourth of the capacity, which are nearly right, so that few paths remain. Sums of
-mass are rounded to multiples of a power of two; their differences are then exact, and so is all
-that follows.
+The problem is a minimum-cost flow of places through time, so integers attain the bound. The flow is
+found by successive shortest paths (Ahuja, Magnanti, Orlin, "Network Flows", 1993, section 9.7) on a
+graph of the M + 1 stops: an arc from stop i to stop j is the best move of any entry from one to the
+other. The initial prices solve the problem for every fourth entry at a fourth of the capacity, so
+that few paths remain. Sums of mass are rounded to multiples of a power of two, so that all
+differences are exact.
 
-Shape letters: P pools that are solved together, E entries, M events.
+Shape letters: P pools solved together, E entries, M events.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Every fourth entry gives the first prices, down to this capacity.
+# Initial prices come from every fourth entry, down to this capacity.
 _SAMPLE, _LEAST = 4, 16
 
-# Sums of mass are rounded to this many bits; float64 has 53, the rest is for sums of several.
+# Sums of mass are rounded to this many of float64's 53 bits; sums of several use the rest.
 _BITS = 49
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """Kept sets, and the prices that prove them best.
+    """Optimal kept sets, and the prices that prove it.
 
     stop: event that evicts each entry, M if none does, int [P, E]. price: of a place at each event,
-    [P, M]. Mass of the entries that compete, [P]: retained by these kept sets, bound which no kept
-    sets exceed, and chance on average by random kept sets.
+    [P, M]. Mass of competing entries, [P]: retained by these kept sets; bound, an upper bound for
+    all kept sets; chance, the mean over random kept sets.
     """
 
     stop: Ints
@@ -59,7 +58,7 @@ class Optimum:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Optimum]) -> Optimum:
-        """Return one for the pools, or the layers, of all parts."""
+        """Concatenate over the pools, or the layers, of all parts."""
         names = [field.name for field in fields(cls)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -92,7 +91,7 @@ def solve(mass: Floats, first: Ints, capacity: Ints) -> Optimum:
 
 
 def _fill(stop: Ints, first: Ints, capacity: Ints) -> None:
-    """Where places are idle, let entries stay that earn nothing by it, those in front first."""
+    """Fill idle places with entries that receive no mass, in order."""
     for event in range(capacity.shape[1]):
         room = capacity[:, event] - ((first <= event) & (stop > event)).sum(1)
         if room.any():
@@ -101,7 +100,7 @@ def _fill(stop: Ints, first: Ints, capacity: Ints) -> None:
 
 
 def _random(mass: Floats, first: Ints, capacity: Ints) -> Floats:
-    """Mass [P, E, M] that random kept sets retain on average, [P]: each entry has equal chances."""
+    """Mean mass [P] of [P, E, M] that uniformly random kept sets retain."""
     retained, alive = np.zeros(len(mass)), np.zeros(len(mass))
     chance = np.ones(mass.shape[:2])
     for event in range(mass.shape[2]):
@@ -114,11 +113,11 @@ def _random(mass: Floats, first: Ints, capacity: Ints) -> Floats:
 
 
 def _flow(total: Floats, first: Ints, capacity: Ints) -> _Flow:
-    """The optimal flow; total [P, E, M + 1] is the mass earned up to each stop, -inf for none."""
+    """The optimal flow; total [P, E, M + 1] is the mass up to each stop, -inf for invalid stops."""
     if capacity.max(initial=0) > _LEAST:
         sample = slice(None, None, _SAMPLE)
         cost = _flow(total[:, sample], first[sample], -(-capacity // _SAMPLE)).cost
-    else:  # prices that no entry is worth
+    else:  # prices above the value of any entry
         earned = np.where(np.isfinite(total), total, 0.0)
         cost = np.diff(earned, axis=2, prepend=0.0).max(1, initial=0.0).cumsum(1)
     flow = _Flow(total, first, capacity, cost)
@@ -127,10 +126,10 @@ def _flow(total: Floats, first: Ints, capacity: Ints) -> _Flow:
 
 
 class _Flow:
-    """Stops that are optimal for their own use of places, on the way to the use that is wanted.
+    """Stops optimal for the current use of places, moved step by step to the capacity.
 
-    cost [P, M + 1]: sum of the prices up to each stop. No move of an entry from stop i to stop j
-    gains more than it costs, cost[j] - cost[i]; that holds from the beginning to the end.
+    cost [P, M + 1]: sum of the prices up to each stop. Invariant: no move of an entry from stop i
+    to stop j gains more than cost[j] - cost[i].
     """
 
     def __init__(self, total: Floats, first: Ints, capacity: Ints, cost: Floats) -> None:
@@ -141,10 +140,10 @@ class _Flow:
         )
         pools, self.stops = cost.shape
         free = capacity - self._used(first)
-        # places that nothing uses, where they are free of charge
+        # unused places, where their price is 0
         self.idle = np.where(np.diff(cost, axis=1) == 0, free.clip(min=0), 0)
         missing = free - self.idle
-        # where places begin to be missing (> 0), and where they are no longer
+        # where missing places begin (> 0) and end
         self.excess = np.diff(missing, axis=1, prepend=0, append=0)
         pool, stop = np.divmod(np.arange(pools * self.stops), self.stops)
         self.gain = np.empty((pools, self.stops, self.stops))
@@ -158,9 +157,9 @@ class _Flow:
         return used
 
     def _refresh(self, pool: Ints, stop: Ints) -> None:
-        """Compute the arcs from these stops: the best move of any entry there to each stop.
+        """Compute the arcs from these stops: the best move of any entry to each other stop.
 
-        A place may also lie idle on its way to the next stop, or stop doing so.
+        A place may also become idle up to the next stop, or used again.
         """
         gain = np.full((len(pool), self.stops), -np.inf)
         at, entry = np.nonzero(self.stop[pool] == stop[:, None])
@@ -177,7 +176,7 @@ class _Flow:
         self.gain[pool, stop] = gain
 
     def run(self) -> None:
-        """Send places along shortest paths until none is missing."""
+        """Send places along shortest paths until the capacity holds everywhere."""
         while True:
             pool = np.flatnonzero((self.excess > 0).any(1))
             if not len(pool):
@@ -185,10 +184,10 @@ class _Flow:
             self._send(pool, *self._search(pool))
 
     def _search(self, pool: Ints) -> tuple[Ints, Ints]:
-        """The nearest stop where a place is too many [P], and the stop before each [P, M + 1].
+        """The nearest stop with a surplus place [P], and the predecessor of each stop [P, M + 1].
 
-        Dijkstra's algorithm from all stops where one is missing; distances, at most 0, are what
-        moves gain less their cost. Lowers the costs by them, so that the path loses nothing.
+        Dijkstra's algorithm from all stops with a missing place. Distances, at most 0, are gains
+        less costs of moves. Lowers the costs by them, so that the path has no loss.
         """
         here, cost, excess = np.arange(len(pool)), self.cost[pool], self.excess[pool]
         near = np.where(excess > 0, 0.0, -np.inf)
@@ -204,7 +203,7 @@ class _Flow:
             via = self.gain[pool, now]
             via -= cost
             via += (near[here, now] + cost[here, now])[:, None]
-            nearer = via > near  # never at a stop that was passed
+            nearer = via > near  # never at a visited stop
             np.copyto(near, via, where=nearer)
             np.copyto(waiting, via, where=nearer)
             np.copyto(before, now[:, None], where=nearer)
@@ -212,7 +211,7 @@ class _Flow:
         return end, before
 
     def _send(self, pool: Ints, end: Ints, before: Ints) -> None:
-        """Move one place to each end, along the path that leads there."""
+        """Move one place along the path to each end."""
         self.excess[pool, end] += 1
         moves: list[tuple[Ints, ...]] = []
         changed: list[Ints] = [end[:0]]
@@ -223,7 +222,7 @@ class _Flow:
                 break
             new, which = at[active], pool[active]
             old = before[active, new]
-            with np.errstate(invalid="ignore"):  # entries that are not yet there at either stop
+            with np.errstate(invalid="ignore"):  # entries that do not compete yet at either stop
                 gains = self.by_stop[which, new]
                 gains -= self.by_stop[which, old]
             gains[self.stop[which] != old[:, None]] = -np.inf

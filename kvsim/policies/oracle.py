@@ -1,4 +1,4 @@
-"""The oracle: keeps the entries that later rows attend to most. It looks ahead; no real cache can.
+"""The oracle: keeps the entries that later rows attend to most. It uses the future.
 
 `by="mass"` (default) ranks entries by the attention that later rows give them, summed over these
 rows and the query heads of the group. At one event this is a bound: no policy that keeps as many
@@ -7,9 +7,9 @@ it is a reference and not a bound, because an event keeps entries for all later 
 event may evict them. `by="optimum"` is the bound over all events: at the same events, with each
 layer's budget at the first of them and the same protected entries, no policy retains more of the
 full attention of the rows after the prompt (`kvsim.policies.optimum`). With `pooled`, heads share
-the budget of their layer, as in adakv+oracle with floor=0. `by="output"`
-ranks by the relative error of the output if only this entry were missing. It is not a bound even at
-one event, because the errors of several entries do not add up.
+the budget of their layer, as in adakv+oracle with floor=0. `by="output"` ranks by the relative
+error of the output if only this entry were missing. It is not a bound even at one event, because
+errors of several entries do not add up.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvsim.core.pieces import Inputs, Scorer
 from kvsim.core.view import View
 from kvsim.policies.future import best, future_mass
 
-# The least attention that others are taken to receive beside an entry: a row that sees one entry
-# alone would lose everything with it, which is a large number and not infinity.
+# Lower limit on the attention to all other entries, so that an entry with all attention of a row
+# has a large but finite score.
 _OTHERS = 1e-6
 
-# Sums of a layer that are held at once, of an entry at an event each.
+# Sums (one per entry and event) of a layer held at once.
 _MOST = 1 << 19
 
 
 class Oracle(Scorer):
-    """Attention mass, or effect on the output, over all later rows of the recorded sequence."""
+    """Attention mass, or effect on the output, over all later recorded rows."""
 
     by: Literal["mass", "output", "optimum"] = "mass"
     pooled: bool = False
@@ -53,11 +53,11 @@ class Oracle(Scorer):
             events = (view.row,)
         if self.by == "output":
             weigh = _moved
-        # events whose later rows are weighed together; rounding changes keys from one to the next
+        # events with a common pass over later rows; rounding changes keys between events
         each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
         first = events.index(view.row) // each * each
         together = events[first : first + each]
-        weighed: dict[Any, Tensor] = view.memo((self,), dict)  # of one group of events
+        weighed: dict[Any, Tensor] = view.memo((self,), dict)
         if together not in weighed:
             mass = future_mass(source, together, 0, weigh=weigh)
             weighed.clear()
@@ -67,7 +67,7 @@ class Oracle(Scorer):
         return total.masked_fill(~view.live, 0.0)
 
     def _stops(self, view: View) -> Tensor:
-        """The number of the event that evicts each entry, that of all events if none does."""
+        """Index of the event that evicts each entry; the number of events if none does."""
         setting, budget = view.setting, view.budget.cpu().numpy()
         pools = 1 if self.pooled else view.keys.shape[1]
         places = budget * (view.keys.shape[1] // pools)  # [L, 1]
@@ -82,9 +82,9 @@ class Oracle(Scorer):
 
 
 def _moved(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
-    """How far the output moves without an entry, relative to its norm; overwrites attention."""
+    """Relative move of the output without an entry; overwrites attention."""
     attention.clamp_(max=1.0)
-    # by differences: where one entry has nearly all attention, the output is nearly its value
+    # as a difference: where one entry has nearly all attention, the output is nearly its value
     distance = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
     size = output.norm(dim=-1, keepdim=True)
     relative = torch.where(size > 0, distance / size, torch.zeros_like(distance))

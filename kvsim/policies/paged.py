@@ -2,11 +2,11 @@
 
 Chitty-Venkata et al., "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large
 Language Model Inference", EACL 2026 (findings), arXiv 2509.04377. An engine with paged attention
-frees memory only in pages of `page` tokens. After the prompt the best entries stay, one by one, and
-are written into pages without gaps. In decoding, tokens are appended to the newest page, and each
-time it is full the page with the lowest score is evicted. The score of a page is the mean of those
-of its tokens. The paper scores a token by s_j = ||v_j|| / ||k_j||, which needs no attention
-weights: `norm_ratio`, the scorer of bare `paged`. Any other scorer can take its place.
+frees memory only in pages of `page` tokens. After the prompt the best single entries stay and are
+written into pages without gaps. In decoding, tokens are appended to the newest page; when it is
+full, the page with the lowest score is evicted. The score of a page is the mean of those of its
+tokens. The paper scores a token by s_j = ||v_j|| / ||k_j||, which needs no attention weights:
+`norm_ratio`, the scorer of bare `paged`. Any other scorer can take its place.
 
 Here a budget is a number of entries, and an event may fire after any row (the policy's own schedule
 fires every 16 rows, whenever a page of the default size is full). An event keeps whole pages as
@@ -22,11 +22,11 @@ scorer may have no score for them. If not even the first page fits, its best ent
 best token. ||k|| is at least 1e-6.
 
 `@release` is the public port to vLLM (`KVCachePruner`, method "global"). `reduction="norms"`
-averages norms over heads first: a page scores the sum of its ||v|| over that of its ||k||, whatever
-the scorer says. `prompt="heads"`: each head chooses its own entries of the prompt, which share
-cells. `ends=True`: the first page and the newest full one stay, with what follows it; after the
-prompt both are of the prompt's own order. The port keeps as many entries beyond the budget as
-follow the prompt's last full page; here the budget is exact.
+averages norms over heads first: a page scores the sum of its ||v|| over that of its ||k||, for any
+scorer. `prompt="heads"`: each head chooses its own entries of the prompt, which share cells.
+`ends=True`: the first page, the newest full one and the entries after it stay; after the prompt
+both pages follow the prompt's order. The port keeps as many entries beyond the budget as follow the
+prompt's last full page; here the budget is exact.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NormRatio(Scorer):
 
 
 class Paged(Allocator):
-    """The best whole pages; `cell` is the place in pages to which an entry was written."""
+    """The best whole pages; `cell` is an entry's place in the pages."""
 
     page: Annotated[int, AtLeast(1)] = 16
     heads: Literal["all", "group"] = "all"
@@ -72,7 +72,7 @@ class Paged(Allocator):
     effect = "near"  # whole pages seldom fill the budget
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
+        """Mark the chosen entries as eligible, [L, H, n], and count them, [L, H]."""
         heads = slice(None, 1 if self.heads == "all" else None)  # heads that choose
         written = view.is_prompt and self.prompt != "pages"
         if written and self.prompt == "heads":
@@ -94,7 +94,7 @@ class Paged(Allocator):
         return Plan(chosen.sum(-1), eligible=chosen, columns={"cell": cell})
 
     def _entries(self, view: View, shared: Tensor, live: Tensor, always: Tensor) -> Tensor:
-        """Single entries: those at the ends as far as they fit, then the best; [L, h, n]."""
+        """Single entries: first those of the end pages that fit, then the best; [L, h, n]."""
         budget = view.budget.expand(live.shape[:2])
         if not self.ends:
             return select(shared, budget, always, live)
@@ -150,7 +150,7 @@ class Paged(Allocator):
 
 
 def _cells(cell: Tensor, live: Tensor) -> Tensor:
-    """The cells of all entries: new ones, the last of each head, follow the others; 0 on pads."""
+    """The cells of all entries, 0 on pads; new ones, the last of each head, follow the others."""
     new = cell.isnan() & live
     last = cell.masked_fill(~live | new, -1.0).amax(-1, keepdim=True)
     return torch.where(new, last + new.cumsum(-1), cell).where(live, 0.0)

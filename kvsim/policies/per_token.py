@@ -1,4 +1,4 @@
-"""Plain formats of serving engines: integers with a scale for each token, and short floats."""
+"""Formats of serving engines: integers with a scale for each token, and short floats."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BLOCK = 16
 
 
 class Integers(SplitQuantizer):
-    """Symmetric integers: in each head, a token's key and its value have one scale each.
+    """Symmetric integers, with one scale for the key and one for the value of each head and token.
 
     scale = max |x| / (2^(bits - 1) - 1) over the channels, in 16 bits; x / scale is rounded to the
-    nearest integer. No paper: the per-token form that engines offer for int8 and int4 caches.
+    nearest integer. No paper: the per-token format of engines for int8 and int4 caches.
 
     `window`: most recent entries that stay exact. A row's own entry is exact for this row.
 
-    Deviation: scales have the precision of the trace and not fp16.
+    Deviation: scales have the precision of the trace, not fp16.
     """
 
     label: ClassVar[str] = "int8"
@@ -51,10 +51,10 @@ class Integers(SplitQuantizer):
 
 
 class ShortFloats(SplitQuantizer):
-    """Short floating-point numbers: round to the nearest one, clip to the largest one.
+    """Short floating-point numbers: round to nearest, clip to the largest.
 
-    Without a scale, as vLLM stores an fp8 cache by default. e4m3 has a largest number of 448 and
-    no infinity, e5m2 57,344 (arXiv 2209.05433, table 1).
+    Without a scale, as vLLM stores an fp8 cache by default. The largest number is 448 for e4m3,
+    which has no infinity, and 57,344 for e5m2 (arXiv 2209.05433, table 1).
 
     `window`: as of int8.
     """
@@ -85,14 +85,14 @@ class ShortFloats(SplitQuantizer):
 class BlockFloats(SplitQuantizer):
     """NVFP4: 4-bit floating-point numbers, with a scale for each block of 16 channels.
 
-    A number is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign (E2M1), the nearest one, of two as near the
-    even one. scale = max |x| / 6 over the block, rounded to an 8-bit float (E4M3). No paper: the
-    format of NVIDIA's Blackwell, as TensorRT-LLM and vLLM offer it for caches (nvfp4).
+    A number rounds to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1), ties to
+    even. scale = max |x| / 6 over the block, rounded to an 8-bit float (E4M3). No paper: the format
+    of NVIDIA's Blackwell, in TensorRT-LLM and vLLM (nvfp4).
 
     `window`: as of int8.
 
-    Deviation: engines multiply all scales of a tensor by one more number of 32 bits, which a
-    calibration finds; it is 1 here, as of an fp8 cache without one.
+    Deviation: engines multiply all scales of a tensor by one more calibrated 32-bit number; here it
+    is 1, as in an fp8 cache without calibration.
     """
 
     label: ClassVar[str] = "nvfp4"

@@ -1,4 +1,4 @@
-"""PQCache (Zhang et al. 2024, arXiv 2407.12820): product-quantized keys say what is read."""
+"""PQCache (Zhang et al. 2024, arXiv 2407.12820): reads entries by product-quantized keys."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _CHUNK = 4096
 
 
 class PQCache(Ends):
-    """Every row reads the first entries, the last ones, and those with the largest coded logits.
+    """Each row reads the first and the last entries, and those with the largest coded logits.
 
     The channels of a key are cut into `subspaces` parts. In each head and part, k-means over the
-    keys that are held after the prompt, without the first ones, finds 2^bits centroids; an entry's
-    code names the nearest centroid of each part, also of an entry of the response (section 3.2).
-    The product of a query with the centroids of a key's code is its coded logit. Query heads of a
-    KV head read the same entries, by the mean of their softmax over coded logits of what is neither
-    first nor last, as in the authors' code (vq_method/retrieval_based/pq_search.py).
+    resident keys after the prompt, without the first ones, finds 2^bits centroids. The code of an
+    entry, also of the response, names the nearest centroid of each part (section 3.2). The product
+    of a query with the centroids of a key's code is its coded logit. Query heads of a KV head read
+    the same entries, by the mean of their softmax over coded logits of the middle entries, as in
+    the authors' code (vq_method/retrieval_based/pq_search.py).
 
     `sink`, `local`: first and last entries, which every row reads next to its own; local None is
-    half of what a row reads besides the first (the code's recent_ratio of 0.5). `share`: the part
-    of the budget that a row reads. `iterations`: of k-means, at most.
+    half of the entries that a row reads after the first (the code's recent_ratio of 0.5). `share`:
+    the part of the budget that a row reads. `iterations`: of k-means, at most.
 
     `@release` has the code's 32 first entries. Deviations: k-means begins with evenly spaced keys,
-    the code's with random ones; a centroid without a key stays where it is, and fewer keys than
-    centroids are their own. Centroids, 2^bits keys for each head, do not count as bytes: an account
-    has bits for each entry alone. Softcaps do not enter the softmax.
+    the code's with random ones. A centroid without a key stays unchanged, and if there are fewer
+    keys than centroids, each key is one. Centroids, 2^bits keys for each head, do not count as
+    bytes, because accounts count bits per entry. Softcaps do not enter the softmax.
     """
 
     subspaces: Annotated[int, AtLeast(1)] = 2
@@ -45,24 +45,24 @@ class PQCache(Ends):
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
     def usual(self, entries: int) -> int:
-        """Half of what is read behind the first entries."""
+        """Half of the entries that are read after the first ones."""
         return (entries - self.sink) // 2
 
     def check(self, run: Run) -> None:
-        """Raise PolicyError where the parts of a key would differ in size."""
+        """Raise PolicyError if the parts of a key differ in size."""
         check_channels(self.label, run.trace.dim, self.subspaces)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Coded logits [H, G, w, n]."""
         keys = pages.keys.flatten(1, 2).unflatten(-1, (self.subspaces, -1)).transpose(1, 2).double()
-        # the first row that reads sees what is held of the prompt, and itself
+        # the first row that reads sees the resident prompt and itself
         held = visible[:, 0, 0].sum(-1, keepdim=True) - 1
         learned = pages.once("centroids", lambda: self._learned(keys, held), of_layer=True)
         coded = pages.once("coded", lambda: _coded(keys, *learned))
         return queries @ coded.to(queries).unsqueeze(1).mT * pages.formula.scale
 
     def _learned(self, keys: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Centroids [H, m, c, s] of the first held [H, 1] keys [H, m, n, s]; which exist [H, c]."""
+        """Centroids [H, m, c, s] of the first held [H, 1] keys [H, m, n, s]; existence [H, c]."""
         first = held.sub(1).clamp(max=self.sink)
         count = held - first  # [H, 1]
         number = torch.arange(2**self.bits, device=keys.device)
@@ -83,7 +83,7 @@ class PQCache(Ends):
         return centroids, exists
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """By the softmax over what is neither first nor last, where heads read the same."""
+        """Choose by the softmax over the middle entries where heads read the same."""
         if self.heads != "query":
             between = self.between(entries > 0, budget)
             scores = scores.masked_fill(~between, -torch.inf).softmax(-1).nan_to_num(0.0)
@@ -96,7 +96,7 @@ class PQCache(Ends):
 
 
 def _nearest(keys: Tensor, centroids: Tensor, exists: Tensor) -> Tensor:
-    """The nearest centroid of each key [H, m, n], of equally near ones the first."""
+    """The nearest centroid of each key [H, m, n], ties to the first."""
     out = []
     for part in keys.split(_CHUNK, dim=2):
         distance = torch.zeros(*part.shape[:3], centroids.shape[2]).to(part)
@@ -107,7 +107,7 @@ def _nearest(keys: Tensor, centroids: Tensor, exists: Tensor) -> Tensor:
 
 
 def _coded(keys: Tensor, centroids: Tensor, exists: Tensor) -> Tensor:
-    """Keys [H, m, n, s] as their codes say, [H, n, d]."""
+    """Decode keys [H, m, n, s] to [H, n, d]."""
     code = _nearest(keys, centroids, exists).unsqueeze(-1)
     coded = centroids.gather(2, code.expand(-1, -1, -1, keys.shape[-1]))
     return coded.transpose(1, 2).flatten(2)

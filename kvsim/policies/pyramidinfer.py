@@ -15,8 +15,8 @@ their own positions.
 
 Deviations. The paper chooses tokens by a share of the attention; the released code, and kvsim, by a
 share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the
-release trims segments by a rule whose trigger compares lengths of different things; kvsim keeps
-everything in decoding.
+release trims segments by a rule whose trigger compares unrelated lengths; kvsim keeps everything in
+decoding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PyramidInfer(Propagation):
     least: Annotated[int, AtLeast(0)] = 64
 
     def after(self, view: View, memory: int | None) -> Step:
-        """The best of the context, and the recent rows; `memory` is the prompt's length."""
+        """Select the best of the context, and the recent rows; `memory` is the prompt's length."""
         count = view.row + 1
         n = count if memory is None else memory
         recent = 1 + int(self.recent * n)
@@ -75,7 +75,6 @@ class PyramidInfer(Propagation):
         return total
 
     def _kept(self, context: int, n: int, layer: int, n_layers: int) -> int:
-        """How many of the context tokens of a layer propagate."""
         rho = self.ratio + (1 - self.ratio) * (math.cos(math.pi * layer / n_layers) + 1) / 2
         kept = int(context * rho)
         return kept if kept > min(self.least, n - 1 - int(self.recent * n)) else context
@@ -85,7 +84,7 @@ class PyramidInfer(Propagation):
     ) -> Forecast:
         """Rows by the cosine; the budget and `layer` have no effect.
 
-        Layers behind which nothing is dropped have no scores: their number says that all propagate.
+        Layers without drops have no scores: by their number all rows propagate.
         """
         recent = 1 + int(self.recent * prompt_len)
         rows, count = [], prompt_len

@@ -1,21 +1,21 @@
-"""PyramidKV: many entries in the first layers, few in the last.
+"""PyramidKV: more entries in the first layers, fewer in the last.
 
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
 arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the steepness, the last
 layer gets mn = c / beta entries, the first mx = 2c - mn; between them the budget falls linearly. A
 layer with a sliding window is left out and not counted, because the window bounds its cache.
 
-Deviations. A layer's budget includes its window. The layers' budgets are those of the longest cache
-T that an event has found so far, if each layer gets the budget: the prompt, and in decoding
-c + interval where that is more. mx is at most T - window and at least c, budgets are clipped to
-[window, T], and rounding by largest remainders makes their mean exactly the budget. Two presets
-follow implementations that compute the budgets at every event, from the entries that the layer then
-holds (`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn
-is below the window) and `pyramidkv@reference`, the rule in the AMS release. There a ratio is
-searched that keeps the budget, and what it leaves over gives layers 1 or 2 entries more, in 9 % of
-the budgets up to 2,048 with events every 512 rows; here the budget itself counts. In decoding these
-budgets oscillate, because layers then hold different numbers of entries. Both presets count a
-layer's depth among all layers, also those with a sliding window.
+Deviations. A layer's budget includes its window. The layers' budgets are computed for the longest
+cache T at any event so far, if each layer gets the budget: the prompt, or in decoding c + interval
+where that is more. mx is at most T - window and at least c, budgets are clipped to [window, T], and
+rounding by largest remainders makes their mean exactly the budget. Two presets follow
+implementations that compute the budgets at every event, from the entries that the layer then holds
+(`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn is
+below the window) and `pyramidkv@reference`, the rule in the AMS release. That release searches for
+a ratio that keeps the budget, and gives layers the remainder of 1 or 2 entries, in 9 % of the
+budgets up to 2,048 with events every 512 rows; here the budget is exact. In decoding these budgets
+oscillate, because layers then hold different numbers of entries. Both presets count a layer's depth
+among all layers, also those with a sliding window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvsim.core.view import View
 
 
 class Pyramid(LayerBudgets):
-    """Budgets that fall with depth; `rule` says whether by the schedule or by what layers hold."""
+    """Budgets that fall with depth; `rule`: from the schedule, or from the entries held."""
 
     window: Annotated[int, AtLeast(1)] = 8
     beta: Annotated[float, AtLeast(1)] = 20.0
@@ -40,7 +40,7 @@ class Pyramid(LayerBudgets):
 
     @property
     def effect(self) -> Effect:
-        """The rule of the implementations keeps to no total."""
+        """The rule of the implementations has no fixed total."""
         return "exact" if self.rule == "fixed" else "near"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
@@ -67,10 +67,10 @@ class Pyramid(LayerBudgets):
         return torch.where(falls, share, budget).clamp(min=view.setting.protected)
 
 
-@lru_cache(maxsize=1024)  # every event and every search for the smallest budget asks again
+@lru_cache(maxsize=1024)  # called at every event and in every search for the smallest budget
 def _planned(pyramid: Pyramid, budget: int, n_layers: int, longest: int) -> tuple[int, ...]:
     """`Pyramid.planned` of the rule "fixed"."""
-    least = min(pyramid.window, budget)  # a smaller budget is refused, for the window is kept
+    least = min(pyramid.window, budget)  # at least the window is kept
     most = max(longest, budget)
     first = max(budget, min(2 * budget - budget / pyramid.beta, longest - pyramid.window))
     share = torch.linspace(first, 2 * budget - first, n_layers, dtype=torch.float64)

@@ -1,11 +1,10 @@
-"""Q-Filters: keep the keys that point in the direction that a head's queries share.
+"""Q-Filters: keeps the keys along the common direction of a head's queries.
 
-Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",
-arXiv 2503.02812. The queries of a head are far from centred: most of what they have in common lies
-along the first right singular vector u of the matrix of queries, with its sign chosen so that their
-mean lies on its positive side. The projection of a key on u estimates the attention that the key
-receives: s_j = k_j . u, with u averaged over the query heads of the group. u is computed once, from
-calibration queries.
+Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression", arXiv
+2503.02812. The queries of a head are far from centred: their common part lies mostly along the
+first right singular vector u of the matrix of queries, whose sign makes their mean positive. The
+projection of a key on u estimates the attention that the key receives: s_j = k_j . u, with u
+averaged over the query heads of the group. u is computed once, from calibration queries.
 
 Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
 paper calibrates on many texts; here the queries come from `calibration`. The authors' script

@@ -1,4 +1,4 @@
-"""Quest (Tang et al. 2024, arXiv 2406.10774): pages of the largest possible logits are read."""
+"""Quest (Tang et al. 2024, arXiv 2406.10774): reads the pages with the largest possible logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsim.core.reading import Heads, Pages, SparseAttention, best
 
 
 class Quest(SparseAttention):
-    """Every row reads the pages whose keys could have the largest logit with its query.
+    """Each row reads the pages whose keys could have the largest logit with its query.
 
     Of each page the smallest and the largest value of every channel of its keys are stored. An
     upper bound of q . k over a page is the sum over channels of max(q_i min_i, q_i max_i)
@@ -18,14 +18,14 @@ class Quest(SparseAttention):
     (section 3.4), its own page among the candidates. The first two layers read everything (section
     4.1).
 
-    `page`: entries of a page. `share`: the part of the budget that a row reads. `heads`: the
-    paper's models have a KV head for every query head; query heads that share one each read their
-    own pages by default. `least`: the fewest pages that a row reads.
+    `page`: entries of a page. `share`: the part of the budget that a row reads. `heads`: by default
+    each query head reads its own pages; the paper's models have a KV head for every query head.
+    `least`: the fewest pages that a row reads.
 
     `@release` reads at least three pages (evaluation/quest_attention.py of the authors' code).
     Deviations: while there are fewer entries than the budget, that code counts entries / page
-    pages, and so leaves one out where the last is not full; kvsim reads all of them. The authors'
-    kernels always read a row's own page, the paper and the evaluation do not.
+    pages, and so omits one if the last is not full; kvsim reads all. The authors' kernels always
+    read a row's own page; the paper and the evaluation do not.
     """
 
     page: Annotated[int, AtLeast(1)] = 16
@@ -38,7 +38,7 @@ class Quest(SparseAttention):
         """Upper bounds of q . k over each page [H, G, w, P]."""
         low, high = pages.once("box", lambda: box(pages))
         q, shape = queries.flatten(1, 2), queries.shape[1:3]
-        # the larger product has the largest key where the query is positive, else the smallest
+        # the larger product takes the largest key where the query is positive, else the smallest
         bound = torch.baddbmm(q.clamp(min=0) @ high.mT, q.clamp(max=0), low.mT)
         out: Tensor = bound.unflatten(1, shape)
         return out

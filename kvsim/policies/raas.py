@@ -1,4 +1,4 @@
-"""RaaS: evicts the entry that was attended to least recently.
+"""RaaS: evicts the entry with the oldest attention.
 
 Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning", ACL 2025
 (findings), arXiv 2502.11147. In long reasoning, milestone tokens (like lemmas of a proof) receive
@@ -11,15 +11,15 @@ is evicted. All tokens of the prompt stay, because a few of them receive attenti
 `share` replaces alpha: a row stamps that share of the entries that it sees, those with the largest
 weights. At short lengths nearly every weight exceeds the default alpha, so use a share there.
 
-Deviations. Only the abstract of the paper and summaries of it could be read; the default of alpha
-and the share of 0.5 that a later version is said to use have not been checked. The weight of an
-entry is the mean over the query heads of the group, and each KV head has a set of its own. Of equal
-timestamps, for which these sources give no order, the entry with the smallest weight of the last
-row is evicted first: s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the
-`query_buffer` most recent ones at most; they see the entries still in the cache. With
-`protect_prompt=False` the prompt competes, and the rows at its end stamp it. The paper stamps pages
-by an estimate from one key for each page; here weights are exact, and `paged+raas` with
-`reduction="max"` evicts the page that was attended to least recently.
+Deviations. Only the abstract of the paper and summaries could be read; the default of alpha, and
+the reported share of 0.5 of a later version, are unchecked. The weight of an entry is the mean over
+the query heads of the group, and each KV head has a set of its own. Of equal timestamps, for which
+these sources give no order, the entry with the smallest weight of the last row is evicted first:
+s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the `query_buffer` most
+recent ones at most; they see the entries still in the cache. With `protect_prompt=False` the prompt
+competes, and the rows at its end stamp it. The paper stamps pages by an estimate from one key for
+each page; here weights are exact, and `paged+raas` with `reduction="max"` evicts the page that was
+attended to least recently.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvsim.core.pieces import Inputs, Scorer, Scores
 from kvsim.core.view import View
 from kvsim.policies.window import first_of
 
-# Rows whose stamps are found at once.
+# Rows whose stamps are computed at once.
 _ROWS = 16
 
 
 class RaaS(Scorer):
-    """The row that attended to an entry last; `stamp` is carried with it."""
+    """The last row that attended to an entry, carried as `stamp`."""
 
     alpha: Annotated[float, Between(0, 1)] = 1e-4
     share: Annotated[float, Between(0, 1)] | None = None
@@ -66,7 +66,7 @@ class RaaS(Scorer):
         return Scores(stamp + weights[..., -1, :].double() / 2, {"stamp": stamp})
 
     def _latest(self, view: View, weights: Tensor, rows: Tensor) -> Tensor:
-        """The last of rows [w, 1] with weights [L, H, w, n] that stamps an entry, or -1."""
+        """The last of rows [w, 1], with weights [L, H, w, n], that stamps an entry, or -1."""
         visible = view.live.unsqueeze(2) & (view.pos.unsqueeze(2) <= rows)
         if self.share is None:
             least = torch.full_like(weights[..., :1], self.alpha)

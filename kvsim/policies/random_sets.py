@@ -1,13 +1,13 @@
 """Random eviction: a random set of entries, drawn anew at every event; the baseline.
 
-`random@prompt` draws from the response alone: the prompt and the last `recent` entries stay, and of
-the rest a uniformly random set, of each layer and head independently.
+`random@prompt` draws only from the response: the prompt and the last `recent` entries stay, and a
+uniformly random set of the rest, independently for each layer and head.
 
-That is how randkv 0.1.0 (PyPI) has Random Attention (arXiv 2609.03430). Deviations. The paper and
-its authors' code could not be read. randkv draws from another generator, so that sets agree in
+This follows the Random Attention (arXiv 2609.03430) of randkv 0.1.0 (PyPI). Deviations. The paper
+and its authors' code could not be read. randkv draws from another generator, so that sets agree in
 distribution. Its K entries do not count the recent ones: give a budget of K + recent. Its first
-event is at the row that exceeds the budget, and events come before a row attends; here they follow
-each other from the end of the prompt, after the row.
+event is at the row that exceeds the budget, and events come before a row attends; here events come
+after each row, from the end of the prompt on.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvsim.core.view import View
 
 
 class Random(Scorer):
-    """Keeps a uniformly random set, drawn anew at every event, of every head independently.
+    """A uniformly random set, drawn anew at every event, independently for each head.
 
     The score of an entry is a hash of (seed, layer, row, head, position): SplitMix64 (Steele, Lea
-    and Flood 2014, doi 10.1145/2660193.2660195) folded over the five numbers. So a draw depends on
-    nothing but its own coordinates: not on block size, order of layers, budget or process.
+    and Flood 2014, doi 10.1145/2660193.2660195) folded over the five numbers. So a draw depends
+    only on these, not on block size, order of layers, budget or process.
     """
 
     seed: int = 0
@@ -43,7 +43,7 @@ class Random(Scorer):
 
 
 class RandomResponse(Random):
-    """Draws from the response before the last entries; these and the prompt stay."""
+    """Random draws from the response; the prompt and the last entries stay."""
 
     recent: Annotated[int, AtLeast(0)] = 64
     protect_prompt: bool = True

@@ -1,4 +1,4 @@
-"""Redundancy: how much the key of an entry resembles the other keys of its head.
+"""Redundancy: similarity of an entry's key to the other keys of its head.
 
 The term of R-KV (Cai et al., arXiv 2505.24133) that G-KV takes over. C holds the cosine
 similarity of every two keys, 0 on the diagonal. In each row i the entry at the last slot j with
@@ -11,11 +11,11 @@ so that of keys that repeat each other, the last occurrence counts as less redun
 Deviations. The papers set what lies *below* the threshold to 0 and sum over the rows; their code,
 followed here, keeps it, zeroes one entry per row, and divides by the number of rows.
 
-No matrix is needed for the sums, which are k_j . sum_i k_i - |k_j|^2 for unit keys k. What needs it
-is the search for the last similar slot. It goes back from the last slots, over blocks of columns
-that grow, and is over for a row at its first match: in keys that point in a common direction nearly
-at once, in the worst case after one matrix product. At later events only what is new since the one
-before is compared, and what has lost its match: keys do not change (`Searched`).
+The sums need no matrix: they are k_j . sum_i k_i - |k_j|^2 for unit keys k. Only the search for the
+last similar slot does. It goes backwards over growing blocks of columns, and ends for a row at its
+first match: early if keys share a direction, in the worst case after one matrix product. Later
+events compare only new entries and those whose match was evicted, because keys do not change
+(`Searched`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dataclasses import dataclass, field
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 
-# Similarities that are held at once; blocks that stay in the processor's cache are faster.
+# Similarities held at once; blocks that fit the processor's cache are faster.
 _BLOCK_BYTES = 4 << 20
 # Columns of the first block of the search, and of the largest.
 _NARROW, _WIDE = 64, 512
-# Instead of the last similar slot: there is none, or it was not searched.
+# No last similar slot exists, or it was not searched.
 _NONE, _UNKNOWN = -1, -2
 
 
 @dataclass
 class Searched:
-    """The last similar entry of each entry at the event before, by position.
+    """The last similar entry of each entry at the previous event, by position.
 
     pos [h, m]: ascending. last [h, m]: the position of the last similar entry, -1 for none, -2 for
     an entry that was not compared.
@@ -77,9 +77,9 @@ def mean_similarity(
 ) -> Tensor:
     """c_j of the entries marked in `among` with each other, 0 elsewhere.
 
-    keys [L, H, n, d]; among bool [L, H, n]; a key is k / (|k| + epsilon). else_first: a row without
-    a similar entry has its first entry set to 0 instead of none. view: where the keys are those of
-    its entries in their order, the search goes on from the event before.
+    keys [L, H, n, d]; among bool [L, H, n]; a key is k / (|k| + epsilon). else_first: in a row
+    without a similar entry, set the first entry to 0. view: given if the keys are those of its
+    entries in order, so that the search resumes from the previous event.
     """
     n, dim = keys.shape[-2:]
     keys, chosen = keys.reshape(-1, n, dim), among.reshape(-1, n)  # a row per head
@@ -118,15 +118,14 @@ def mean_similarity(
 def _last_similar(
     unit: Tensor, chosen: Tensor, previous: Tensor, first: int, threshold: float
 ) -> Tensor:
-    """Of every row the last slot above the threshold, -1 for none.
+    """The last slot above the threshold in each row, -1 for none.
 
     unit [h, n, d] unit keys, 0 where not chosen; chosen, previous and the result [h, n]. previous:
-    the last similar slot before the slot `first`, -1 for none and -2 where it has to be searched
-    for.
+    the last similar slot before the slot `first`, -1 for none, -2 for unknown.
     """
     heads, n, dim = unit.shape
     last = torch.full_like(previous, _NONE)
-    # the rows that are searched for: of which head, at which slot, their keys
+    # rows to search: their heads, slots and keys
     which = torch.arange(heads, device=unit.device)
     slot = torch.arange(n, device=unit.device).expand(heads, n)
     keys, rows, pending = unit, unit, chosen
@@ -138,7 +137,7 @@ def _last_similar(
         most = int(pending.sum(-1).max())
         if stop == 0 or most == 0:
             return last
-        if most < slot.shape[1]:  # filled up, where heads have fewer, with rows that are done
+        if most < slot.shape[1]:  # heads with fewer rows are padded with finished rows
             which = pending.any(-1).nonzero().squeeze(-1)
             keys = unit if len(which) == heads else unit[which]
             slot = pending[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]

@@ -13,8 +13,8 @@ Three implementations differ in both terms:
               mean over the window
     original  largest logit of the group, softmax over the       all keys; a row without a similar
               candidates, mean over the window                   key leaves out the first slot
-    ams       softmax over the candidates,                       the candidates' keys alone; as
-              mean over the group and the window                 the original for the rest
+    ams       softmax over the candidates,                       the candidates' keys; otherwise
+              mean over the group and the window                 as the original
 
 `rkv` (= `rkv@gkv`) is G-KV's baseline (window 16, max-pool of 5), `rkv@original` the authors' code
 (window 8, pool 7), `rkv@ams` AMS's baseline, which also keeps the first `sink` entries.
@@ -60,7 +60,7 @@ class RKV(Windowed):
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter
-        """The slot that top-k left an entry in, NaN for what it did not choose."""
+        """The slot of an entry after top-k, NaN for entries that it did not choose."""
         return {"slot": nan} if self.slot_order == "topk" else {}
 
     @property
@@ -84,7 +84,7 @@ class RKV(Windowed):
     def _mixed(
         self, attention: Tensor, keys: Tensor, among: Tensor, view: View | None = None
     ) -> Tensor:
-        """The score of entries in the order in which the cache holds them; view: if its own."""
+        """The score of entries in the cache's order; view: if the order is its own."""
         alike = mean_similarity(
             keys,
             among,
@@ -97,14 +97,14 @@ class RKV(Windowed):
         return self.mix_lambda * pooled - (1 - self.mix_lambda) * shares(alike, among)
 
     def _slots(self, view: View, older: Tensor) -> Tensor:
-        """Entries in the order of the released cache: pads, what top-k left, the others."""
+        """Entries in the order of the released cache: pads, entries chosen by top-k, the others."""
         slot = view["slot"]
         behind = view.pos + view.row + 1  # every slot is below
         key = torch.where(older & ~slot.isnan(), slot.nan_to_num(0.0).long(), behind)
         return key.masked_fill(~view.live, -1).argsort(dim=-1, stable=True)
 
     def _left_in(self, view: View, values: Tensor, older: Tensor) -> Tensor:
-        """The slots in which top-k leaves entries, best first; AMS's has the protected in front."""
+        """The slots of entries after top-k, best first; in AMS's code, protected entries lead."""
         ranked = older
         if self.variant == "ams":
             ranked = view.live
@@ -116,7 +116,7 @@ class RKV(Windowed):
         return place.to(values.dtype).masked_fill(~ranked, nan)
 
     def _attention(self, view: View, older: Tensor) -> Tensor:
-        """I_j before pooling, 0 but on candidates; [L, H, n]."""
+        """I_j before pooling, 0 off candidates; [L, H, n]."""
         if self.variant == "gkv":
             return local_score(view, self.window)
         logits = view.logits(self.window)  # [L, H, G, w, n]

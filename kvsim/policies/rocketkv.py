@@ -1,7 +1,7 @@
-"""RocketKV (Behnam et al. 2025, arXiv 2502.14051): eviction after the prompt, then reading by page.
+"""RocketKV (Behnam et al. 2025, arXiv 2502.14051): evicts after the prompt, then reads by page.
 
-The first stage evicts with SnapKV, pooled over 63 neighbours; `rocketkv` alone is
-`snapkv+rocketkv`. The second, hybrid sparse attention, reads of what stays.
+The first stage evicts with SnapKV, pooled over 63 neighbours; bare `rocketkv` is `snapkv+rocketkv`.
+The second stage, hybrid sparse attention, reads from the kept entries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvsim.schema import NEVER
 
 
 class RocketKV(SparseAttention):
-    """Every row reads the pages with the largest attention, estimated from a few channels.
+    """Each row reads the pages with the largest attention, estimated from a few channels.
 
     Of each page the smallest and the largest value of every channel of its keys are stored, as in
     Quest. A row takes the channels with the largest mean |q_c| over the query heads of a group,
@@ -30,19 +30,19 @@ class RocketKV(SparseAttention):
 
     The paper's budget of t of S tokens is a compression by c = S / t, split over the stages
     (adaptive compression decomposition): S / c^r entries stay, r = min(0.2 + 0.06 log2 c, 0.8), so
-    the second stage compresses by C = c^(1 - r). Half of t pays for the entries that are read, half
-    for the estimate: pages of ceil(sqrt C) entries, and d page / C of the d channels. Here the
-    budget is what stays of the prompt, and c is what makes it S / c^r. A prompt that fits into the
-    budget is read whole: nothing is estimated, and there are no summaries. A page of one entry is
-    its own summary, and takes no memory.
+    the second stage compresses by C = c^(1 - r). Half of t covers the entries that are read, half
+    the estimate: pages of ceil(sqrt C) entries, and d page / C of the d channels. Here the budget
+    is the kept part of the prompt, S / c^r, which determines c. A prompt that fits into the budget
+    is read whole: nothing is estimated, and there are no summaries. A page of one entry is its own
+    summary, and takes no memory.
 
     `tokens`: the paper's t; None computes it from the split. `page`: entries of a page. `channels`:
     channels that the estimate uses. None computes both from C.
 
-    Deviations. Pages are read whole: of the t / 2 entries as many as fill pages, at least one. The
-    paper counts tokens to be generated to S and to the budget; here they come on top of it. SnapKV
-    pools before it averages over a group, where the authors' code pools the sum. A model's scale
-    of the logits, where it is not 1 / sqrt d, replaces it.
+    Deviations. Pages are read whole: as many as t / 2 entries fill, at least one. The paper
+    includes tokens to be generated in S and in the budget; here they are added to it. SnapKV pools
+    before it averages over a group, where the authors' code pools the sum. A model's scale of the
+    logits, where it is not 1 / sqrt d, replaces it.
     """
 
     tokens: Annotated[int, AtLeast(1)] | None = None
@@ -52,11 +52,11 @@ class RocketKV(SparseAttention):
 
     @property
     def effect(self) -> Literal["exact", "none"]:
-        """The budget says how much is read, unless `tokens` does."""
+        """The budget determines the reads, unless `tokens` does."""
         return "exact" if self.tokens is None else "none"
 
     def at(self, trace: Trace, budget: int) -> SparseAttention:
-        """With what the split of the budget leaves open."""
+        """Return the piece with missing values computed from the split of the budget."""
         tokens = self.tokens
         if tokens is None:
             fits = budget >= trace.prompt_len
@@ -79,13 +79,13 @@ class RocketKV(SparseAttention):
         return estimate * (pages.formula.scale / share.where(share > 0, 1.0).sqrt())
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """The pages whose entries have the most attention, with all values of `at`."""
+        """The pages with the most attention, with all values of `at`."""
         total = (scores + entries.to(scores).log()).logsumexp(-1, keepdim=True)
         count = round((self.tokens or 1) / 2) // (self.page or 1)
         return best("kv", (scores - total).exp(), entries, count)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
-        """Two 16-bit numbers per channel, one of which a row reads of those that it uses."""
+        """Two 16-bit numbers per channel; a row reads one, of the channels that it uses."""
         if self.tokens == NEVER:
             return 0.0, 0.0
         held = 0.0 if self.page == 1 else 32.0 * dim
@@ -93,7 +93,7 @@ class RocketKV(SparseAttention):
 
 
 def split(prompt: int, budget: int) -> int:
-    """The paper's t of a prompt of which `budget` tokens stay after the first stage."""
+    """The paper's t for a prompt that keeps `budget` tokens after the first stage."""
     evicted = log2(prompt / budget)  # r log2 c
     x = (sqrt(0.04 + 0.24 * evicted) - 0.2) / 0.12  # log2 c, from r = 0.2 + 0.06 log2 c
     return max(1, round(prompt / 2 ** (x if x < 10 else evicted / 0.8)))

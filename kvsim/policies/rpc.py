@@ -3,9 +3,9 @@
 Song et al., "Reasoning Path Compression: Compressing Generation Trajectories for Efficient LLM
 Reasoning", NeurIPS 2025, arXiv 2505.13866, algorithm 1. The prompt stays. Every `interval` rows,
 the generated tokens before the window are scored by their attention from the `window` most recent
-rows: softmax over the scored tokens alone, summed over the window, averaged over all query heads of
-the layer, average-pooled. One set serves all heads. Besides prompt and window, one of every
-`compression` generated tokens stays, so no budget bounds the cache: `budget` is ignored.
+rows: softmax over only the scored tokens, summed over the window, averaged over all query heads of
+the layer, average-pooled. One set serves all heads. Prompt, window and one of every `compression`
+generated tokens stay, so `budget` is ignored.
 
 Deviations. kvsim counts generated tokens from the end of the prompt up to the event, those of the
 window included; the authors count only the tokens before the window. Inside AMS, AdaKV and
@@ -56,7 +56,7 @@ class Growing(LayerBudgets):
     effect = "none"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
-        """Nothing: the policy's budget plays no part, and prompt and window always have room."""
+        """Nothing: the budget is ignored, and prompt and window always fit."""
         return ()
 
     def budgets(self, view: View, budget: int) -> Tensor:

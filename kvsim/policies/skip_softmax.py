@@ -1,4 +1,4 @@
-"""Skip-softmax, BLASST (arXiv 2512.12087): values of blocks with low logits are not read."""
+"""Skip-softmax, BLASST (arXiv 2512.12087): does not read values of blocks with low logits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvsim.core.reading import Heads, Pages, SparseAttention
 
 
 class SkipSoftmax(SparseAttention):
-    """Every row reads all keys, and skips blocks whose logits are all far below the largest so far.
+    """Each row reads all keys, and skips blocks with all logits far below the largest so far.
 
     A row goes through the blocks of its cache from the first entry to the last and carries the
     maximum of their logits. A block whose largest logit lies more than ln(1 / threshold) below that
-    maximum is skipped: its values are not read, and it has no part in the softmax. The maximum
-    includes the block itself. For thresholds up to 1 that makes no difference: what raises the
-    maximum is read, and what is skipped does not move it. The first block is always read.
+    maximum is skipped: its values are not read, and it is left out of the softmax. The maximum
+    includes the block itself; for thresholds up to 1 that makes no difference. The first block is
+    always read.
 
     `page`: entries of a block. `scale`: if given, the threshold is scale / entries (in whole
-    blocks), at most 1. Releases calibrate this factor, because the threshold that skips a given
-    share falls with the length. `heads`: each query head decides for itself; heads that read the
-    same blocks skip what all of them would, as kernels with a group's queries in one tile do.
+    blocks), at most 1. Releases calibrate this factor, because the threshold for a given share
+    falls with the length. `heads`: by default each query head decides for itself; heads that read
+    the same blocks skip a block only if all would, like kernels with a group's queries in one tile.
 
-    The definition rests on the paper's abstract and on public kernels (TensorRT-LLM, FlashInfer:
+    The definition follows the paper's abstract and public kernels (TensorRT-LLM, FlashInfer:
     threshold_scale_factor / length; NVIDIA Model Optimizer, whose defaults for decoding `@modelopt`
     has). Deviations: kernels that split the cache carry a maximum for each part; rows of the
-    prompt, which have a threshold of their own, read everything.
+    prompt, which have their own threshold there, read everything here.
     """
 
     page: Annotated[int, AtLeast(1)] = 16
@@ -51,7 +51,7 @@ class SkipSoftmax(SparseAttention):
         return out
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """The blocks that are not skipped by each of the heads that read the same ones."""
+        """The blocks that at least one of the heads that read the same ones does not skip."""
         visible = entries > 0
         scores = scores.masked_fill(~visible, -torch.inf)
         gap = scores - scores.cummax(-1).values

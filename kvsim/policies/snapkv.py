@@ -1,9 +1,9 @@
-"""SnapKV: what the last rows of the prompt attend to, smoothed over neighbours.
+"""SnapKV: keeps the entries that the last rows attend to, smoothed over neighbours.
 
-Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024,
-arXiv 2404.14469, listing 1. The score of an entry is its softmax attention from the `window` most
-recent rows, averaged over these rows and pooled over neighbouring entries. The entries with the
-highest scores stay, and those of the window itself.
+Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024, arXiv
+2404.14469, listing 1. The score of an entry is its softmax attention from the `window` most recent
+rows, averaged over these rows and pooled over neighbouring entries. The entries with the highest
+scores stay, and the window.
 
 Deviations. kvsim keeps one set per KV head, which the cache of a model with grouped queries can
 store: scores are averaged over the query heads of the group, after pooling. The published code
@@ -33,8 +33,7 @@ class SnapKV(Windowed):
     def score(self, view: View) -> Tensor:
         """s_j = mean over the group of pool_j(mean over the window of a_r(j)); [L, H, n].
 
-        The window's own columns are cut before pooling, score 0 and are protected, as in any
-        `Windowed`.
+        The window's own columns are cut before pooling, score 0 and are protected (`Windowed`).
         """
         older = before_window(view, self.window)  # [L, H, n]
         vote = view.attn(self.window).mean(3)  # [L, H, G, n]

@@ -1,15 +1,15 @@
 """Sparse-vLLM: H2O, SnapKV and R-KV with one set for all heads of a layer.
 
-github.com/CURRENTF/Sparse-vLLM (commit 18d3104), an engine on vLLM that evicts. It keeps one block
-table for the heads of a layer, so that they share a set. The vote of `window` rows for the
-candidates C is the largest over all query heads of a layer of the mean over these rows:
+github.com/CURRENTF/Sparse-vLLM (commit 18d3104), an engine on vLLM that evicts. Heads of a layer
+have one block table, so they share a set. The vote of `window` rows for the candidates C is the
+mean over these rows, maximised over all query heads of a layer:
 
     I_j(C) = max over heads of mean over rows of softmax over C of q.k / sqrt(d)
 
     h2o     sums of w I_j over all entries, w the number of rows: after the prompt of its last 128
             rows, then of each row softmax over the entries of its largest logit. Half of the
             budget are recent entries.
-    snapkv  I_j of 32 rows, over what lies between 64 first and 512 last entries, which stay;
+    snapkv  I_j of 32 rows, over the entries between 64 first and 512 last ones, which stay;
             max-pooled if `pool_kernel` is larger than 1. After the prompt; at later events its
             largest logit of the last row.
     rkv     mix_lambda I_j - (1 - mix_lambda) R_j of 8 rows, over the same entries. The keys of all
@@ -19,9 +19,9 @@ candidates C is the largest over all query heads of a layer of the mean over the
 
 Deviations. The engine reads a prompt in chunks, after which H2O cuts to a budget of its own; here
 it is read at once, and with `prefill_chunk` each chunk is cut to the budget. The engine's events
-are as many rows apart, but begin where the cache exceeds the budget by that number, SnapKV's where
-it holds twice as many entries as compete. Under an allocator that gives heads different sets there
-is no common set, and the replay stops with an error.
+have the same interval, but begin when the cache exceeds the budget by it; SnapKV's begin when it
+holds twice the competing entries. Under an allocator that gives heads different sets there is no
+common set, and the replay stops with an error.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Middle(Scorer):
         return Inputs(rows=self.window, copies=self.copies)
 
     def middle(self, view: View) -> Tensor:
-        """The entries that compete, the same in each head; bool [L, 1, n]."""
+        """Competing entries, the same in each head; bool [L, 1, n]."""
         check_alike(*_shared(view))
         return (view.live & ~protected_by(self.protection, view))[:, :1]
 

@@ -5,9 +5,8 @@ arXiv 2309.17453. Keeps the first `sink` positions and the most recent `budget -
 every row.
 
 Deviations. The released code caches keys before RoPE and rotates each one to its slot in the cache
-instead of its position in the sequence. `streaming_llm@original` does so too: it keeps the same
-entries, but its attention output differs. The default rotates by position, as the other policies
-do.
+instead of its position in the sequence. So does `streaming_llm@original`: it keeps the same
+entries, but its attention output differs. The default rotates by position, like the other policies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): channels of keys that few queries use are 0."""
+"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): prunes the least important channels of keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvsim.core.storing import Clock, Quantizer
 class ThinK(Quantizer):
     """After the prompt, each head prunes the channels that matter least to its last queries.
 
-    A channel i scores ||q_i k_i^T||_F = ||q_i|| ||k_i||, by its numbers q_i in the last `window`
-    queries (after RoPE) and k_i in all keys that are held then. The floor(`pruned` d) channels of
-    the lowest scores are not stored; of equal ones the first stay. The `recent` last keys keep all
-    channels, as do those of the response, and values. `pruned` is the paper's lambda; the other
-    defaults are those of the authors' code (SalesforceAIResearch/ThinK), too.
+    A channel i scores ||q_i k_i^T||_F = ||q_i|| ||k_i||, with q_i its numbers in the last `window`
+    queries (after RoPE), and k_i in all resident keys. The floor(`pruned` d) channels with the
+    lowest scores are not stored; of equal ones the first stay. The `recent` last keys, keys of the
+    response, and values keep all channels. `pruned` is the paper's lambda; defaults are those of
+    the authors' code (SalesforceAIResearch/ThinK).
 
-    Query heads of a KV head share its channels, by the norm over all of them, as in kvpress; the
-    authors' code repeats keys for each query head, and prunes each copy by itself. `@kvpress`
-    prunes the recent keys, too. The mask, d bits for a head, does not count as bytes. Not here:
-    pruned values, and pruned keys that are also rounded, both of which the paper tries.
+    Deviations. Query heads of a KV head share its channels, by the norm over all of them, as in
+    kvpress; the authors' code repeats keys for each query head, and prunes each copy by itself.
+    `@kvpress` prunes the recent keys, too. The mask, d bits for a head, does not count as bytes.
+    Left out: pruned values, and pruned keys that are also rounded, both tried in the paper.
     """
 
     pruned: Annotated[float, AtLeast(0), Below(1)] = 0.4
@@ -32,7 +32,7 @@ class ThinK(Quantizer):
 
     @property
     def clocks(self) -> tuple[Clock, Clock]:
-        """All keys of the prompt but the recent ones at once; values stay as they are."""
+        """All keys of the prompt but the recent ones leave at once; values stay exact."""
         return (Clock(self.recent, once=True),) * 2
 
     @property

@@ -1,4 +1,4 @@
-"""TOVA: drop what the latest token attends to least.
+"""TOVA: evicts the entry that the latest token attends to least.
 
 Oren et al., "Transformers are Multi-State RNNs", EMNLP 2024, arXiv 2401.06104, section 4. After
 each row it evicts the entry with the lowest attention weight of that row, averaged over all query
@@ -48,5 +48,5 @@ class TOVA(Scorer):
         return attention.mean(1, keepdim=True).expand_as(attention)
 
     def protection(self, budget: int) -> Protection:
-        """The last token where asked for."""
+        """The last token on request."""
         return Protection(recent=int(self.protect_last))

@@ -1,4 +1,4 @@
-"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a rotation, then one codebook for all."""
+"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a rotation, then one common codebook."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvsim.policies.kivi import between_limits
 
 
 class TurboQuant(SplitQuantizer):
-    """A vector's norm is stored, and each number of the rotated unit vector in a few bits.
+    """Stores a vector's norm, and each number of the rotated unit vector in a few bits.
 
     A coordinate of a random unit vector has the density (1 - x^2)^((d - 3) / 2) on [-1, 1], up to a
-    factor. The 2^bits levels with the smallest mean squared error under it (Lloyd-Max) are those of
-    all vectors, which are rotated by a random orthogonal matrix before, and back after it
-    (Algorithm 1). `objective` "prod" is Algorithm 2, for keys: one bit less, and of what is left of
-    the vector its norm and the signs of d products with Gaussian vectors (QJL), which make products
-    with queries unbiased. Values have no products with queries, and are stored by Algorithm 1.
+    factor. All vectors share the 2^bits levels with the smallest mean squared error under it
+    (Lloyd-Max); they are rotated by a random orthogonal matrix before rounding, and back after it
+    (Algorithm 1). `objective` "prod" is Algorithm 2, for keys: one bit less, plus the norm of the
+    residual and the signs of its d products with Gaussian vectors (QJL), so that products with
+    queries are unbiased. Values have no products with queries and use Algorithm 1.
 
     `rotation`: a random orthogonal matrix (of a Gaussian one) or the Hadamard matrix. `unit`:
     levels of a vector are scaled to the norm 1 before they are rotated back. `uniform_values`:
@@ -66,7 +66,7 @@ class TurboQuant(SplitQuantizer):
     def _rounded(self, x: Tensor, bits: int, *, residual: bool) -> Tensor:
         dim = x.shape[-1]
         largest = x.abs().amax(-1, keepdim=True)
-        part = x / largest.where(largest > 0, 1.0)  # whose squares neither vanish nor overflow
+        part = x / largest.where(largest > 0, 1.0)  # squares neither underflow nor overflow
         length = _norm(part)
         part = part / length.where(length > 0, 1.0)
         matrix = torch.from_numpy(orthogonal(dim, self.rotation, self.seed)).to(x)
@@ -92,7 +92,7 @@ class TurboQuant(SplitQuantizer):
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix, whose rows are summed in the same order however many vectors there are."""
+    """x @ matrix, summed in the same order for any number of vectors."""
     out = x.new_zeros(*x.shape[:-1], matrix.shape[1])
     for column, row in zip(x.unbind(-1), matrix, strict=True):
         out += column.unsqueeze(-1) * row

@@ -1,18 +1,17 @@
 """Union: one set of entries for all heads of a layer, or for all layers.
 
-Serving engines keep one block table for the heads of a layer, most of them one for all layers. An
-entry is then freed in all heads or in none, so heads have to be ranked together. Any scorer's
-scores are reduced over the KV heads of a layer (`across="heads"`) or over the KV heads of all
-layers (`across="layers"`), and the reduced score ranks the entries of each head. `reduction` says
-how:
+Serving engines keep one block table for the heads of a layer, most of them one for all layers. So
+an entry is freed in all heads or in none, and heads must be ranked together. Any scorer's scores
+are reduced over the KV heads of a layer (`across="heads"`) or over the KV heads of all layers
+(`across="layers"`), and the reduced score ranks the entries of each head. `reduction` says how:
 
     max    the largest score: an entry stays if any head wants it
     mean   the mean score
     rank   the mean over the heads of how many of the head's candidates have a smaller score
 
 "max" and "mean" compare scores of different heads, which must share one scale, as attention does.
-"rank" compares orders alone. TOVA and RPC average over the heads of a layer by themselves, ChunkKV
-over those of its chunks.
+"rank" compares only orders. TOVA, RPC and (for chunks) ChunkKV already average over the heads of a
+layer.
 
 Sources and deviations. No paper defines this wrapper. Single methods share sets in the same way:
 TOVA (arXiv 2401.06104, mean over the heads of a layer), CAM in kvpress (mean over the KV heads),
@@ -44,7 +43,7 @@ class Union(Wrapper):
 
     @property
     def scale(self) -> Literal["positive", "signed", "log"]:
-        """That of the scorer; ranks are 0 or more."""
+        """The scorer's scale; ranks are 0 or more."""
         return "positive" if self.reduction == "rank" else self.scorer.scale
 
     def score(self, view: View) -> Scores:
@@ -64,16 +63,16 @@ class Union(Wrapper):
 
 
 def check_alike(which: str, marks: Tensor, first: Tensor, cure: str) -> None:
-    """Raise PolicyError where heads or layers that share a set hold different entries.
+    """Raise PolicyError if heads or layers that share a set hold different entries.
 
-    marks [L, H, n]: of entries; first: of the first head or layer.
+    marks [L, H, n] of entries; first: marks of the first head or layer.
     """
     if bool((marks != first).any()):
         raise PolicyError(f"{which} hold different entries; expected one set for all: {cure}")
 
 
 def _ranks(scores: Tensor, among: Tensor) -> Tensor:
-    """How many entries marked in `among` have a smaller score in the same head; [L, H, n]."""
+    """Number of entries in `among` with a smaller score in the same head; [L, H, n]."""
     candidates = scores.masked_fill(~among, torch.inf)
     ranks = torch.searchsorted(candidates.sort(-1).values, candidates)
     return ranks.where(among, 0).double()

@@ -15,13 +15,12 @@ Pooling = Literal["max", "avg"] | None
 class Windowed(Scorer):
     """A scorer that reads attention of the `window` most recent rows, and protects their entries.
 
-    Subclasses define `score`, and give the window their own default; entries of a parameter `sink`
-    are protected, too.
+    Subclasses define `score` and the default window; a parameter `sink` protects first entries.
     """
 
     window: Annotated[int, AtLeast(1)] = 32
 
-    #: of the keys that a score makes (`Inputs`)
+    #: copies of the keys in a score (`Inputs`)
     copies: ClassVar[int] = 0
 
     @property
@@ -59,8 +58,8 @@ def shares(logits: Tensor, among: Tensor) -> Tensor:
 def smooth(scores: Tensor, pool: Pooling, kernel: int) -> Tensor:
     """Scores [..., n] pooled over slots, for a max-pool of 0 or more; the same length.
 
-    Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
-    is always the kernel, an odd width, so that a pooled score belongs to one entry.
+    Slots to ignore hold 0, like positions outside. Averages always divide by the kernel; its width
+    is odd, so that a pooled score belongs to one entry.
     """
     if pool is None or scores.shape[-1] == 0:
         return scores
@@ -75,8 +74,8 @@ def smooth(scores: Tensor, pool: Pooling, kernel: int) -> Tensor:
 def over_heads(pooled: Tensor, first: int) -> Tensor:
     """Sum of pooled scores [..., n] over the axes from `first` to the slots; [..., n].
 
-    In the same order for every slot: a max-pool gives neighbours equal scores, and slots that are
-    equal in every head must have equal sums, or rounding would decide between them.
+    The order is the same for every slot: max-pooling gives neighbours equal scores, and slots equal
+    in every head need equal sums, or rounding would decide between them.
     """
     out: Tensor = pooled.flatten(first, -2).mT.contiguous().sum(-1)
     return out
