@@ -7,8 +7,14 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import polars as pl
+
+from leaderboard_rows import ENGINE, knowing
+from workloads import KL
 
 FOLDER = Path(__file__).resolve().parent / "conformance"
 
@@ -50,13 +56,17 @@ def costs() -> str:
 
 
 def engines() -> str:
-    """A row for each rule of an engine: its judged KL beside that of the policy it is named for."""
-    lines = ["| engine's rule | `answers`: policy | rule | `needles`: policy | rule |"]
+    """A row for each rule of an engine: its judged KL next to that of the policy of its name."""
+    rows = pl.read_parquet(FOLDER.parent / "leaderboard.parquet").filter(metric=KL, share="25%")
+    keys = ("policy", "board")
+    means = {x[:2]: x[2] for x in rows.group_by(keys).agg(pl.col("value").mean()).iter_rows()}
+    lines = ["| engine's rule | answers: policy | rule | needles: policy | rule |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    for name, x in read("engines.json").items():
-        pairs = (x[kind][key] for kind in ("answers", "needles") for key in ("policy", "rule"))
-        cells = (f"{sum(values) / len(values):.3f}" for values in pairs)
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    for name in sorted({name for name, _ in means if knowing(name) == ENGINE}):
+        policy, preset, _ = name.partition("@")
+        pairs = product(("smollm2-answers", "smollm2-needles"), (policy if preset else "", name))
+        cells = (f"{means[x, board]:.2g}" if (x, board) in means else "" for board, x in pairs)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

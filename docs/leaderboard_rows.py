@@ -111,11 +111,15 @@ MOST = 0.75
 #: Classes of policies; those of the first are ranked.
 EVICTION, TWICE, CALIBRATED, BOUND = "eviction", "second pass", "calibrated", "bound"
 SPARSE, QUANTIZER, UNBOUND = "sparse", "quantizer", "no budget"
+#: Rules of engines, on the page of conformance: `openvino`, and these presets.
+ENGINE, PRESETS = "engine", ("@sparse_vllm", "@sglang", "@per_head", "@union", "triattention@vllm")
 
 
 @cache
 def knowing(label: str) -> str:
-    """Return whether a policy reads the context twice or was calibrated; empty if neither."""
+    """Return whether a policy reads the context twice, was calibrated or is an engine's, or ""."""
+    if label.startswith("openvino") or label.endswith(PRESETS):
+        return ENGINE
     parts = [describe(x) for x in label.partition(",")[0].split("+") if x in names()]
     if any(part.policy.reads.context_again for part in parts):
         return TWICE
@@ -298,7 +302,9 @@ def shown(board: Board, rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     ranked = [name for name, of in every.items() if any(x["rank"] for x in of.values())]
     dropped = {*ranked[board.few :]} - {"random"}
     dropped |= {
-        name for name, of in every.items() if CALIBRATED in next(iter(of.values()))["class"]
+        name
+        for name, of in every.items()
+        if next(iter(of.values()))["class"] in (CALIBRATED, ENGINE)
     }
     return {name: of for name, of in every.items() if name not in dropped}
 
