@@ -102,6 +102,12 @@ def interleaved(view: View, last: int) -> Tensor:
     return _causal(view, products(view, heads))
 
 
+def regrouped(weights: Tensor) -> Tensor:
+    """Weights [L, H, G, w, n] of query head g * H + h at (h, g), as of head h * G + g."""
+    out: Tensor = weights.transpose(1, 2).flatten(1, 2).unflatten(1, weights.shape[1:3])
+    return out
+
+
 def over_heads(view: View, last: int) -> Tensor:
     """Softmax over all query heads of the layer."""
     logits = view.logits(last)

@@ -17,6 +17,9 @@ from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvsim.core.arguments import setting
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import parameters
@@ -39,6 +42,7 @@ from kvsim.studies.conformance.definitions import (
     neighbour,
     over_heads,
     products,
+    regrouped,
     rotated,
     unrotated,
 )
@@ -121,6 +125,20 @@ def _budget(by: Callable[[Protection], int], case: DumpCase) -> DumpCase | None:
     return replace(case, budget=case.budget + more) if more else None
 
 
+def _moved(by: int, case: DumpCase, *, chosen: bool = True) -> DumpCase:
+    """The sets if each position, or each chosen one, is listed `by` too high; some are lost."""
+    recent = case.policy.protection(case.budget).recent if chosen else 0
+
+    def change(sets: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        out, end = sets.copy(), sets.shape[-1] - recent
+        lost, to, of = (0, 1, 0) if by < 0 else (end - 1, 0, 1)
+        out[..., to : end - of], out[..., lost] = sets[..., of : end - to], False
+        out[..., lost] = out.sum(-1) < case.budget
+        return out
+
+    return replace(case, kept={row: change(sets) for row, sets in case.kept.items()})
+
+
 def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None:
     """The policy without sinks, or without the protection of its window or last entries."""
     policy = case.policy
@@ -148,20 +166,32 @@ def _rescored(change: Callable[[Tensor, View], Tensor], case: DumpCase) -> DumpC
     return _changed(case, scorer=Rescored(case.policy.scorer, change))
 
 
+def _sparse(case: DumpCase, **methods: Callable[..., Tensor]) -> DumpCase | None:
+    """Sparse attention with other methods, each of which is given the piece first."""
+    if case.policy.sparse is None:
+        return None
+    changed = copy(case.policy.sparse)
+    for name, method in methods.items():
+        object.__setattr__(changed, name, partial(method, case.policy.sparse))
+    return _changed(case, sparse=changed)
+
+
 def _reading(change: Callable[[Tensor, Tensor], Tensor], case: DumpCase) -> DumpCase | None:
     """Sparse attention by other scores [H, G, w, P]; the rows' own pages bool [H, 1, w, P]."""
-    sparse = case.policy.sparse
-    if sparse is None:
-        return None
 
-    def chosen(scores: Tensor, entries: Tensor, budget: int) -> Tensor:
+    def chosen(sparse: Any, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
         own = (entries > 0) & ~(entries > 0).roll(-1, -1)
         own[..., -1] = entries[..., -1] > 0
-        return sparse.chosen(change(scores, own), entries, budget)
+        return sparse.chosen(change(scores, own), entries, budget)  # type: ignore[no-any-return]
 
-    changed = copy(sparse)
-    object.__setattr__(changed, "chosen", chosen)
-    return _changed(case, sparse=changed)
+    return _sparse(case, chosen=chosen)
+
+
+def _one_page_low(sparse: Any, scores: Tensor, *more: Any) -> Tensor:
+    pages: Tensor = sparse.chosen(scores, *more)
+    before = pages.roll(-1, -1)
+    before[..., -1], before[..., 0] = False, before[..., 0] | pages[..., 0]
+    return before
 
 
 def _reduced(over: Literal["max", "first", "all"], case: DumpCase) -> DumpCase | None:
@@ -231,7 +261,7 @@ def _values(hint: Any, value: Any) -> Sequence[Any]:
     if parts:
         return [x for part in parts for x in _values(part, value)]
     x = value if type(value) is int else 1
-    near = (x - 1, x + 1, 1, 3, 5, 7, 0, 2 * x, x // 2)
+    near = (x - 1, x + 1, 1, 3, 5, 7, 0, 2 * x, x // 2, 2, 4, 6, 8, 16, 32, 64)
     shares = (2 * value, value / 2, max(value, 1.0)) if type(value) is float else ()
     return {int: near, float: shares, bool: (True, False), type(None): (None,)}.get(hint, ())
 
@@ -266,6 +296,17 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         partial(_reduced, "all")),
     "heads-interleaved": ("query head i belongs to KV head i % H, not to i // G",
         partial(_seeing, interleaved)),
+    "keys-interleaved": ("query head i of the group i // G reads the keys of KV head i % H",
+        partial(_seeing, lambda view, last: regrouped(interleaved(view, last)))),
+    "newest-lost": ("the entry of the event's row leaves", lambda case: replace(case,
+        kept={row: x | (np.arange(row + 1) == row) for row, x in case.kept.items()})),
+    "listed-late": ("each set is listed one row after the row that its event follows",
+        lambda case: replace(case, kept={row - 1: x[..., :-1] for row, x in case.kept.items()})),
+    "window-short": ("the first row of the window is not read", partial(_seeing,
+        lambda view, last: view.attn(max(1, last - 1)))),
+    "chosen-low": ("positions that scores choose are one too low", partial(_moved, -1)),
+    "chosen-high": ("positions that scores choose are one too high", partial(_moved, 1)),
+    "positions-low": ("all positions are one too low", partial(_moved, -1, chosen=False)),
     "unrotated": ("queries and keys are those before RoPE", partial(_seeing, unrotated)),
     "no-mask": ("rows of the window see later entries, too",
         partial(_seeing, lambda view, last: products(view, view.queries(last)).softmax(-1))),
@@ -293,4 +334,9 @@ _ACCESSES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         partial(_reading, lambda x, own: x.masked_fill(own, math.inf))),
     "own-page-never": ("a row's own page is no candidate",
         partial(_reading, lambda x, own: x.masked_fill(own, -math.inf))),
+    "pages-low": ("the numbers of pages are one too low", partial(_sparse, chosen=_one_page_low)),
+    "min-for-max": ("the least logit that a page could have, not the largest",
+        partial(_sparse, score=lambda sparse, q, *more: -sparse.score(-q, *more))),
+    "mean-key": ("the logit of the mean key of a page", partial(_sparse, score=lambda _, q, x, __:
+        q @ (x.keys.sum(2) / x.live.sum(2).clamp(min=1).unsqueeze(-1)).mT.unsqueeze(1))),
 }  # fmt: skip

@@ -28,8 +28,8 @@ _HIGHEST = Deviation("ties-high", "ties go to the higher position; by definition
 _RETURN = Deviation("evicted-return", "entries that have left are in the cache again")
 _CHANCE = Deviation(
     "by-chance",
-    "at the first event sets agree with the definition's as by chance; so do those by scores that "
-    "are all equal, as after a softmax over rows",
+    "at the first event sets agree with the definition's as by chance: scores are all equal, as "
+    "after a softmax over rows, or of other queries and keys (another head, layer or position)",
 )
 _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
 
@@ -92,7 +92,7 @@ class Conformance:
                 text.append(f"{ties} more differ in entries tied at the cut")
         text += [f"explained by {each.name}: {each.description}" for each in self.deviations]
         if apart and not self.deviations:
-            text.append("explained by none of the known deviations")
+            text.append("explained by none of the known deviations by itself; two may act")
         return [*text, *self.remarks]
 
     def document(self) -> dict[str, Any]:

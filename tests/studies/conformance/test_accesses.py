@@ -1,5 +1,6 @@
 """Dumps of the pages that rows read, and of the bits that entries are stored in, by plain loops."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -44,27 +45,36 @@ def pages_of(trace, path, kind=""):
         for row in range(PROMPT, N):
             chosen = []
             for qhead in range(4):
-                score = bounds(q[layer, qhead, row], k[layer, qhead // 2], row)
+                keys, sign = k[layer, qhead // 2], -1 if kind == "min-for-max" else 1
+                score = [sign * x for x in bounds(sign * q[layer, qhead, row], keys, row)]
+                if kind == "mean-key":
+                    first = range(0, row + 1, PAGE)
+                    means = [keys[x : min(x + PAGE, row + 1)].mean(0) for x in first]
+                    score = [float(q[layer, qhead, row] @ mean) for mean in means]
                 own = len(score) - 1
                 score = {
                     "own-page-always": [*score[:own], math.inf],
                     "own-page-never": [*score[:own], -math.inf],
                 }.get(kind, score)
                 best = np.argsort(-np.array(score), kind="stable")
-                chosen.append(np.sort(best[: BUDGET // PAGE]))
+                best = best[: BUDGET // PAGE] - int(kind == "pages-low")
+                chosen.append(np.unique(best.clip(min=0)))
             out.read(layer, row, chosen)
     out.save(path)
     return read_dump(path)
 
 
-@pytest.mark.parametrize("kind", ["", "own-page-always", "own-page-never"])
+KINDS = ["", "own-page-always", "own-page-never", "pages-low", "min-for-max", "mean-key"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_are_those_of_a_plain_loop(trace, tmp_path, kind):
     """And each deviation is explained by its name."""
     report = kvsim.conform(pages_of(trace, tmp_path / "d.npz", kind), QUEST, trace=trace)
     assert report.compared == 2 * 4 * (N - PROMPT)
     assert report.equal is not bool(kind)
     assert [each.name for each in report.deviations] == [kind] * bool(kind)
-    if kind:
+    if kind.startswith("own"):
         first = report.apart[0]
         q = trace.read("q")[first.layer, first.head, first.row].double().numpy()
         score = bounds(q, trace.read("k")[first.layer, first.head // 2].double().numpy(), first.row)
@@ -106,6 +116,20 @@ def test_bits_are_those_of_a_plain_loop(trace, tmp_path):
     assert [each.name for each in report.deviations] == ["bits_per_number=8"]
     with pytest.raises(AssertionError, match="leaves exact values of 13"):
         conforms(bits_of(trace, path, late=1), KIVI, trace=trace)
+
+
+@pytest.mark.parametrize(
+    ("bits", "late", "explained"),
+    [((6, 10), 0, "k_bits=4"), ((10, 6), 0, "v_bits=4"), ((10, 10), 8, "window=8")],
+)
+def test_choices_of_a_quantizer_are_tried(trace, tmp_path, bits, late, explained):
+    """Bits of keys and of values by themselves, and a longer exact window."""
+    out = Dump(heads=2)
+    for layer, row in itertools.product(range(2), range(PROMPT - 1, N)):
+        out.stored(layer, row, range(row + 1 - late), *bits)
+    out.save(tmp_path / "d.npz")
+    report = kvsim.conform(tmp_path / "d.npz", "int8", trace=trace)
+    assert [each.name for each in report.deviations] == [explained]
 
 
 def test_tables_need_a_policy_with_a_rule_for_them(trace, tmp_path):
