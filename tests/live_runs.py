@@ -10,6 +10,7 @@ from kvsim.core.sources import InMemory
 from kvsim.errors import PolicyError
 from kvsim.policies import names, parameters
 from kvsim.runner.decoding import Decoding, check_live
+from traces import short_lengths
 
 COMPOSED = (
     "adakv+snapkv",
@@ -29,9 +30,7 @@ def live_policies():
             given = {"calibration": "prefix:16"} if "calibration" in parameters(name) else {}
             if name == "raas":  # it protects the prompt, which is over these budgets
                 given = {"protect_prompt": False}
-            elif name.startswith("openvino"):  # the same of its ends
-                given = {"page": 4, "sink": 4, "recent": 4}
-            policy = kvsim.policy(name, **given)
+            policy = kvsim.policy(name, **{**given, **short_lengths(name)})
             check_live(policy)
         except PolicyError:  # a composition alone, or no policy for a running model
             continue

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import kvsim
 from kvsim import Trace
+from kvsim.policies import has_parameter
 
 #: Arguments that a changed trace takes over from the first one.
 _KEPT = ("prompt_len", "context_len", "layer_ids", "name")
@@ -84,3 +85,12 @@ def changed(trace: Trace, **changes: Any) -> Trace:
     if "scale" not in changes:
         kept["formulas"] = trace.formulas
     return Trace.from_arrays(**kept | changes)
+
+
+def short_lengths(name: str) -> dict[str, Any]:
+    """Short parameters of the policies of engines, whose own exceed the budgets of tests."""
+    engines = ("@sparse_vllm", "@vllm", "@sglang", "@prompt", "@per_head", "@union")
+    if not name.startswith("openvino") and not name.endswith(engines):
+        return {}
+    short = {"page": 4, "sink": 4, "recent": 4, "protect_prompt": False}
+    return {key: value for key, value in short.items() if has_parameter(name, key)}

@@ -21,6 +21,7 @@ from against import Size, arrays, fresh
 from probes import repeated
 
 from harness import best, matrix_rate, report
+from traces import short_lengths
 
 AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repeats=3)
 SMALLEST = Size(1, 2, 2, 32, tokens=320, prompt=128, budget=64, interval=64, matrix=256, repeats=1)
@@ -48,7 +49,7 @@ def run(size: Size) -> tuple[dict[str, float], list[str]]:
         full = name if "+" in name or entry.innermost or entry.default else f"{name}+tova"
         # the prompt fills the budget here; a policy that pins it would keep nothing else
         pinned = {"protect_prompt": False} if "protect_prompt" in entry.parameters else {}
-        policy = kvsim.policy(full, **entry.required, **pinned)
+        policy = kvsim.policy(full, **{**entry.required, **pinned, **short_lengths(base)})
         if name == "rpc":
             continue  # its cache grows, so there is no ideal time at this budget
         trace = fresh(size, given)

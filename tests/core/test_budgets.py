@@ -157,7 +157,7 @@ def test_policies_of_a_fixed_budget_refuse_one_that_grows():
     for policy in ("quest", "fastkv", kvsim.policy("snapkv@scaled")):
         with pytest.raises(PolicyError, match="no rule for a budget that grows"):
             kvsim.replay(TRACE, policy, "50%so-far")
-    with pytest.raises(BudgetError, match="replays and live runs alone"):
+    with pytest.raises(BudgetError, match="only budgets of replays and live runs grow"):
         resolve_budget("50%so-far", 10)
     with pytest.raises(BudgetError, match="smallest budget that works is"):
         kvsim.replay(TRACE, "snapkv", "50%so-far")

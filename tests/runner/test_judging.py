@@ -29,6 +29,7 @@ from kvsim.sweeps.pool import in_this_process
 from live_runs import judged_logits, live_policies, run_live
 from live_runs import relative as gap
 from tests.reference.masked import masked_logits
+from traces import short_lengths
 
 CLOSE = 1e-5
 PROMPT, LENGTH, INTERVAL, BUDGET = 80, 152, 8, 64
@@ -357,6 +358,7 @@ def test_every_policy_of_the_catalogue_is_judged_or_refused_in_one_line():
                 given["protect_prompt"] = False
             if "crush" in parameters(name):
                 given["recent"] = 32
+            given |= short_lengths(name)
             record = kvsim.replay(trace, kvsim.policy(name, **given), 96, interval=32)
         except (PolicyError, NeedsError):  # a composition alone, or of other traces
             continue

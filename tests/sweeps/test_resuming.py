@@ -293,7 +293,7 @@ def test_a_full_disk_loses_nothing_that_is_finished(grid, small_tasks, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(folder, "replace_file", full)
-        with pytest.raises(OutputError, match=r"No space left on device.*is finished is kept"):
+        with pytest.raises(OutputError, match=r"No space left on device.*finished tasks are kept"):
             kvsim.sweep(**grid, out=tmp_path / "x")
 
     assert len(parts(tmp_path / "x")) == 2

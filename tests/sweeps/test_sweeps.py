@@ -28,7 +28,7 @@ from kvsim.errors import (
 from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
-from traces import random_arrays, random_trace
+from traces import random_arrays, random_trace, short_lengths
 
 
 def make_trace(name="a", tokens=80, **more):
@@ -87,7 +87,7 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
             params["recent"] = 4
         if has_parameter(whole, "protect_prompt"):
             params["protect_prompt"] = False
-        policies.append(kvsim.policy(whole, **params))
+        policies.append(kvsim.policy(whole, **{**params, **short_lengths(name)}))
     assert {one.schedule.prefill for one in policies} == {True, False}
 
     run = replay_all(
