@@ -124,28 +124,26 @@ class LayerRKV(Middle):
         """mix_lambda I_j - (1 - mix_lambda) R_j of the entries that compete; [L, H, n]."""
         among = self.middle(view)
         votes = vote(view.logits(self.window), among.unsqueeze(2))
-        alike = torch.stack(
-            [self._similarity(*x) for x in zip(view.keys, among[:, 0], strict=True)]
-        )
+        alike = self._similarity(view.keys, among[:, 0])
         redundant = shares(alike.unsqueeze(1), among)
         mixed = self.mix_lambda * votes - (1 - self.mix_lambda) * redundant
         return mixed.where(among, 0.0).expand(view.pos.shape)
 
     def _similarity(self, keys: Tensor, among: Tensor) -> Tensor:
-        """Mean similarity of each entry of a layer to the others, keys [H, n, d]; [n]."""
-        unit = torch.nn.functional.normalize(keys.transpose(0, 1).flatten(1), dim=-1, eps=1e-6)
+        """Mean similarity of each entry of a layer to the others, keys [L, H, n, d]; [L, n]."""
+        unit = torch.nn.functional.normalize(keys.transpose(1, 2).flatten(2), dim=-1, eps=1e-6)
         unit = unit * among.unsqueeze(-1)
-        slot = torch.arange(len(unit), device=unit.device)
+        slot = torch.arange(unit.shape[1], device=unit.device)
         means = []
-        for rows in slot.split(max(1, LOGIT_BYTES // max(1, unit[:, 0].nbytes))):
-            cosine = unit[rows] @ unit.T
+        for rows in slot.split(max(1, LOGIT_BYTES // max(1, unit[..., 0].nbytes))):
+            cosine = unit[:, rows] @ unit.mT
             if self.threshold:
                 cosine = cosine.masked_fill(cosine < self.threshold, 0.0)
             cosine = cosine.masked_fill(slot == rows.unsqueeze(-1), 0.0)
             later = (cosine > 0) & (slot > rows.unsqueeze(-1))
             last = (later * (slot + 1)).amax(-1, keepdim=True) - 1  # -1: none
             means.append(cosine.masked_fill(slot == last, 0.0).sum(-1))
-        return torch.cat(means) / among.sum().clamp(min=1)
+        return torch.cat(means, 1) / among.sum(-1, keepdim=True).clamp(min=1)
 
 
 def vote(logits: Tensor, among: Tensor) -> Tensor:
