@@ -7,6 +7,7 @@ import kvsim
 from kvsim.core import view, weights
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.strategies import make_case
+from traces import short_lengths
 
 #: One of each way to score, allocate and propagate; all names are deep.
 FEW = ("snapkv", "gkv", "cake", "fastkv", "kvzip", "ams+expected_attention", "chunkkv+snapkv")
@@ -33,9 +34,7 @@ def operations(name, *, layers, heads, tokens):
     params = dict(entry.required)
     if "protect_prompt" in entry.parameters:
         params["protect_prompt"] = False
-    if name.startswith("openvino"):  # whose ends exceed short budgets
-        params |= {"page": 8, "sink": 8, "recent": 8}
-    policy = kvsim.policy(full, **params)
+    policy = kvsim.policy(full, **{**params, **short_lengths(name)})
     case = make_case("normal", layers=layers, heads=heads, n=tokens + 1, dim=8, prompt_len=tokens)
     trace = case.trace()
     trace.full()  # what the oracle reads is there

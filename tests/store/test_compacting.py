@@ -20,6 +20,7 @@ from kvsim.policies import ACCESS, CATALOGUE, names
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.store.reader import open_trace
 from kvsim.store.verification import describe, verify
+from traces import short_lengths
 
 PROMPT, CONTEXT, TOKENS, STAY = 850, 840, 890, 300
 LEFT_OUT = (256, 512)
@@ -83,14 +84,16 @@ def made(name):
         return kvsim.policy(name)
     entry = CATALOGUE[base] if base in CATALOGUE else ACCESS[base]
     inside = "" if entry.innermost or entry.default or base in ACCESS else "+tova"
-    return kvsim.policy(name + inside, **entry.required)
+    return kvsim.policy(name + inside, **{**entry.required, **short_lengths(name)})
 
 
 def alike(name, *traces, **terms):
     """Whether records of traces under a policy keep and read the same."""
     budget = PROMPT + 10 if name in ("raas", "triattention") else 200
     policy = made(name) if isinstance(name, str) else name
-    if policy.schedule.interval == 512 or budget > 200:  # else no event fires while more is held
+    schedule = policy.schedule
+    # else no event fires while more is held
+    if schedule.interval == 512 or budget > 200 or not schedule.prefill:
         terms |= {"interval": 15}
     first, second = (kvsim.replay(trace, policy, budget, **terms) for trace in traces)
     assert first.events or (policy.sparse or policy.storage) or not policy.bounded
