@@ -53,30 +53,28 @@ def live(
 ) -> Run:
     """Run every policy at every budget on the model itself, over recorded prompts.
 
-    The same policies decide through the same View as in a replay, on what their own evictions have
-    made of the model: the cache is compressed, and memory freed. The recorded response is fed to
-    the model (teacher-forced), so that records and values compare with those of `replay_all`; with
-    max_new_tokens the model also writes a response of its own to each prompt, which is compared
-    with the right answer. Values have fidelity `closed`. One sequence runs at a time, but `batch`
-    responses are written at once: tokens and metrics are those of one by one, and `decode_seconds`
-    is the time until the response ended.
+    Policies decide through the same View as in a replay, but on the model's own compressed cache,
+    whose memory is freed. The recorded response is fed to the model (teacher-forced), so that
+    records and values compare with those of `replay_all`; with max_new_tokens the model also writes
+    its own response to each prompt, which is compared with the right answer. Values have fidelity
+    `closed`. One sequence runs at a time, or `batch` responses at once with equal tokens and
+    metrics; `decode_seconds` is then the time until the response ended.
 
     Args:
-        model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes.
+        model: a decoder model of transformers, or a name for `kvsim.recorder.load_model`.
         traces: one or several, as for `kvsim.sweep`.
         policies: one or several.
         budgets: one or several.
-        tokenizer: the model's, where the model is no name.
-        progress: called with (cells done, cells, what is being done); True shows a bar.
+        tokenizer: the model's, if `model` is not a name.
+        progress: called with (cells done, cells, current step); True shows a bar.
         **options: the options of `kvsim.experiment.LiveOptions`.
 
     Raises:
         PolicyError: a policy that a running model cannot follow (`check_live`).
         NeedsError: a trace without tokens.
-        CaptureError: another model or tokenizer than the recorded ones, by configuration, the
-            digest of the weights and what the model computes with the full cache
-            (`kvsim.runner.recorded`).
-        KvsimError: what `replay_all` raises.
+        CaptureError: not the recorded model or tokenizer, by configuration, digest of the weights
+            and outputs with the full cache (`kvsim.runner.recorded`).
+        KvsimError: as for `replay_all`.
 
     Example:
         >>> run = kvsim.live("tiny", "sample", "tova", 64)
@@ -91,10 +89,10 @@ def live(
 
 
 def plan_live(load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any) -> Plan:
-    """Return the plan of `live`; raises as that does.
+    """Return the plan of `live`; raises as `live` does.
 
-    load: returns the model of traces, which needs no weights to be planned, and its tokenizer; it
-    is called once options and policies are checked.
+    load: returns the model of traces (without weights for a plan) and its tokenizer; called after
+    options and policies are checked.
     """
     grid = grid_of(of=Experiment, where="live", **options)
     given = {**grid.options, "records": True}
@@ -198,20 +196,20 @@ class Loops:
     stop: Any
     choice: Choice
     paging: Paging | None
-    _loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
+    _loop: ClosedLoop | None = None  # of the current trace, shared by its cells
     _outcomes: dict[int, Lived] = field(default_factory=dict)
     _batches: list[list[Cell]] = field(default_factory=list)
     _responses: dict[int, Own | MemoryLimitError] = field(default_factory=dict)
 
     def _loop_of(self, trace: Trace) -> ClosedLoop:
         if self.paging is not None:
-            self.paging.release()  # the prefixes of another prompt
+            self.paging.release()
         new_tokens = self.options["max_new_tokens"]
         writing = Writing(new_tokens, self.choice) if new_tokens else None
         return ClosedLoop(self.running, trace, self.tokenizer, writing, self.paging)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise CaptureError for a trace of another model, before the first cell of any is run."""
+        """Raise CaptureError for a trace of another model, before its first cell runs."""
         traces = {cell.trace.name: cell.trace for cell in self.cells}
         for trace in reversed(traces.values()):
             self._loop = self._loop_of(trace)  # that of the first trace is used
@@ -247,7 +245,7 @@ class Loops:
         return replace(record, digest=digest)
 
     def _write(self, cells: Sequence[Cell]) -> None:
-        """Write the responses of a batch; a cell that cannot says why when it runs alone."""
+        """Write the responses of a batch; a failing cell reports its error when it runs again."""
         loops = {} if self._loop is None else {self._loop.trace.name: self._loop}
         lanes: dict[int, tuple[Decoding, Tensor]] = {}
         try:
@@ -267,14 +265,14 @@ class Loops:
                 "expected a smaller batch (--batch-size)"
             )
             self._responses |= dict.fromkeys((cell.number for cell in cells), error)
-        except Exception:  # noqa: BLE001, S110  a policy is anybody's code
+        except Exception:  # noqa: BLE001, S110 a policy is user code
             pass
         else:
             answers = ([each] for each in written)
             self._responses |= zip(lanes, zip(sequences, answers, strict=True), strict=True)
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
-        """Measure what the model did."""
+        """Measure the live run."""
         outcomes = [self._outcomes.pop(cell.number) for cell in cells]
         events = self.options["events"]
         return measure_live(cells[0].trace, records, outcomes, self.metrics, events=events)

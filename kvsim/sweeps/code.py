@@ -1,4 +1,4 @@
-"""The code that computes cells: it names results, as parameters do."""
+"""Digests of the code that computes cells, which identify results together with parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-#: Modules that are of no user.
+#: Modules without user code.
 _LIBRARIES = {"builtins", "kvsim", "numpy", "torch", "transformers", *sys.stdlib_module_names}
 
 
@@ -29,10 +29,10 @@ def of_kvsim() -> str:
 
 
 def code_of(roots: Iterable[object]) -> str:
-    """Return the SHA-256 of the code of users behind pieces of policies and functions of metrics.
+    """Return the SHA-256 of users' code in pieces of policies and functions of metrics.
 
-    It is of their bytecode as it was loaded, and of the files of their modules and of all that
-    these import from the same package or folder; empty without code of users.
+    Of the loaded bytecode, and of the files of their modules with all imports from the same package
+    or folder; empty without users' code.
     """
     kinds = list(_kinds(roots))
     files = {path for name in {kind.__module__ for kind in kinds} for path in _files(name)}
@@ -42,7 +42,7 @@ def code_of(roots: Iterable[object]) -> str:
 
 
 def _kinds(roots: Iterable[object]) -> Iterator[Any]:
-    """Yield functions, and classes of pieces at any depth, that are of users."""
+    """Yield users' functions, and classes of pieces at any depth."""
     for root in roots:
         kind: Any = root if inspect.isfunction(root) else type(root)
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
@@ -54,15 +54,15 @@ def _kinds(roots: Iterable[object]) -> Iterator[Any]:
 
 
 def _files(name: str) -> set[Path]:
-    """Return the file of a module, and those of all that it imports from where its package lies."""
+    """Return the file of a module, and those of its imports from the same package or folder."""
     file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
     if not file.is_file():  # of a notebook
         return set()
     root = file.absolute().parents[name.count(".") + (file.stem == "__init__")]
-    if root.name.endswith("-packages"):  # of an installed package all files, and nothing else
+    if root.name.endswith("-packages"):  # of an installed package all files, and only these
         return {file, *(root / name.partition(".")[0]).rglob("*.py")}
     finder = ModuleFinder([str(root)], excludes=[*_LIBRARIES])
-    with suppress(Exception):  # no Python, or a part that is not there
+    with suppress(Exception):  # not Python, or missing
         finder.run_script(str(file)) if name == "__main__" else finder.import_hook(name)
     found = (vars(each)["__file__"] for each in finder.modules.values())
     return {file, *(Path(each) for each in found if each)}
@@ -80,7 +80,7 @@ def _codes(thing: Any) -> Iterator[str]:
 
 
 def _text(code: CodeType) -> str:
-    """Return the bytecode, names and constants of a function, which has no addresses in it."""
+    """Return the bytecode, names and constants of a function, without addresses."""
     constants = [_text(x) if isinstance(x, CodeType) else x for x in code.co_consts]
     ordered = [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in constants]
     return repr((code.co_code, code.co_names, code.co_varnames, ordered))

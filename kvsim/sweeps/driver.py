@@ -48,9 +48,9 @@ from kvsim.sweeps.tasks import (
 )
 
 #: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head) in a part and in the
-#: results, of a cell's documents, and of a layer of a record, and of one of its entries.
+#: results, of a cell's documents, of a layer of a record, and of an entry of it.
 _TABLE, _ROW, _CELL, _LAYER, _ENTRY = 9_500.0, 20, 400, 200, 0.4
-#: Bytes of the description of a run, and of that of a record in its group.
+#: Bytes of the description of a run, and of a record in its group.
 _DOCUMENTS, _RECORD = 3_000.0, 2_300
 
 
@@ -66,12 +66,12 @@ def sweep(
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
 
-    The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
-    the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept, and
-    the same call goes on with what is in the folder `out`. With several `jobs`, a script needs
-    `if __name__ == "__main__":`, as for any use of multiprocessing. A process pool of your own
-    starts them with `mp_context=multiprocessing.get_context("spawn")`: a process that is forked
-    while another thread holds a lock may hang.
+    Values and Table equal those of `kvsim.replay` and `kvsim.measure`, cell by cell. A cell that
+    fails stops no other one. Ctrl-C ends the sweep with its finished cells; the same call with the
+    folder `out` resumes it. With several `jobs`, a script needs `if __name__ == "__main__":`, as
+    for any use of multiprocessing. Give your own process pool
+    `mp_context=multiprocessing.get_context("spawn")`: a process forked while another thread holds a
+    lock may hang.
 
     Args:
         config: a YAML file (docs/sweeps.md), or the keys of one as a mapping; keywords replace
@@ -80,13 +80,13 @@ def sweep(
         executor: computes the tasks: any `concurrent.futures.Executor`, such as
             `dask.distributed`'s `Client(...).get_executor()`, or one of submitit. Its workers read
             the traces by the same paths.
-        progress: called with (cells done, cells, what is being done); True shows a bar.
+        progress: called with (cells done, cells, current step); True shows a bar.
         **options: the options of `kvsim.experiment.SweepOptions`.
 
     Raises:
         ConfigError: not a valid grid.
         PolicyError: an unknown policy, parameter or metric.
-        NeedsError: a metric by name reads what a trace has not recorded.
+        NeedsError: a requested metric needs an array that a trace lacks.
         TraceError: a trace that cannot be opened, or two traces with one name.
         OutputError: a folder that cannot be written, or has the run of another grid.
 
@@ -126,13 +126,13 @@ def replay_all(
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells cut into tasks, and what computes them.
+    """Cells cut into tasks, and the function that computes them.
 
-    metrics: names. parameters: of the run, ready for JSON. description: all that results depend on,
-    ready for JSON. options: of the experiment; where to. notes: remarks on all results. refused:
-    why cells cannot be computed, by number; they are in no task. model_bytes: weights of the model
-    that runs. compute: of one task, in this process or another one. check: raises where no task can
-    be computed, before the first of those that it is given. closing: remarks at the end.
+    metrics: names. parameters: of the run, ready for JSON. description: everything that results
+    depend on, ready for JSON. options: of the experiment; where to write. notes: remarks on all
+    results. refused: why cells cannot be computed, by number; they are in no task. model_bytes:
+    weights of the model that runs. compute: runs one task, in this process or another one. check:
+    raises if none of the given tasks can be computed. closing: remarks at the end.
     """
 
     traces: Sequence[Trace]
@@ -195,7 +195,7 @@ class Plan:
         return next(each for each in self.traces if each.name == task.name)
 
     def forecast(self, rest: Sequence[Task]) -> Forecast:
-        """Return what the unfinished tasks take, from the shapes of their traces."""
+        """Return the forecast of the unfinished tasks, from the shapes of their traces."""
         memory, size = 0, _DOCUMENTS + _TABLE
         for task in rest:
             trace, cells, layers = self.trace_of(task), len(task.cells), len(task.layers)
@@ -217,9 +217,9 @@ class Plan:
         )
 
     def begin(self) -> Parts:
-        """Check that the plan can be computed, and return what of it is done in the folder.
+        """Check that the plan can be computed, and return the finished part in the folder.
 
-        Raises what refuses the first cell where no cell can be computed.
+        Raises the error of the first cell where no cell can be computed.
         """
         if not self.tasks and self.refused:
             raise next(iter(self.refused.values()))
@@ -235,7 +235,7 @@ class Plan:
     def finish(
         self, parts: Parts, *, executor: Any = None, progress: Progress | None = None
     ) -> Run:
-        """Compute what is not finished yet, and put the whole into the folder."""
+        """Compute the unfinished tasks, and write the whole run into the folder."""
         todo = parts.left(self.tasks)
         count = processes(self.options["jobs"], self.flops, len(todo), self.traces)
         if executor is not None and any(trace.path is None for trace in self.traces):
@@ -278,7 +278,7 @@ class Plan:
             parts.close()
 
     def run(self, parts: Parts, failures: Sequence[Failure], *, interrupted: bool = False) -> Run:
-        """The Run of what is finished."""
+        """The Run of the finished tasks."""
         outcomes = [part for task in self.tasks for part in parts.outcomes.get(task.number, ())]
         left = {number for task in parts.left(self.tasks) for number in task.numbers}
         columns: dict[int, Any] = {}
@@ -315,7 +315,7 @@ def _judge_bytes(trace: Trace) -> int:
     model = object_at(trace.meta, "model")
     try:
         counts = count_model(object_at(model, "config"))
-    except KvsimError:  # the judge says what is wrong
+    except KvsimError:  # the judge reports the error
         return 0
     item = getattr(torch, str(model.get("dtype")), torch.float32).itemsize
     entries = trace.n_pos * sum(heads * (dim + value) for _, heads, dim, value in trace.sizes)
@@ -324,7 +324,7 @@ def _judge_bytes(trace: Trace) -> int:
 
 
 def refusals(cells: Sequence[Cell], memory: int | None) -> dict[int, KvsimError]:
-    """Return why cells cannot be computed, by number: their budget, or what their trace lacks."""
+    """Return why cells cannot be computed, by number: their budget, or missing arrays."""
     refused: dict[int, KvsimError] = {}
     for cell in cells:
         try:
@@ -340,7 +340,7 @@ def describe(
     metrics: Sequence[str],
     parameters: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return all that results depend on, ready for JSON: what a folder is compared by."""
+    """Return everything that results depend on, ready for JSON, to compare with a folder."""
     roots = [*policies, *(METRICS[name].cells for name in metrics)]
     own = [[x.name, x.params, vars(x.schedule)] for x in policies]
     return {
@@ -354,7 +354,7 @@ def describe(
 
 
 def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
-    """Raise PolicyError for a device that is not here, and as `judge_of` for a model."""
+    """Raise PolicyError for a missing device, and as `judge_of` for a model."""
     resolve_device(device)
     if judge is not False:
         from kvsim.runner.judgments import judge_of  # noqa: PLC0415  transformers
@@ -364,7 +364,7 @@ def check_run(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
 
 
 def _joined(records: Sequence[Record]) -> Record:
-    """One record of those of blocks of layers."""
+    """Join the records of blocks of layers."""
     first = records[0]
     if len(records) == 1:
         return first

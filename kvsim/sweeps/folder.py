@@ -1,11 +1,11 @@
-"""The outcome of a sweep, and its folder: what it may be written over, and finished tasks.
+"""Outcomes of sweeps, and their folders: when one may be overwritten, and finished tasks.
 
-    grid.json              what is computed: policies, traces by digest, options, versions, code
+    grid.json              the description: policies, traces by digest, options, versions, code
     parts/N-SHA.parquet    rows of cells of task N; SHA is of the file's content
     parts/N-SHA.records    their records, where they are kept
     run.json, results.parquet, records.zarr     the whole, at the end
 
-Files appear by a rename, and one that is not as its name says is ignored and computed again.
+Files appear by a rename; a file whose content differs from its name is ignored and recomputed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvsim.sweeps.tasks import Failure, Outcome, Task
 
 #: The finished tasks of a run, and the file that is locked while it is written.
 PARTS, LOCK = "parts", "lock"
-#: What reading a damaged part raises.
+#: Errors of reading a damaged part.
 _DAMAGES = OSError, KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError
 #: Most bytes of a part.
 _LARGEST = 8 << 30
@@ -96,7 +96,7 @@ class Run:
         return folder
 
     def write(self, folder: Path) -> None:
-        """Write the three parts of a run into a folder that has none of them."""
+        """Write the three parts of a run into a folder without them."""
         write_run(folder, self.describe(), self.records, self.table)
 
     def describe(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Run:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions of what computes, and the time, ready for JSON."""
+    """Versions of the libraries, and the time, ready for JSON."""
     return {
         "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
         | {"python": platform.python_version()},
@@ -124,8 +124,8 @@ def provenance() -> dict[str, Any]:
 class Parts:
     """The outcomes of tasks by number, in memory and, with `out`, in a folder.
 
-    description: all that results depend on, ready for JSON. What is in the folder is continued;
-    raises OutputError where something else is there, or the run of another description.
+    description: everything that results depend on, ready for JSON. A run in the folder is resumed;
+    raises OutputError for other content, or the run of another description.
     """
 
     def __init__(self, out: str | Path | None, description: Mapping[str, Any]) -> None:
@@ -153,12 +153,12 @@ class Parts:
         return {number for part in self.outcomes.get(task.number, ()) for number in part.done}
 
     def left(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks that are left, each of the cells that are."""
+        """The unfinished tasks, each with its unfinished cells."""
         rest = (task.without(self.done(task)) for task in tasks)
         return [task for task in rest if task is not None]
 
     def add(self, task: Task, outcome: Outcome) -> None:
-        """Keep what a task computed."""
+        """Keep the outcome of a task."""
         self.outcomes.setdefault(task.number, []).append(outcome)
         begun = self._lock is not None or any(number >= 0 for number in outcome.done)
         if self.folder is None or not outcome.done or not begun:  # not for values of a trace alone
@@ -175,7 +175,7 @@ class Parts:
             replace_file(folder / PARTS / f"{stem}.parquet", content.getvalue())
 
     def publish(self, run: Run) -> None:
-        """Put the whole next to the parts."""
+        """Write the whole run next to the parts."""
         if self.folder is not None:
             with self._writing() as folder:
                 replace_run(folder, run.write)
@@ -187,7 +187,7 @@ class Parts:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Path]:
-        """The folder, which is made first; OutputError where the system or another run refuses."""
+        """Create the folder; OutputError where the system or another run refuses."""
         folder = self.folder or Path()
         with writing(str(folder), "finished tasks are kept", "give the same command again"):
             if self._lock is None:
@@ -201,7 +201,7 @@ class Parts:
             yield folder
 
     def _read(self, path: Path) -> None:
-        """Take a part that is as it was written."""
+        """Read a part whose content matches its name."""
         number, _, sha = path.stem.partition("-")
         try:
             data = read_input(path, _LARGEST)
@@ -224,9 +224,9 @@ class Parts:
 
 
 def check_output(path: Path, *, overwrite: bool = False) -> None:
-    """Raise OutputError unless a run can be written to `path`, be continued there, or replaced."""
+    """Raise OutputError unless a run can be written to `path`, resumed there, or replaced."""
     free = not (path.exists() or path.is_symlink())
-    # a run that was killed as it began has no more than these
+    # a run killed at its start has only these
     free |= path.is_dir() and {each.name for each in path.iterdir()} <= {PARTS, LOCK}
     if not free and not (is_run(path) if overwrite else (path / CONFIG).is_file()):
         raise OutputError(
@@ -258,7 +258,7 @@ def encode_records(records: Sequence[Record]) -> bytes:
 
 
 def decode_records(data: bytes) -> list[Record]:
-    """Return the records of `encode_records`; ValueError and its like for other content."""
+    """Return the records of `encode_records`; ValueError and related errors for other content."""
     arrays = decode_arrays(data)
     documents = json.loads(arrays["meta"].tobytes())
     return [

@@ -38,15 +38,15 @@ from kvsim.sweeps.tasks import Cell
 #: Most bytes of a configuration, and cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
-#: Rows between events of policies that are compared, unless an interval is given.
+#: Rows between events when policies are compared, unless an interval is given.
 INTERVAL = 32
 #: The interval that stands for each policy's own schedule.
 PAPER = "paper"
 
-#: What replaces the schedules of policies: interval, prefill, compress and prefill_chunk, each None
-#: where a policy's own stays.
+#: Replacement of policies' schedules: interval, prefill, compress and prefill_chunk, each None to
+#: keep the policy's own.
 Terms = tuple[int | None, bool | None, Compress | None, int | None]
-#: Metrics as options that stand for all that traces have the arrays for.
+#: Options that select all metrics whose arrays the traces have.
 EVERYTHING = ("all",)
 
 
@@ -64,7 +64,7 @@ class Grid:
     options: Mapping[str, Any]
 
     def opened(self) -> list[Trace]:
-        """The traces, of which nothing but their metadata is read."""
+        """The traces, with only their metadata read."""
         traces = [each if isinstance(each, Trace) else open_trace(each) for each in self.traces]
         check_distinct(traces)
         return traces
@@ -81,7 +81,7 @@ class Grid:
         return [*chosen]
 
     def schedules(self) -> list[tuple[Terms, str]]:
-        """The schedules of policies that are compared, and a remark on each."""
+        """The schedules of the compared policies, and a remark on each."""
         return [
             shared_terms(self.policies, interval, self.options)
             for interval in self.options["interval"] or (None,)
@@ -94,7 +94,7 @@ class Grid:
             raise ConfigError(f"the grid has {count} cells, expected at most {_CELLS}; split it")
         layers = {trace.name: layers_to_replay(trace, self.options["layers"]) for trace in traces}
         growing: dict[tuple[int, float], Policy] = {}  # one object for the cells of all traces
-        # a budget given twice, or an interval that is a policy's own, is the same cell again
+        # a repeated budget, or an interval equal to a policy's own, is the same cell
         cells: dict[tuple[object, ...], Cell] = {}
         for trace, given, budget, terms in product(traces, self.policies, self.budgets, schedules):
             policy, entries = budgeted(given, trace, budget)
@@ -116,10 +116,10 @@ def grid_of(
 ) -> Grid:
     """Return the grid of a YAML file (docs/sweeps.md) or a mapping, and of keywords.
 
-    config: its paths are those seen from the folder of the file, those of traces may have
-    wildcards; its values are as `--set` takes them. options: replace those of config; None stands
-    for a default. of: declares the keys. defaults: replace those that are declared. Raises
-    ConfigError, which begins with the path or `where`, for an unknown key or another kind of value.
+    config: paths are relative to the folder of the file, and those of traces may have wildcards;
+    values are as in `--set`. options: replace those of config; None stands for a default. of:
+    declares the keys. defaults: replace the declared ones. Raises ConfigError, which begins with
+    the path or `where`, for an unknown key or another kind of value.
     """
     document, folder = config or {}, Path()
     if isinstance(config, str | Path):
@@ -158,7 +158,7 @@ def grid_of(
 
 
 def adapted(given: Iterable[Policy], *, fit: bool = False, protect: object = None) -> list[Policy]:
-    """Return policies, each once, with lengths that fit the budget and with what all protect."""
+    """Return policies, each once, with lengths that fit the budget and common protected entries."""
     common = protection_of(protect or {})
     fitting = (fitted(each) if fit else each for each in given)
     policies = [replace(each, protect=each.protect | common) for each in fitting]
@@ -167,19 +167,19 @@ def adapted(given: Iterable[Policy], *, fit: bool = False, protect: object = Non
 
 
 def described(terms: Terms) -> dict[str, Any]:
-    """What replaces the schedules of policies, ready for JSON."""
+    """Settings that replace the schedules of policies, ready for JSON."""
     return dict(zip(("interval", "prefill", *PREFILL), terms, strict=True))
 
 
 def shared_terms(
     policies: Sequence[Policy], interval: int | str | None, options: Mapping[str, Any]
 ) -> tuple[Terms, str]:
-    """One schedule for policies that are compared, and a remark if none was given.
+    """One schedule for compared policies, and a remark if none was given.
 
     Without an interval, two or more policies act after the prompt and every `INTERVAL` rows,
-    whichever they are, so that the numbers of one do not depend on the others; one policy keeps
-    that of its paper, and all do with the interval `paper`. An interval stands for one schedule, so
-    it brings the prefill event along for all policies, unless `prefill` decides.
+    whichever they are, so that the numbers of one do not depend on the others. A single policy has
+    the schedule of its paper, and all do with the interval `paper`. A given interval adds the
+    prefill event for all policies, unless `prefill` decides.
     """
     prefill, compress, chunk = (options[name] for name in ("prefill", *PREFILL))
     if interval == PAPER or (interval is None and all(x == policies[0] for x in policies)):
@@ -196,7 +196,7 @@ def shared_terms(
 
 
 def check_names(policies: Sequence[Policy]) -> None:
-    """Raise PolicyError where two policies differ in neither name nor parameters, and yet do."""
+    """Raise PolicyError for two different policies with equal names and parameters."""
     by_name: dict[str, Policy] = {}
     for policy in policies:
         label = f"{policy.name} {json.dumps(policy.params, sort_keys=True)}"
@@ -209,7 +209,7 @@ def check_names(policies: Sequence[Policy]) -> None:
 
 
 def params_of(policies: Sequence[Policy]) -> dict[str, Any]:
-    """The parameters of policies by name, in a list where several have one."""
+    """Parameters of policies by name, in a list where several have one name."""
     by_name: dict[str, list[Any]] = {}
     for policy in policies:
         by_name.setdefault(policy.name, []).append(policy.params)
@@ -217,10 +217,10 @@ def params_of(policies: Sequence[Policy]) -> dict[str, Any]:
 
 
 class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Reads configurations: texts, which take no more memory or time than the file."""
+    """YAML loader of texts, within the memory and time that the file's size allows."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node, which no alias may stand for."""
+        """Return the next node; aliases are refused."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 "it has an alias, expected the value itself", self.peek_event().start_mark
@@ -229,7 +229,7 @@ class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
 
 
 def _document(path: str | Path) -> Any:
-    """Return what a YAML file holds; raises ConfigError for what is no configuration."""
+    """Return the content of a YAML file; ConfigError for invalid YAML."""
     try:
         return _values(
             _Loader(read_input(local_path(path, ConfigError), _DOCUMENT)).get_single_data()
@@ -242,7 +242,7 @@ def _document(path: str | Path) -> Any:
 
 
 def _values(given: Any) -> Any:
-    """Return the values that the texts of a document mean."""
+    """Parse the texts of a document as values."""
     if isinstance(given, dict):
         return {key: _values(value) for key, value in given.items()}
     if isinstance(given, list):
@@ -268,7 +268,7 @@ def _paths(given: Iterable[Any], folder: Path) -> Iterator[str | Trace]:
 def _policies(given: object) -> Iterator[Policy | None]:
     """Yield the policies of names, of `NAME: {parameter: value}`, of objects, or of a list.
 
-    A list of values stands for as many policies. None is no policy.
+    A list of values yields one policy each. None is no policy.
     """
     plain = (int, float, bool, str, type(None))
     for each in _listed(given):
@@ -291,7 +291,7 @@ def _policies(given: object) -> Iterator[Policy | None]:
 
 
 def protection_of(given: object) -> Protection:
-    """Return what every policy protects too, by the fields of `Protection`; or ConfigError."""
+    """Return common protected entries, by the fields of `Protection`; or ConfigError."""
     if isinstance(given, Protection):
         return given
     names = [f.name for f in fields(Protection)]
@@ -301,7 +301,7 @@ def protection_of(given: object) -> Protection:
 
 
 def _fitting(fits: Callable[[Any], bool]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads one value or several, None in place of those that do not fit."""
+    """Return a reader of one value or several, with None in place of invalid ones."""
     return lambda given: tuple(each if fits(each) else None for each in _listed(given))
 
 
@@ -316,7 +316,7 @@ def _layers(given: object) -> tuple[int, ...] | None:
     return None if numbers is None else tuple(sorted(numbers))
 
 
-#: What reads the value of a key, with None for what does not fit, and what it expects.
+#: The reader of the value of a key, with None for an invalid one, and the expected type.
 _READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "traces": (_fitting(lambda each: isinstance(each, Trace | str | Path)), "paths or URLs"),
     "policies": (lambda given: tuple(_policies(given)), "names, or NAME: {parameter: value}"),

@@ -1,7 +1,7 @@
 """Tasks in this process, in processes on this machine, or on any executor.
 
-Nothing here knows what a task is. A process of this machine that dies takes no other task with it:
-those that were under way are tried again, one at a time.
+Tasks are opaque here. When a process of this machine dies, the tasks under way are tried again, one
+at a time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ Task = TypeVar("Task")
 #: Each task, and its result or the exception that it raised.
 Results = Generator[tuple[Task, Any], None, None]
 
-#: Floating-point operations of the attention of a sweep that one process is done with before a
-#: second one has imported what it needs.
+#: Floating-point operations of attention that one process computes while a second one imports its
+#: modules.
 _SMALL = 1e12
-#: Tasks that wait for each process, so that none is idle.
+#: Tasks queued for each process, so that none is idle.
 _AHEAD = 2
-#: Variables by which libraries take one thread, before they are imported.
+#: Environment variables that limit libraries to one thread, set before their import.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
 
 
 def processes(jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace]) -> int:
-    """Return how many processes, with one thread each, compute the tasks of a sweep.
+    """Return the number of processes, with one thread each, that compute the tasks of a sweep.
 
-    jobs: as given; None chooses, one for small work and for traces in memory, else one for each
-    processor. flops: of the attention. Raises ConfigError where several are given for a trace in
-    memory.
+    jobs: as given; None chooses one for small work and for traces in memory, else one per
+    processor. flops: of the attention. Raises ConfigError for several jobs with a trace in memory.
     """
     in_memory = any(trace.path is None for trace in traces)
     if jobs is None:
-        affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+        affinity = getattr(os, "sched_getaffinity", None)  # only on Linux
         processors = len(affinity(0)) if affinity else os.cpu_count() or 1
         jobs = 1 if in_memory or flops < _SMALL else processors
     elif jobs > 1 and in_memory:
@@ -63,7 +62,7 @@ def in_this_process(function: Callable[[Task], Any], tasks: Iterable[Task]) -> R
     for task in tasks:
         try:
             result = function(task)
-        except Exception as error:  # noqa: BLE001  what a task raises is anybody's
+        except Exception as error:  # noqa: BLE001 a task may raise anything
             result = error
         yield task, result
 
@@ -86,7 +85,7 @@ def in_processes(
                     yield task, result
         if not suspects:
             return
-        while suspects:  # one at a time: whose death it was now shows
+        while suspects:  # one at a time, to identify the task that kills its process
             task = suspects.pop()
             for _ in range(2):
                 with _pool(1) as pool:
@@ -101,7 +100,7 @@ def on_executor(
 ) -> Results[Task]:
     """Yield results in any order, from any executor whose futures have `done` and `result`.
 
-    most: tasks under way at a time, all by default. One that broke takes no more tasks.
+    most: tasks under way at a time, all by default. A broken executor takes no more tasks.
     """
     todo = iter(tasks)
     under_way: dict[Any, Task] = {}
@@ -120,14 +119,14 @@ def on_executor(
         for future in _finished([*under_way]):
             try:
                 result = future.result()
-            except Exception as error:  # noqa: BLE001  what a task raises is anybody's
+            except Exception as error:  # noqa: BLE001 a task may raise anything
                 result = error
                 broken |= isinstance(error, BrokenExecutor)
             yield under_way.pop(future), result
 
 
 def _finished(futures: Sequence[Any]) -> Iterable[Any]:
-    """Wait for the first futures; those of submitit are of no class of `concurrent.futures`."""
+    """Wait for the first futures; submitit's are of no class of `concurrent.futures`."""
     if all(isinstance(future, Future) for future in futures):
         return wait(futures, return_when=FIRST_COMPLETED).done
     while not (done := [future for future in futures if future.done()]):
@@ -136,7 +135,7 @@ def _finished(futures: Sequence[Any]) -> Iterable[Any]:
 
 
 def _submitted(executor: Any, function: Callable[[Task], Any], task: Task) -> Any:
-    """Submit a task; a process that this starts ignores Ctrl-C, which is for this one to handle."""
+    """Submit a task; a process started here ignores Ctrl-C, which this process handles."""
     if threading.current_thread() is not threading.main_thread():
         return executor.submit(function, task)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,7 +147,7 @@ def _submitted(executor: Any, function: Callable[[Task], Any], task: Task) -> An
 
 @contextlib.contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with the block, at once if an exception or a kill ends it."""
+    """A pool of processes that end with the block, at once after an exception or a kill."""
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     try:
         with _one_thread():

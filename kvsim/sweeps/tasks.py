@@ -1,6 +1,6 @@
-"""Cells of a sweep, and tasks of it: cells of some layers of a trace, which one process computes.
+"""Cells of a sweep, and tasks: cells of some layers of a trace, computed by one process.
 
-What cells share is read and computed once. Tasks depend on the grid alone: all cut alike.
+Shared values are read and computed once. Tasks depend only on the grid: all cut alike.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
-#: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
-#: done sooner and keep more processes busy.
+#: Bytes of the arrays of a task in memory. More layers share more work, fewer keep more processes
+#: busy.
 _BLOCK = 64 << 20
 #: Most cells of a task, and floating-point operations of their attention; a kill loses one task.
 _TOGETHER, _FLOPS = 64, 2e13
@@ -64,9 +64,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell of a sweep that went wrong; the others are kept.
+    """A failed cell of a sweep; the others are kept.
 
-    unexpected: no error of kvsim, but one of a policy's own code. cell: its number in the sweep.
+    unexpected: not an error of kvsim, but one of a policy's own code. cell: its number in the
+    sweep.
     """
 
     trace: str
@@ -81,8 +82,8 @@ class Failure:
 class Outcome:
     """Outcome of a task: the rows of its cells, and their records in the order of `done`.
 
-    done: for each measured cell by number the columns of a Table that say which rows are its; -1
-    stands for a task that measures the trace alone. remarks: on the results, each once.
+    done: for each measured cell by number the columns of a Table that identify its rows; -1 for a
+    task that measures only the trace. remarks: on the results, each once.
     """
 
     table: pl.DataFrame = field(default_factory=pl.DataFrame)
@@ -93,7 +94,7 @@ class Outcome:
     interrupted: bool = False
 
 
-#: Computes a task, and reports the cells that are done of it.
+#: Computes a task, and reports its finished cells.
 Compute = Callable[..., Outcome]
 
 
@@ -103,9 +104,9 @@ def compute(
     table: Callable[[Sequence[Cell], Sequence[Record]], pl.DataFrame],
     report: Progress,
 ) -> Outcome:
-    """Compute cells of one trace; failures leave the rest, Ctrl-C what is done.
+    """Compute cells of one trace; failures keep the other cells, Ctrl-C the finished ones.
 
-    record: decides what a cell retains. table: measures cells with their records.
+    record: computes the kept sets of a cell. table: measures cells with their records.
     """
     outcome = Outcome()
     tables: list[pl.DataFrame] = []
@@ -116,7 +117,7 @@ def compute(
             tables.append(table(*zip(*group, strict=True)))
         except KvsimError as error:
             if len(group) > 1:
-                for pair in group:  # whichever can be measured
+                for pair in group:  # all that can be measured
                     measure([pair])
             else:
                 outcome.failures.append(failure(group[0][0], f"measuring: {error}"))
@@ -134,7 +135,7 @@ def compute(
                 pending.append((cell, replace(each, facts=facts)))
             except KvsimError as error:
                 outcome.failures.append(failure(cell, str(error)))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
+            except (Exception, SystemExit) as error:  # noqa: BLE001 a policy is user code
                 outcome.failures.append(failure(cell, _unexpected(error), unexpected=True))
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -150,9 +151,9 @@ def compute(
 
 
 class Replays:
-    """Replays the cells of a trace, and measures their records beside what they are compared with.
+    """Replays the cells of a trace, and measures their records and their references.
 
-    options: `events`, `memory`, `device`, and `judge` where it is not left out.
+    options: `events`, `memory`, `device`, and `judge` unless it is left out.
     """
 
     def __init__(self, trace: Trace, metrics: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -165,7 +166,7 @@ class Replays:
         self._compared: dict[int, Record | None] = {}
 
     def record(self, cell: Cell) -> Record:
-        """Replay a cell, and what it is compared with on the same terms."""
+        """Replay a cell, and its reference on the same terms."""
         policy = cell.policy
         setup = Setup(cell.trace, policy, cell.budget, cell.schedule)
         record = run(setup, layers=cell.layers, internals=self._notes, **self._limits)
@@ -209,7 +210,7 @@ class Replays:
         return judge_of(self._trace, self._options["judge"], **self._limits)
 
     def _judged(self, records: Sequence[Record], names: Sequence[str]) -> pl.DataFrame:
-        """What the model says of those records that it can judge."""
+        """Judge the records that the model can judge."""
         from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
 
         judged = [record for record in records if not unjudged(record)]
@@ -225,8 +226,8 @@ def in_cell_order(
 ) -> pl.DataFrame:
     """Return the rows of some cells in the order of cells, metrics and layers.
 
-    cells: the trace of each, and its columns (`OF_RECORD`). Rows of a trace alone stand before
-    those of its first cell, whatever was measured first.
+    cells: the trace of each, and its columns (`OF_RECORD`). Rows of only a trace come before those
+    of its first cell.
     """
     table = in_order(tables)
     keys = [
@@ -238,7 +239,7 @@ def in_cell_order(
     schema = {name: COLUMNS[name] for name in on} | {"cell": pl.Int64}
     order = pl.DataFrame(keys, schema).unique(on, keep="first")
     place = {name: number for number, name in enumerate(metrics)}
-    of_trace = pl.col("policy").is_null()  # in the order in which its metrics give them
+    of_trace = pl.col("policy").is_null()  # in the order of its metrics' rows
     return (
         table.join(order, on=on, how="inner", nulls_equal=True, maintain_order="left")
         .with_columns(
@@ -268,7 +269,7 @@ class Task:
     """Cells of some layers of one trace, without their trace.
 
     number: its place in the sweep. trace: its path, or the trace itself if it is in memory. name,
-    fingerprint: the trace's when the sweep was planned. Without cells it measures the trace alone.
+    fingerprint: the trace's when the sweep was planned. Without cells it measures only the trace.
     """
 
     number: int
@@ -283,11 +284,11 @@ class Task:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of its cells; -1 if it measures the trace alone."""
+        """The numbers of its cells; -1 if it measures only the trace."""
         return [cell.number for cell in self.cells] or [-1]
 
     def without(self, done: Collection[int]) -> Task | None:
-        """The task of the cells that are not done yet; None if there are none."""
+        """The task of the unfinished cells; None without any."""
         if all(number in done for number in self.numbers):
             return None
         return replace(self, cells=tuple(cell for cell in self.cells if cell.number not in done))
@@ -358,15 +359,15 @@ def _parts(
 
 
 def _across_layers(policy: Policy) -> bool:
-    """Whether a policy does in one layer what depends on others, or at other events than there."""
+    """Whether a policy's decisions in a layer depend on other layers, or on their events."""
     separate = isinstance(policy.layer_budgets, Even) and not policy.across_layers
     return not separate or bool(does(policy, DROPS))
 
 
 def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Layers that follow each other, in blocks of about equal size.
+    """Consecutive layers, in blocks of about equal size, of two at least.
 
-    Two at least: values of one alone would be those of a run in which no other layer evicts
+    Values of a single layer would be those of a run in which no other layer evicts
     (`kvsim.analysis.table.fidelity`).
     """
     count = -(-len(layers) * layer_bytes(trace) // _BLOCK)
@@ -376,7 +377,7 @@ def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def flops_of(trace: Trace, layers: int) -> float:
-    """Floating-point operations of the attention outputs of a cell in some layers, about."""
+    """Estimated floating-point operations of the attention outputs of a cell in some layers."""
     trace = trace.part()
     return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
 
@@ -388,7 +389,7 @@ def layer_bytes(trace: Trace) -> int:
 
 
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
-    """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
+    """Replay and measure a task, failures of cells included; KvsimError if no cell can run."""
     if task.code != of_kvsim():
         raise ConfigError("the executor runs another kvsim; expected the same version everywhere")
     resolve_device(task.options["device"])
@@ -410,12 +411,12 @@ def _loaded(task: Task) -> Trace:
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
     span = slice(min(task.layers), max(task.layers) + 1)
     if (span.stop - span.start) * layer_bytes(trace) > limit:
-        return trace  # read as it is needed
+        return trace  # read on demand
     return loaded(trace, span)
 
 
 def _reopened(path: str, fingerprint: str) -> Trace:
-    """Return the trace of a fingerprint, opened once for the tasks that follow; or TraceError."""
+    """Return the trace of a fingerprint, opened once for several tasks; or TraceError."""
     status = next((x.stat() for x in (Path(path, "zarr.json"), Path(path)) if x.is_file()), None)
     written = None if status is None else (status.st_ino, status.st_mtime_ns)
     trace = open_trace(path) if written is None else _opened(path, written)
@@ -429,5 +430,5 @@ def _reopened(path: str, fingerprint: str) -> Trace:
 
 @functools.lru_cache(maxsize=1)
 def _opened(path: str, _: tuple[int, int]) -> Trace:
-    """Return a trace; opening lists its folder, which may have many files."""
+    """Return a trace, cached because opening lists its folder, which may have many files."""
     return open_trace(path)

@@ -1,17 +1,17 @@
 """Claims of the papers, tested on the traces of a Table: each paper has a file.
 
 A claim is a sentence about cells: budgets, layers, or policies that it names, all of the same
-prompts. How many of them it has to be right in is read from the paper's words: "consistently",
-"every" and a list of policies are `ALL`, all others `MOST`. In a cell it is a number per prompt,
-above 0 where the sentence is right, and matters from `claim.MATTERS` on. One test over the prompts
-that have all cells (`kvsim.analysis.significance.at_least`) gives a p-value of the sentence, and
-one of its contrary: a sentence holds, does not hold, or is not decided, as always with fewer than
-6 prompts. Cells in which the window of a policy is more than half of its budget are out of its
-range and not tested.
+prompts. The number of cells in which it has to be right follows from the paper's words:
+"consistently", "every" and a list of policies are `ALL`, all others `MOST`. A cell has a number per
+prompt, above 0 where the sentence is right, which matters from `claim.MATTERS` on. One test over
+the prompts with all cells (`kvsim.analysis.significance.at_least`) has a p-value of the sentence,
+and one of its contrary: a sentence holds, does not hold, or is not decided, as always with fewer
+than 6 prompts. Cells in which the window of a policy is more than half of its budget are not
+tested.
 
-That is an answer about these traces, and not about the papers' models. Every claim is always
-listed: where evidence is missing, with what would produce it. Claims on printed numbers, and those
-that need generation or training, are not.
+Results are about these traces, not about the papers' models. Every claim is listed, also without
+evidence, with the replays that would produce it. Claims on printed numbers, and claims that need
+generation or training, are left out.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from kvsim.analysis.significance import FEWEST
 from kvsim.studies.claims.claim import ALL, Claim
 from kvsim.studies.claims.evidence import Cells, Evidence, PolicySetting, joined, of, paired
 
-#: The scorer that the paper puts AMS around first, requested where a table has no other.
+#: The first scorer inside AMS in the paper, requested where a table has no other.
 BASE = "tova"
 
 
 def around(name: str) -> str:
-    """The policy that is AMS around another one."""
+    """The policy of AMS around another one."""
     return "ams" if name == BASE else f"ams+{name}"
 
 
@@ -53,7 +53,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
 
 
 def _ablations(e: Evidence) -> Iterator[Claim]:
-    """Q5 to Q7: each part of AMS beside AMS without it."""
+    """Q5 to Q7: each part of AMS, compared with AMS without it."""
     plain, credit = of("ams", credit=False), of("ams", credit=True)
     says = "Credit makes segments move less from event to event"
     yield e.claim("Q5", says, (plain, credit), metric="boundary_shift")
@@ -88,7 +88,7 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     modes = (of("ams"),), (of("ams@release"),)
 
     def filled_in(budget: str, result: Result) -> str:
-        """Why the mass that allocates a budget is not what AMS measured; empty where it is."""
+        """Why the mass that allocates a budget is not that of AMS; empty where it is."""
         share = e.value("suffix_mass", of=(result, budget))
         mostly = not np.isnan(share).all() and np.nanmean(share) > 0.5
         return "mass that is mostly filled in" if mostly else e.outside(budget, result)
@@ -108,7 +108,7 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
 
 
 def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Claim:
-    """Q10: the smallest budget beside the largest; where nothing leads, no lead grows."""
+    """Q10: the smallest budget compared with the largest; no lead grows where nothing leads."""
     pairs, cells = e.found(base, with_ams), Cells()
     metric = e.quality(pairs)
     for label, *pair in pairs:
@@ -129,7 +129,6 @@ def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) ->
 
 
 def _segments_by_depth(e: Evidence) -> Claim:
-    """Q11: layers in the order of the model."""
     cells, metric, setting = {}, "segment_count", of("ams")
     for label, side in e.found(setting):
         for (first, second), budget in product(pairwise(e.layers(metric)), e.budgets):

@@ -47,7 +47,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
 
 
 def _selection(e: Evidence) -> Iterator[Claim]:
-    """S3 and S4: when ASL selects a layer, by its own rule and beside it."""
+    """S3 and S4: when ASL selects a layer, by its own rule and by others."""
     name, cells = "rank_relative", Cells()
     fewest, *more = sorted(e.variants(name), key=_number) or [""]
     for variant in more:
@@ -58,7 +58,7 @@ def _selection(e: Evidence) -> Iterator[Claim]:
     tested = "relative variance at the last layer with more tokens, minus that with the fewest"
     yield Claim("S3", says, tested, cells, needs=untraced(name, " for two numbers of tokens"))
 
-    # by k, tau and what else a variant names
+    # by k, tau and the other parts of a variant's name
     chosen: dict[tuple[str, str, str], Floats] = {}
     for variant in e.variants("selection_layer"):
         k, tau, *others = variant.split(",")
@@ -79,7 +79,7 @@ def _selection(e: Evidence) -> Iterator[Claim]:
     yield Claim("S3", says, tested, by_tau, ALL, needs=_NEVER)
 
     def beside(name: str, extreme: Callable[..., float], own: Callable[[Floats], Floats]) -> Cells:
-        """By ASL's own rule minus by the extreme of one parameter."""
+        """ASL's own rule minus the extreme of one parameter."""
         rules = [key for key in chosen if key[2].startswith(name) and (*key[:2], "") in chosen]
         at = extreme((_number(rule) for _, _, rule in rules), default=0)
         return {
@@ -105,5 +105,4 @@ def _spread(layer: Floats) -> Floats:
 
 
 def _number(variant: str) -> float:
-    """The number in `k=25%` and its like."""
     return float(variant.partition("=")[2].rstrip("%"))

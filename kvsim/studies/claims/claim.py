@@ -14,10 +14,10 @@ from kvsim.analysis.significance import ALPHA, FEWEST, at_least
 from kvsim.schema import plural
 
 HOLDS, NOT, OPEN = "holds", "does not hold", "not decided"
-#: In which cells a sentence is to be right.
+#: In how many cells a sentence has to be right.
 ALL, MOST = "in all", "in most"
 
-#: The least that matters, in the unit of the number; of two settings as a share of their mean.
+#: The least relevant difference, in the unit of the number; of two settings a share of their mean.
 MATTERS = 0.01
 #: Prompts from which a verdict is not coarse.
 ADVISED = 12
@@ -29,9 +29,9 @@ class Claim:
 
     number: such as Q1. says: the sentence. tested: the tested number. cells: that number of each
     prompt at each budget, layer or policy, above 0 where the sentence is right; [prompt], or with
-    what it is a share of [2, prompt]. where: in how many of the cells it is to be right. least:
-    what matters in a cell. untested: cells that are not tested, and why. needs: what would produce
-    a number, where there is none.
+    its denominator [2, prompt]. where: in how many of the cells it has to be right. least: the
+    least relevant value in a cell. untested: cells that are not tested, and why. needs: the replays
+    that would produce a number, where there is none.
     """
 
     number: str
@@ -45,10 +45,7 @@ class Claim:
 
     @cached_property
     def _numbers(self) -> tuple[list[str], Floats, Floats]:
-        """Cells of enough prompts; numbers and sizes [prompt, cell] of prompts that have them all.
-
-        Without cells whose size is 0 on all of these.
-        """
+        """Cells of enough prompts, unless all sizes are 0; numbers and sizes [prompt, cell]."""
         each = self.cells.items()
         cells = {x: y if y.ndim > 1 else np.stack([y, np.ones_like(y)]) for x, y in each}
         counts = {name: int(np.isfinite(x).all(0).sum()) for name, x in cells.items()}
@@ -77,8 +74,8 @@ class Claim:
     def p(self) -> tuple[float, float]:
         """P-values of the sentence and of its contrary; NaN of too few prompts.
 
-        The contrary of "in at least r of L cells" is the opposite in at least L - r + 1. Either
-        has to be so by at least what matters.
+        The contrary of "in at least r of L cells" is the opposite in at least L - r + 1. Either has
+        to hold by at least `least`.
         """
         names, numbers, sizes = self._numbers
         if self.n < FEWEST:
@@ -96,7 +93,7 @@ class Claim:
 
     @property
     def why(self) -> str:
-        """Why nothing can be said, where that is not for the numbers; empty otherwise."""
+        """Why nothing can be decided, apart from the numbers; empty otherwise."""
         if not self.n:
             return self.omitted or self.needs
         if self.n >= ADVISED or self.verdict != OPEN:
@@ -107,14 +104,14 @@ class Claim:
 
     @cached_property
     def _reasons(self) -> Counter[str]:
-        """Why how many cells are not tested."""
+        """Count the cells that are not tested, by reason."""
         there = {name for name, x in self.cells.items() if np.isfinite(x).any()}
         few = there - {*self._numbers[0]}
         return Counter([*self.untested.values(), *("too few prompts" for _ in few)])
 
     @property
     def omitted(self) -> str:
-        """How many cells are not tested, and why."""
+        """Describe the cells that are not tested, and why."""
         reasons = self._reasons.items()
         return "; ".join(f"{plural(n, 'cell')} left out: {why}" for why, n in reasons)
 

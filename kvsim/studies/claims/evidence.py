@@ -32,12 +32,12 @@ from kvsim.studies.claims.claim import ALL, MOST, Claim
 IntervalPrefill = tuple[int | None, bool | None]
 Cells = dict[str, Floats]
 
-#: The largest share of its budget that the window of a policy may have for a claim about it: with
-#: more, most of what it keeps may be the window itself.
+#: Largest share of its budget that the window of a policy may have for a claim about it: above it
+#: most kept entries may be the window.
 WINDOW = 0.5
 
-#: Means of two settings that are alike differ by no more than this share: of an error, and of what
-#: grows with its square.
+#: Largest difference of the means of two equal settings, as a share: of an error, and of a quantity
+#: that grows with its square.
 ALIKE = {"response_kl": 0.1, "weighted_error": 0.1, "layer_error": 0.05, "output_error": 0.05}
 
 
@@ -80,10 +80,10 @@ def paired(x: Floats, y: Floats) -> Floats:
 
 
 class Evidence:
-    """A Table, and the seconds of events if they were taken.
+    """A Table, and the seconds of events if they were measured.
 
     at_prompt: whether claims are about the one event after the prompt, or the schedule nearest to
-    it; otherwise about all schedules with events while the response is written.
+    it; otherwise about all schedules with events during the response.
     """
 
     at_prompt = False
@@ -114,7 +114,7 @@ class Evidence:
         """The mean over heads of all layers, or of one; [prompt], NaN without a value.
 
         variant: the main one by default. of: a result and the requested budget; None for a property
-        of the trace. chance: what chance alone gives.
+        of the trace. chance: the expected value by chance instead.
         """
         values = self._of(metric, variant, layered=layer is not None)
         mean: Floats = values.get((*(of or (None, None)), layer), self._none)[int(chance)]
@@ -153,7 +153,7 @@ class Evidence:
         return evidence
 
     def _chosen(self, schedules: Iterable[IntervalPrefill]) -> dict[IntervalPrefill, str]:
-        """The schedules that claims are about, each in words where it has to be said."""
+        """The schedules that claims are about, each in words where the claim has to name it."""
         chosen = [terms for terms in schedules if terms[0] is not None]
         if self.at_prompt:
             chosen = sorted(schedules, key=lambda terms: (not terms[1], -(terms[0] or inf)))[:1]
@@ -164,7 +164,7 @@ class Evidence:
     def found(self, *settings: PolicySetting) -> list[tuple[Any, ...]]:
         """Results of one setting or of two at the same schedule, each with its label.
 
-        Of two settings of one policy, those that are equal in all other parameters; otherwise the
+        Of two settings of one policy, results that are equal in all other parameters; otherwise the
         main result of each.
         """
         free = {name for setting in settings for name in setting.params}
@@ -206,7 +206,8 @@ class Evidence:
     ) -> Claim:
         """A claim about a property of the traces in each layer that has it.
 
-        cell: what of a layer is above a level where the claim is right, by default the property.
+        cell: a function of a layer's property, positive where the claim is right; by default the
+        property.
         """
         cell = cell or partial(self.value, metric, variant)
         cells = {_layer(layer): cell(layer) - level for layer in self.layers(metric, variant)}
@@ -227,9 +228,9 @@ class Evidence:
     ) -> Claim:
         """A claim about the values of settings at each budget; with several, of each of them.
 
-        settings: couples of which the first is to have more, or single ones. metric: of them, by
-        default `quality`. cell: what of their values is above 0 where the claim is right. layers:
-        in each of them. outside: why a policy is out of its range, if not by its window.
+        settings: single ones, or couples of which the first should have more. metric: by default
+        `quality`. cell: a function of their values, positive where the claim is right. layers: in
+        each of them. outside: why a policy is not tested, if not for its window.
         """
         variants = variants or (None,)
         named = zip(_distinct(settings), settings, strict=True)
@@ -249,13 +250,13 @@ class Evidence:
         return Claim(number, says, tested, cells, where, untested=untested, needs=needs)
 
     def quality(self, pairs: Iterable[tuple[Any, ...]]) -> str:
-        """The metric that says which of two results is better: the best evidence that all have."""
+        """The metric that compares two results: the best evidence that all have."""
         wanted = {result for _, *pair in pairs for result in pair}
         has = {x: {result for result, *_ in self._of(x, None, layered=False)} for x in EVIDENCE}
         return next((x for x in EVIDENCE if wanted and wanted <= has[x]), EVIDENCE[-1])
 
     def outside(self, budget: str, *results: Result) -> str:
-        """Why a policy is out of its range at a budget; empty where each is in it."""
+        """Why a policy is not tested at a budget; empty otherwise."""
         windows = (result.parameters.get("window") for result in results)
         wide = any(isinstance(x, int) and x > WINDOW * self._sizes[budget] for x in windows)
         return "a window of more than half of the budget" if wide else ""
@@ -270,7 +271,7 @@ class Evidence:
     ) -> Claim:
         """A claim that the quality of each pair differs by less than `ALIKE` of their mean.
 
-        Two sentences for each pair: it is no more above than that, and no more below.
+        Two sentences for each pair, one for each direction.
         """
         pairs = [*pairs]
         metric = self.quality(pairs)
@@ -294,7 +295,7 @@ class Evidence:
         layers: Sequence[int | None] = (None,),
         outside: Callable[..., str] | None = None,
     ) -> tuple[Cells, dict[str, str]]:
-        """Numbers of labelled results at each budget, and why some are out of range."""
+        """Numbers of labelled results at each budget, and why some are not tested."""
         cells, untested = {}, {}
         for label, *sides in results:
             for variant, layer, budget in product(variants, layers, self.budgets):
@@ -308,7 +309,7 @@ class Evidence:
         return cells, untested
 
     def lacks(self, settings: Sequence[PolicySetting], metric: str) -> str:
-        """Replays that are missing for a value of a metric of these settings at the same terms."""
+        """Missing replays for a metric of these settings on the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --set prefill=false"
         policies = ",".join(dict.fromkeys(setting.policy for setting in settings))
         return (
@@ -317,7 +318,7 @@ class Evidence:
         )
 
 
-#: A schedule of one event, for a policy that has another one of its own.
+#: A schedule of one event, for a policy with another schedule of its own.
 _ONE_EVENT = f"--set prefill=true --interval {BEYOND}"
 
 #: The long names of policies that claims know by the short one.
@@ -336,7 +337,7 @@ def _distinct(settings: Sequence[tuple[PolicySetting, ...]]) -> list[str]:
 
 
 def _differences(pair: tuple[Result, ...], couples: Sequence[tuple[Result, ...]]) -> str:
-    """The parameters that tell one of several pairs from the others."""
+    """Parameters that distinguish one of several pairs from the others."""
     values: dict[str, Any] = {}
     for result, same_side in zip(pair, zip(*couples, strict=True), strict=True):
         names = {name for other in same_side for name in differing(result, other)}

@@ -54,7 +54,7 @@ def _value_norm(e: Evidence) -> Iterator[Claim]:
 
 
 def _normal_queries(e: Evidence) -> Iterator[Claim]:
-    """E7: what eq. 7 needs of the queries."""
+    """E7: the conditions of eq. 7 on queries."""
 
     def off(layer: int, skip: int) -> Floats:
         return e.value("projection_gap", f"skip={skip}", layer)

@@ -11,7 +11,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.studies.claims.claim import ALL, MOST, Claim
 from kvsim.studies.claims.evidence import Evidence, of
 
-#: The score over all windows, and the one over the last window alone.
+#: The score over all windows, and the one over only the last window.
 GLOBAL, LOCAL = of("global_max"), of("morphkv@gkv")
 
 
@@ -59,7 +59,6 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     value = partial(e.value, overlap)
 
     def before(layer: int, share: str) -> Floats:
-        """Mean over the three windows before the last."""
         each = [value(f"share={share},block={block}", layer) for block in (1, 2, 3)]
         mean: Floats = np.mean(each, axis=0)
         return mean
@@ -95,7 +94,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     says = "Earlier scores merged into one top 55 % say more than chance about the last one"
     tested = "overlap with a set of the same size, minus its chance (0.55)"
     yield e.traced("G2", says, tested, overlap, merged, partial(beyond, merged))
-    # windows in random order come back as often as anything can
+    # windows in random order have the most returns
     metric = "attention_return", "share=0.1,returns"
     says = "Attention is intermittent: keys that one window ignores are attended to again later"
     tested = (
@@ -139,7 +138,7 @@ def _sparsity(e: Evidence) -> Iterator[Claim]:
 
 
 def _places(e: Evidence) -> Iterator[Claim]:
-    """G6 and G7: where in the text the scores keep."""
+    """G6 and G7: positions of the entries that the scores keep."""
     both, metric = (LOCAL, GLOBAL), "retained_position"
     says = "The local score keeps later positions than the global one"
     yield e.claim("G6", says, both, metric=metric)
@@ -163,7 +162,7 @@ def _later_attention(e: Evidence) -> Iterator[Claim]:
 
 
 def _fusion(e: Evidence) -> Iterator[Claim]:
-    """G9: how scores of windows become one, and how fast they are forgotten."""
+    """G9: fusion of the scores of windows, and their decay."""
     total = of("global_sum")
     says, tested = "Fusion by maximum and by sum are alike", f"from {GLOBAL} to {total}"
     yield e.alike("G9", says, tested, e.found(total, GLOBAL), [total, GLOBAL])
@@ -176,7 +175,7 @@ def _fusion(e: Evidence) -> Iterator[Claim]:
 
 
 def _redundancy(e: Evidence) -> Iterator[Claim]:
-    """G11: weights of the attention score beside the score alone."""
+    """G11: weights of the attention score, compared with only the score."""
     says = "Redundancy makes the kept keys less alike"
     yield e.claim("G11", says, (GLOBAL, of("gkv")), metric="key_similarity")
     couples = [(GLOBAL, of("gkv", mix_lambda=weight)) for weight in (0.5, 0.7, 0.9)]

@@ -35,7 +35,7 @@ def claims_section(table: pl.DataFrame) -> str:
 
 
 def _paper(paper: str, of_paper: Sequence[Claim]) -> str:
-    """The claims that have numbers, and folded below them those that have none."""
+    """The claims with numbers, and folded below them those without."""
     rows = [
         [claim.number, claim.says, claim.where, tag("b", claim.verdict), claim.tested, _test(claim)]
         for claim in of_paper

@@ -35,17 +35,17 @@ COLUMN_BYTES = 4
 class Cost:
     """Cost of a policy; sequences have one value per layer, entries are of one KV head.
 
-    What counts (rows, entries, bytes, FLOPs) is `exact` accounting: it follows from sizes, and from
-    a selection layer, of which `selection` and `assumptions` say where it comes from. The ratios of
-    times are a model, FLOPs or bytes relative to the full cache, and no measurement.
+    Counts (rows, entries, bytes, FLOPs) are `exact`: they follow from sizes, and from a selection
+    layer, whose source is in `selection` and `assumptions`. The ratios of times are a model, FLOPs
+    or bytes relative to the full cache, and not measured.
 
     rows: of the prompt that each layer computes, over both passes where there are two. entries:
-    after an event. peak: before the next one, or at the end of the context where there is none.
-    mean: reads of a generated token, on average between two events, or at the end of the context.
-    bounded: whether the budget plays a part. selection_layer: None where there is none, or where a
-    trace never selects; selection: where it comes from, None for policies and prompts without.
-    Bytes and FLOPs say so in their names, scoring is in FLOPs of products, None where a piece of
-    the policy is unknown. assumptions: sentences.
+    after an event. peak: before the next one, or at the end of the context without one. mean: reads
+    of a generated token, on average between two events, or at the end of the context. bounded:
+    whether the budget has an effect. selection_layer: None where there is none, or where a trace
+    never selects; selection: its source, None for policies and prompts without one. Bytes and FLOPs
+    have these units in their names; scoring is in FLOPs of products, None where a piece of the
+    policy is unknown. assumptions: sentences.
     """
 
     model: Model = field(repr=False)
@@ -72,7 +72,7 @@ class Cost:
     scoring_event: float | None
     assumptions: tuple[str, ...]
 
-    fidelity: ClassVar[str] = "exact"  # under the assumptions that are listed
+    fidelity: ClassVar[str] = "exact"
 
     @property
     def kv_ratio(self) -> float:
@@ -121,9 +121,9 @@ def estimate(
     """Return the cost of `policy` on `model` at `budget` entries per KV head and `context` tokens.
 
     prompt: tokens of the context that are its prompt, all by default. selection_layer: of a policy
-    that drops rows on the way down, also a mean such as 23.9, between whose neighbours everything
-    is interpolated; without one it is fixed by the policy, measured on `trace`, or assumed. Raises
-    BudgetError and PolicyError as a replay would.
+    that drops rows between layers, also a mean such as 23.9, which interpolates between neighbours;
+    by default fixed by the policy, measured on `trace`, or assumed. Raises BudgetError and
+    PolicyError as a replay would.
     """
     prompt, budget = context if prompt is None else prompt, in_entries(budget)
     policy = policy.at(budget)
@@ -205,9 +205,9 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
 def _selection(
     policy: Policy, model: Model, budget: int, prompt: int, given: float | None, trace: Trace | None
 ) -> tuple[float | None, str | None, list[str]]:
-    """The layer after which rows are dropped, where it comes from, and remarks.
+    """Return the layer after which rows are dropped, its source, and remarks.
 
-    The layer that is given, else the policy's own, else the trace's, else the literature's.
+    The given layer, else the policy's own, else the trace's, else the literature's.
     """
     name, piece, last = policy.name, policy.propagation, model.n_layers - 1
     expected = Forecast(()) if piece is None else piece.forecast(budget, prompt, model.n_layers)
@@ -292,7 +292,7 @@ def _case(
 
 
 def _scoring(policy: Policy, event: Event) -> float:
-    """FLOPs of all pieces at an event; what is unknown counts nothing here."""
+    """FLOPs of all pieces at an event; unknown pieces count 0."""
     return sum(flops_of(piece, event) or 0 for piece in pieces_of(policy))
 
 

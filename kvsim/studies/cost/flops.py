@@ -1,13 +1,13 @@
 """FLOPs of scoring: the matrix products of each piece of a policy at one event, in one layer.
 
 With H query heads, G KV heads, head dimension d, n entries of a head before the event and w rows of
-a window. A multiply-add is 2 FLOPs. Softmax, norms, comparisons and sorting count nothing. Products
-are exact: a test counts them while the real pieces run.
+a window. A multiply-add is 2 FLOPs. Softmax, norms, comparisons and sorting count 0. Products are
+exact: a test counts them while the real pieces run.
 
-A piece that reads the attention of some rows (`reads`) computes 2 H w n d, and any other one
-nothing, unless it is listed here. Nothing is shared: attention weights are computed anew, as they
-must be where a fused kernel returns none, and once for each piece that uses them. Calibration
-happens once per model and is left out. What a piece of a user's own computes is unknown.
+A piece that reads the attention of some rows (`reads`) computes 2 H w n d, and any other one 0,
+unless it is listed here. Pieces share nothing: each recomputes the attention weights that it uses,
+as it must where a fused kernel returns none. Calibration happens once per model and is left out.
+The cost of a user's own piece is unknown.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def pieces_of(policy: Policy) -> list[Any]:
 
 
 def flops_of(piece: Any, event: Event) -> float | None:
-    """FLOPs of the products of a piece at an event; None for what is unknown."""
+    """FLOPs of the products of a piece at an event; None for an unknown piece."""
     kind, rows = type(piece), min(piece.reads.rows, event.seen)
     if not kind.__module__.startswith("kvsim."):
         return None

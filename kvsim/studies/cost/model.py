@@ -98,11 +98,11 @@ class Model:
         return self.entry_size * self.number_bytes
 
     def kv_bytes(self, entries: float) -> float:
-        """Bytes of the cache of all layers where every KV head holds so many entries."""
+        """Bytes of the cache of all layers with so many entries in every KV head."""
         return self.n_layers * self.n_heads * entries * self.entry_bytes
 
     def per_query_head(self) -> Model:
-        """Return the model with keys and values of its own for every query head."""
+        """Return the model with separate keys and values for every query head."""
         return replace(self, n_heads=self.n_qheads)
 
     def as_dict(self) -> dict[str, Any]:

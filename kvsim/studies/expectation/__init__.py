@@ -1,1 +1,1 @@
-"""Expected Attention (arXiv 2510.00636): is attention what it expects, are queries normal?"""
+"""Expected Attention (arXiv 2510.00636): expected against observed attention, and queries."""

@@ -1,17 +1,17 @@
 """Expected against observed attention, and four steps between (docs/notebooks/expectation.ipynb).
 
-Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10 and eq. 7. Rows before a cut are the past,
-those from it on the future. Observed is the mean attention of the future's rows on each key of the
-past behind the sinks; expected is Expected Attention's softmax over these keys, per query head,
-before the policy averages over the group, without the size of the value and epsilon. The first step
-is the mean of the observed rows, weighted by each row's sum of exponentials.
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10 and eq. 7. A cut divides rows into past and
+future. Observed is the mean attention of the future's rows on each key of the past after the sinks;
+expected is Expected Attention's softmax over these keys, per query head, before the policy averages
+over the group, without the norm of the value and epsilon. The first step is the mean of the
+observed rows, weighted by each row's sum of exponentials.
 
 The gap of a key over queries is log mean exp(x) - (mean + variance / 2) in nats, x = s q.k: 0 for
 normal x, positive for a heavier upper tail. A mean over n samples falls short for normal x too,
 beyond a variance of about 2 log n: by `normal_gap`. Every number is `exact`.
 
-How normal queries before RoPE are (Fig. 1 and 7 to 9) is told by the Kolmogorov-Smirnov distance:
-an effect size and no test, since a test rejects any model at thousands of samples.
+Normality of queries before RoPE (Fig. 1 and 7 to 9) is measured by the Kolmogorov-Smirnov distance,
+an effect size: a test rejects any model at thousands of samples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Read = Callable[[int, int], Tensor]
 #: Fewest samples that are compared with a normal distribution.
 LEAST_SAMPLES = 4
 
-# Columns of normal samples that stand for chance.
+# Columns of normal samples for the value by chance.
 _BY_CHANCE = 64
 
 # Deviations at which the gap of normal samples is computed; between them it is interpolated.
@@ -105,7 +105,7 @@ def unrotated(source: TraceSource) -> Read:
 def normal_gap(variance: Floats, samples: int) -> Floats:
     """The gap of the quantiles of a normal distribution at (i - 1/2) / samples; like variance.
 
-    What so many samples that are as normal as can be fall short by, 0 or less.
+    The shortfall of so many ideally normal samples, 0 or less.
     """
     quantiles = torch.special.ndtri((torch.arange(samples, dtype=torch.float64) + 0.5) / samples)
     sizes = torch.linspace(0, float(variance.max()) ** 0.5, _DEVIATIONS, dtype=torch.float64)
@@ -241,7 +241,7 @@ def ks_by_chance(n: int) -> float:
 def prompt_expectation(analysis: Analysis) -> Expectation | None:
     """Return expected and observed attention on the keys of the prompt of an analysed trace.
 
-    None where it cannot be compared (`expected_and_observed`).
+    None without enough rows (`expected_and_observed`).
     """
     trace = analysis.trace
     with suppress(PolicyError):

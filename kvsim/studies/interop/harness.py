@@ -50,7 +50,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
         options: the keywords of `lm_eval.models.huggingface.HFLM`.
 
     Raises:
-        PolicyError: a policy that a running model cannot follow; in an evaluation, a task of beams.
+        PolicyError: a policy that a running model cannot follow; in an evaluation, a task with
+            beams.
         BudgetError: in an evaluation, the policy has no rule for the budget.
     """
 
@@ -102,7 +103,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
 
 @contextmanager
 def _feeding(decoding: Decoding) -> Iterator[None]:
-    """Let forwards of the model be those of a live run, as long as the block lasts."""
+    """Let forwards of the model be those of a live run, inside the block."""
     model = decoding.running.model
     forward, within = model.forward, False
 

@@ -58,7 +58,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
 
     Raises:
         PolicyError: a policy that a running model cannot follow, rotates keys to their slots, or
-            drops rows of the prompt on the way down.
+            drops rows of the prompt between layers.
         BudgetError: a budget that is no whole number.
     """
 
@@ -89,7 +89,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         """
         if self._running is None or self._running.model is not model:
             self._running = RunningModel(model)
-            # the model runs for it, while forwards are not yet the press's
+            # the model runs for it before forwards belong to the press
             sketch(self._running, self.policy, 1, 1)
         base, running = model.base_model, self._running
         forward, before = base.forward, vars(base).get("forward")  # another library's, or none
@@ -150,7 +150,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
         return decoding
 
     def record(self) -> Record:
-        """Return when each entry of the last sequence left, as a replay would say it."""
+        """Return the row after which each entry of the last sequence left, as in a replay."""
         if self._decoding is None:
             raise CaptureError("no model has run under the press; expected a forward before")
         return self._decoding.record()

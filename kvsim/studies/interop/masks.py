@@ -48,9 +48,8 @@ class Masks:
     def of(cls, record: Record) -> Masks:
         """Return the masks of a record.
 
-        Raises PolicyError for a record of which a mask cannot say all: keys rotated to their slots
-        or rounded, rows of the prompt dropped between layers, rows that read a part of what is
-        resident.
+        Raises PolicyError for a record without an exact mask: keys rotated to their slots or
+        quantized, rows of the prompt dropped between layers, sparse attention.
         """
         apart = (record.selection, record.reads, record.storage)
         if record.positions != "absolute" or any(each is not None for each in apart):
@@ -70,7 +69,7 @@ class Masks:
         return self.last_row.shape[-1]
 
     def dense(self, layer: int, rows: slice = slice(None)) -> Tensor:
-        """Return what rows of a layer see, bool [head, row, pos]; layer: index in `layers`."""
+        """Return visible entries of rows of a layer, bool [head, row, pos]; layer: in `layers`."""
         pos = torch.arange(self.n_pos, device=self.last_row.device)
         row = pos[rows, None]
         return (pos <= row) & (row <= self.last_row[layer].unsqueeze(-2))
@@ -142,7 +141,7 @@ def write_masks(path: str | Path, masks: Sequence[Masks], *, overwrite: bool = F
 
 
 def read_masks(path: str | Path) -> list[Masks]:
-    """Read what `write_masks` wrote. Raises OutputError for another or a damaged file."""
+    """Read the file of `write_masks`. Raises OutputError for another or a damaged file."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415  of an extra
 
     target = local_path(path, OutputError)

@@ -219,12 +219,11 @@ class _Response:
         return Word(words[-1], self.page.length + len(self.words) - 1)
 
     def look_up(self, purpose: Purpose, word: str, *path: int) -> Word:
-        """Write a retrieved word."""
         self.retrievals.append(Retrieval(purpose, self.page.length + len(self.words) - 1, path))
         return self.say(word)
 
     def stated(self, table: Mapping[str, T], name: str) -> T:
-        """Return what is stated about a node, a kind or a sum."""
+        """Look up a stated fact about a node, a kind or a sum."""
         if name not in table:
             raise LedgerError(f"nothing is stated about {name!r}, which the response needs")
         return table[name]

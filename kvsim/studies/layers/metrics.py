@@ -20,7 +20,7 @@ TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 def _by_layer(
     values: Callable[[Curve], Floats], chance: Callable[[Curve], float] | None = None
 ) -> Callable[[Analysis], Iterator[Cells]]:
-    """Values [L] of a curve at each k, of layers that have one; none if the prompt goes on."""
+    """Values [L] of a curve at each k, of layers that have one; none if the prompt fits."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
         for k, curve in analysis.of(curves).items():

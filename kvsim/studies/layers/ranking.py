@@ -1,7 +1,7 @@
 """Ranks of the tokens of a prompt in each layer, from one pass over a trace.
 
 Scores and ranks are those of ASL (`kvsim.policies.asl`), of every layer of the prefill with full
-attention: behind the selection layer, as if no layer had selected.
+attention, also after the selection layer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Curve:
 
     @property
     def tested(self) -> range:
-        """Layers whose rho is compared with tau: behind the last one there is nothing to drop."""
+        """Layers whose rho is compared with tau; the last one has nothing to drop."""
         return range(self.first_layer, self.n_layers - (self.rule.caches != "again"))
 
     @property
@@ -240,9 +240,9 @@ def curves(
     ks: Sequence[int | str] = ("10%", "25%", "50%"),
     rule: Selecting | None = None,
 ) -> Mapping[str, Curve]:
-    """ASL's test of an analysed trace, by k as it was given.
+    """ASL's test of an analysed trace, by k as given.
 
-    ks: tokens that propagate next to ASL's window, as numbers or as shares of the tokens before it.
+    ks: tokens that propagate besides ASL's window, as numbers or shares of the tokens before it.
     rule: ASL's parameters. None where layers are missing or have sliding windows, or the prompt is
     no longer than the window of ASL.
     """

@@ -1,4 +1,4 @@
-"""Plans of heads: what each loses if it streams, or the utility of the entries that it loses."""
+"""Plans of heads: the error of each head when it streams, or the utility of its evicted entries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
 
 
 def _answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
-    """Traces, their digests and model. Raises PolicyError for several, or without a response."""
+    """Return traces, their digests and model; PolicyError for several models or no response."""
     traces = as_traces(traces)
     if not traces:
         raise PolicyError("there are no traces; expected traces of one model, with a response each")
@@ -73,7 +73,7 @@ def _answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
 
 
 class Utility(Scorer):
-    """The largest product of attention and size of the value, over later rows and query heads."""
+    """Maximum over later rows and query heads of attention times the norm of the value."""
 
     label: ClassVar[str] = "lukv"
     reads = Inputs(future=True, arrays=frozenset({"o_proj"}))  # of the values
@@ -126,7 +126,7 @@ def utility_plan(traces: Traces, *, scorer: str = SCORER, sink: int = SINK) -> H
 
 
 def _shares_of(trace: Trace, scorer: Scorer, sink: int) -> Floats:
-    """Shares of each head's entries that leave, by one trace; [99, layer, KV head]."""
+    """Shares of each head's evicted entries, by one trace; [99, layer, KV head]."""
     n = trace.prompt_len
     protect = scorer.protection(n) | Protection(sink=sink, recent=1)
     size = protect.size(n)
@@ -135,7 +135,7 @@ def _shares_of(trace: Trace, scorer: Scorer, sink: int) -> Floats:
     layers, scores = _scored(trace, scorer)
     _, utility = _scored(trace, Utility())
     free = slice(protect.first(n), n - protect.recent)
-    # the lowest score leaves first, of equal ones the higher position
+    # the lowest score is evicted first; ties evict the higher position
     scores, utility = scores[..., free][..., ::-1], utility[..., free][..., ::-1]
     lost = np.take_along_axis(utility, scores.argsort(-1, kind="stable"), -1)
     leaving = greedy(lost, n, n - max(size, round((1 - PERCENTS / 100) * n)))
@@ -155,9 +155,9 @@ def _scored(trace: Trace, scorer: Scorer) -> tuple[list[int], Floats]:
 def greedy(lost: Floats, n: int, most: int) -> NDArray[np.int64]:
     """Entries of each head that have left at 1..99 per cent of all entries, int [99, L, H].
 
-    The cheapest entry of all heads leaves first, by the steps of the lower convex hull of what a
-    head has lost; of equal ones that of the lower layer, then of the lower head. lost [L, H, m]:
-    utility of entries in the order in which they leave. n: entries of a head; most: that may leave.
+    The cheapest entry of all heads leaves first, by the steps of the lower convex hull of a head's
+    cumulative loss; ties by the lower layer, then the lower head. lost [L, H, m]: utility of
+    entries in the order in which they leave. n: entries of a head; most: that may leave.
     """
     layers, heads, _ = lost.shape
     width = layers * heads

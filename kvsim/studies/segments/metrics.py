@@ -1,4 +1,4 @@
-"""Metrics of segments: those that AMS cuts, and runs of what stays as a proxy."""
+"""Metrics of segments: those of AMS, and runs of kept entries as a proxy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEGMENT_NOTES = frozenset({"segment_length"})
 
 
 def segments(subject: Subject) -> list[tuple[Layers, str, Segments]]:
-    """Return (layers, kind, segments): the policy's or runs of what stays, never to be compared."""
+    """Return (layers, kind, segments) of the policy or of runs of kept entries, never compared."""
     cut = {layer: ams_segments(subject.record, layer) for layer in subject.record.layers}
     runs = ((layers, proxy_segments(evicted_at)) for layers, evicted_at in subject.layer_groups)
     return [

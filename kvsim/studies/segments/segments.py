@@ -1,12 +1,12 @@
-"""Segments of the cache: how many, how long, and how far their boundaries move from event to event.
+"""Segments of the cache: their number, length, and shifts of their boundaries between events.
 
 After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3; docs/metrics.md defines the metrics.
 Two kinds, which are never compared: "ams", the segments that the policy noted at an event, and
-"proxy_run", maximal runs of consecutive positions that are still there after it.
+"proxy_run", maximal runs of consecutive positions that remain after it.
 
-An allocator is measured if its plans note `segment_length` [L, H, S],
-entries of the segments that follow each other in the live ones, 0 for none; `quota_by_mass`,
-`quota_minimum` (shares of the budget), `infeasible` and `suffix_mass` [L, H].
+An allocator is measured if its plans note `segment_length` [L, H, S], the lengths of consecutive
+segments of the live entries, 0 for none; `quota_by_mass`, `quota_minimum` (shares of the budget),
+`infeasible` and `suffix_mass` [L, H].
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Segments:
 def noted(record: Record, layer: int, name: str) -> dict[int, NDArray[Any]]:
     """Return the notes called `name` of the events of a layer (index in the trace), by row.
 
-    Nothing where the policy notes no such thing, nothing left the layer, or the record has no
-    internals (`replay(..., internals=True)`).
+    Empty without such notes, without evictions in the layer, or without internals in the record
+    (`replay(..., internals=True)`).
     """
     rows = event_rows(record.evicted_at[record_layer(record, layer)])
     return {
@@ -74,7 +74,7 @@ def noted(record: Record, layer: int, name: str) -> dict[int, NDArray[Any]]:
 
 
 def ams_segments(record: Record, layer: int) -> Segments | None:
-    """The segments that a policy made in a layer, None where it noted none (see `noted`)."""
+    """The segments of a policy in a layer, None without notes (see `noted`)."""
     notes = noted(record, layer, "segment_length")
     if not notes:
         return None
@@ -114,8 +114,7 @@ def _shift(cuts: list[list[Ints]], rows: Ints) -> Floats:
 def proxy_segments(evicted_at: EvictedAt) -> Segments:
     """Maximal runs of consecutive positions of a layer, `evicted_at` [H, T], that events leave.
 
-    Each position starts a run from one event until another, once: from when it is there and the
-    one before it is gone, until it is gone.
+    Each position starts a run once, from the eviction of the one before it until its own.
     """
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
