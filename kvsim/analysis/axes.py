@@ -34,10 +34,7 @@ def trace_head(trace: Trace, head: int) -> int:
 
 
 def record_layer(record: Record, layer: int) -> int:
-    """Return the index of a layer of the trace, from 0, on the layer axis of a record.
-
-    Raises PolicyError for a layer that was not replayed.
-    """
+    """Index of a layer on the layer axis of a record; PolicyError if it was not replayed."""
     if layer not in record.layers:
         raise PolicyError(
             f"layer is {reprlib.repr(layer)}; the record of {record.policy} on {record.trace} has "

@@ -1,7 +1,4 @@
-"""The metric that ranks policies: the best evidence that a Table has.
-
-Replay, comparisons, reports, figures and the dashboard take it from here.
-"""
+"""The metric that ranks policies wherever results are shown: the best evidence of a Table."""
 
 from __future__ import annotations
 

@@ -161,10 +161,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def writing(where: str, kept: str, again: str) -> Iterator[None]:
-    """Raise OutputError where the system refuses; an interrupt waits for the end.
-
-    kept: remaining content of the folder. again: how to continue.
-    """
+    """Raise OutputError where the system refuses; kept: remaining content, again: how to resume."""
     try:
         with unbroken():
             yield

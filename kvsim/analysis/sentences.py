@@ -158,7 +158,6 @@ def _good(verdict: Verdict, metric: str, scale: Scale) -> Iterator[str]:
 
 
 def _lowest(verdict: Verdict, metric: str, scale: Scale) -> str:
-    """Describe the values of too few prompts for a test."""
     first, one = verdict.first, verdict.prompts == 1
     most = "highest" if scale.higher else "lowest"
     has = "share" if len(first) > 1 else "has"

@@ -33,10 +33,7 @@ _SETS, _SAME, _TIE = 4096, 1e-12, 1e-9
 
 
 def sign_flip(gaps: Floats) -> Floats:
-    """Two-sided p-values of mean differences [pair] under sign flips; gaps [pair, prompt].
-
-    The share of flips whose mean is at least as far from 0.
-    """
+    """Two-sided p-values of mean differences [pair] under sign flips; gaps [pair, prompt]."""
     sums = np.abs(gaps @ signs(gaps.shape[1]))
     return np.asarray((sums >= sums[:, :1] - _SAME * np.abs(gaps).sum(1, keepdims=True)).mean(1))
 

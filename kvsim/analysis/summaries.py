@@ -137,10 +137,7 @@ _LAYER = (
 
 
 def over_events(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table as without `events`: of a head's values the last or mean (`Metric.over_events`).
-
-    Metrics with over_events "each" are left out.
-    """
+    """The Table as without `events`; metrics that list each event (`over_events`) are left out."""
     of = {name: entry.over_events for name, entry in METRICS.items() if entry.over_events != "mean"}
     last, each = (pl.col("metric").is_in([x for x in of if of[x] == k]) for k in ("last", "each"))
     table, event = table.filter(~each), pl.col("event")

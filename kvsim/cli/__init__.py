@@ -251,7 +251,6 @@ def _status(argv: list[str]) -> int:
 
 
 def _end(line: str, status: int) -> int:
-    """Print the last line of a command on standard error; return the status."""
     with contextlib.suppress(BrokenPipeError):
         echo_error(line)
     return status

@@ -230,7 +230,6 @@ def echo_means(
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str] | None, by: Sequence[str]) -> pl.DataFrame:
-    """Return means over prompts: parts, policy, budget, metric, numbers."""
     import polars as pl
 
     from kvsim.analysis.overview import LIVE_SUMMARY, SUMMARY

@@ -103,7 +103,6 @@ def _echo_problems(facts: Mapping[str, Any]) -> None:
 
 
 def _echo_list(folder: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line for each trace of a folder."""
     opened = [facts for facts in documents if "name" in facts]
     used = [label for label in LABELS if any(label in facts["labels"] for facts in opened)]
     rows = [

@@ -214,10 +214,7 @@ def read(
 
 
 def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
-    """The labels that a name of `--policy` stands for: itself, or else those of its variants.
-
-    Where runs have several schedules every label of a policy names one.
-    """
+    """The labels of a name of `--policy`: itself, or all variants and schedules of the policy."""
     labels = table["policy"].drop_nulls().unique(maintain_order=True).to_list()
     same = [label for label in labels if label.lower() == name.lower()]
     variants = [label for label in labels if label.lower().startswith(f"{name.lower()} (")]
@@ -227,7 +224,6 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 def _evicted_once(
     _name: str, _figure: Figure, given: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the errors of single evictions, and remarks."""
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
@@ -246,7 +242,6 @@ def _evicted_once(
 
 
 def _replayed(name: str, figure: Figure, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the records of policies, and remarks."""
     from kvsim.engine.checks import Setup
     from kvsim.engine.replay import run
     from kvsim.sweeps.grid import grid_of

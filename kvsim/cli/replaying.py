@@ -160,10 +160,7 @@ def show_run(
     as_json: bool,
     required: Sequence[str] = (),
 ) -> None:
-    """Print those metrics of the outcome of a sweep that it has, and end with the right status.
-
-    required: metrics that a note names if they are not among them.
-    """
+    """Print a sweep's metrics, and end with its status; a note names missing `required` ones."""
     done, total = run.parameters["done"], run.parameters["cells"]
     if not done and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)

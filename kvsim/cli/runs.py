@@ -103,10 +103,7 @@ def echo_document(document: Mapping[str, Any], table: pl.DataFrame, shown: Seque
 
 
 def _echo_results(summary: pl.DataFrame) -> None:
-    """Print the table of a sweep, a line per policy and budget.
-
-    Policies on which the budget has no effect are printed once.
-    """
+    """Print a sweep, a line per policy and budget, or per policy if the budget has no effect."""
     import polars as pl
 
     from kvsim.analysis.results import labelled
@@ -212,10 +209,7 @@ def echo_run(document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[s
 
 
 def echo_responses(rows: list[dict[str, Any]]) -> None:
-    """Print the model's text under each policy, below that with the full cache.
-
-    What a text has in common with that of the full cache is a number of tokens.
-    """
+    """Print responses under each policy with the number of tokens equal to the full cache's."""
     rows = [row for row in rows if row["text"] is not None]
     trace = None
     for row in rows[:_CELLS]:

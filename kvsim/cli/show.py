@@ -57,10 +57,7 @@ def echo_json(document: object) -> None:
 
 
 def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> None:
-    """Print a table without lines; columns from `right` on are numbers, unless `right` is 0.
-
-    Cells never wrap in a pipe.
-    """
+    """Print a table, without wrapping in a pipe; columns from `right` on, if not 0, are numbers."""
     width = None if sys.stdout.isatty() else 10_000
     console = Console(markup=False, highlight=False, emoji=False, width=width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -128,10 +125,7 @@ def brackets(prompts: int) -> str:
 
 
 def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:
-    """Yield the first failure of each error, and the error with a count of the other cells.
-
-    Errors that differ in numbers alone, such as rows, are the same.
-    """
+    """Yield the first failure of each error, up to numbers, and a count of the other cells."""
     same: dict[str, list[Failure]] = {}
     for each in failures:
         same.setdefault(re.sub(r"\d+", "#", each.error), []).append(each)

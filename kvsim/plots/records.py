@@ -124,10 +124,7 @@ def retention_map(
 def _cells(
     last: NDArray[np.int32], needed: NDArray[np.bool_], read: NDArray[np.bool_] | None = None
 ) -> NDArray[np.int64]:
-    """0 future, 1 seen, 2 not read, 3 evicted, 4 not seen and needed; [row, pos].
-
-    Pooled to _PIXELS. Rows that do not reach the layer are 0 throughout.
-    """
+    """0 future, 1 seen, 2 not read, 3 evicted, 4 missed; [row, pos], pooled to _PIXELS."""
     total = len(last)
     row, pos = np.arange(total)[:, None], np.arange(total)[None, :]
     past, gone = pos <= row, (pos <= row) & (row > last)
@@ -184,7 +181,6 @@ def lift_bars(
 
 
 def _draw_lifts(table: pl.DataFrame, least: int, subject: str, levels: Iterable[str]) -> Figure:
-    """Draw the table of `retention_lift`, of strings on `least` positions or more."""
     table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
     if not table.height:
         raise PolicyError(

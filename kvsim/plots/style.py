@@ -84,10 +84,7 @@ def picture(figure: Figure, form: str) -> bytes:
 
 
 def means_of(table: pl.DataFrame, by: Sequence[str] = (), *, needs: str) -> pl.DataFrame:
-    """Return the means of a Table that have a value. Raises PolicyError where there is none.
-
-    needs: what the figure is drawn from, for the error.
-    """
+    """Return the means that have a value; PolicyError, with `needs`, where there is none."""
     means = averages(table, by).filter(pl.col("mean").is_not_null()) if table.height else table
     if not means.height:
         raise PolicyError(f"the table has no {needs}")

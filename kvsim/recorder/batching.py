@@ -112,10 +112,7 @@ class SharedLayer(DynamicLayer):
 
 
 class Batch:
-    """Sequences of a model after their prompts.
-
-    held: entries of each sequence by layer. positions: of the next row of each.
-    """
+    """Sequences after their prompts: entries by layer (`held`), and positions of the next row."""
 
     def __init__(
         self, model: PreTrainedModel, held: Sequence[Sequence[Held]], positions: Sequence[int]

@@ -127,10 +127,7 @@ def _counted(config: str) -> tuple[dict[str, Any], frozenset[tuple[int, int, int
 
 
 def _held(model: PreTrainedModel) -> dict[int, tuple[int, int, int]] | None:
-    """Return KV heads and dimensions of keys and values of the layers that hold some, by a run.
-
-    None for a model that does not run without weights.
-    """
+    """Return KV heads and dimensions by layer, by a run; None where it needs weights."""
     try:
         options: Mapping[str, Any] = cache_option(model, full_cache(model))
     except CaptureError:

@@ -24,10 +24,7 @@ _ANSWER = "x"
 
 
 class EncodedTurn(NamedTuple):
-    """A later question as token ids, the given answer to it, and its most new tokens.
-
-    opened: as `Encoded.opened`.
-    """
+    """A later question as token ids, its given answer, most new tokens, mark (`Encoded.opened`)."""
 
     ids: list[int]
     response: list[int]
@@ -272,10 +269,7 @@ def located(
 
 
 def offsets(text: str, tokenizer: Any, *, special: bool) -> list[Span]:
-    """Return the character span of each token in the text; (0, 0) for special tokens.
-
-    Raises CaptureError for a tokenizer without offsets.
-    """
+    """Return each token's character span, (0, 0) for special ones; CaptureError without offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise CaptureError(
             f"the tokenizer ({type(tokenizer).__name__}) does not say where its tokens are in the "

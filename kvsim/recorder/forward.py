@@ -160,10 +160,7 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
 
 @contextmanager
 def _on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model without weights run where torch has no autocast of its device, as 2.8.
-
-    Other devices, which other threads may use meanwhile, are not affected.
-    """
+    """Let a model without weights run in this thread where torch has no autocast for it (2.8)."""
     if not next(model.parameters()).is_meta:
         yield
         return

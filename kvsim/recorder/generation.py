@@ -106,10 +106,7 @@ def generate(
 
 
 def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
-    """Return a later question, without its first token if the answer ends with it.
-
-    Chat templates end an answer with a token that ends one.
-    """
+    """Return a later question, without a first token that has already ended the answer."""
     return [*question[int(len(question) > 1 and question[0] == last and last in stop) :]]
 
 
@@ -196,10 +193,7 @@ def _check(
 def describe_turns(
     session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
 ) -> list[dict[str, Any]]:
-    """Return the description of each turn of a capture (`Session`), ready for JSON.
-
-    ended: the end reason of each answer, None for its length.
-    """
+    """Describe each turn of a `Session` for JSON; ended: end reasons, None for the length."""
     prompt, tokenizer, encoded = session.prompt, session.tokenizer, session.encoded
     asked = [prompt, *prompt.turns]
     begun = [encoded.opened, *(each.opened for each in encoded.turns)]

@@ -169,10 +169,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a file as llama.cpp reads it, and its settings.
-
-    Raises ValueError for a file without one or with one of another kind.
-    """
+    """Return the tokenizer of a file, as in llama.cpp, and its settings; else ValueError."""
     tokens = field(fields, "tokenizer.ggml.tokens", list)
     ids = {token: at for at, token in enumerate(tokens)}
     if len(ids) < len(tokens):

@@ -46,10 +46,7 @@ class Head:
 
     @staticmethod
     def kind_of(model: PreTrainedModel, outputs: Sequence[Any], logits: object) -> type | None:
-        """Return the class of a decoder's output, if the logits of a forward are those of the head.
-
-        outputs: what `model.base_model` has returned in the forward.
-        """
+        """Return the class of a decoder's outputs if the head computes the forward's logits."""
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):
             return None
         head = Head(model, type(outputs[0]))

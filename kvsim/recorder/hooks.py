@@ -177,7 +177,6 @@ class _Interceptor:
             self.recomputed = None
 
     def _formula(self, module: nn.Module, dim: int, options: Mapping[str, Any]) -> Formula:
-        """Return the formula that the kernel's keyword arguments and the configuration define."""
         scale, sinks = options.get("scaling"), options.get("s_aux")
         # transformers passes the softcap to every kernel, and torch's ignores it
         softcap = None if self.kernel == "sdpa" else options.get("softcap")
@@ -324,10 +323,7 @@ def intercepting(
 
 
 def _sparing(original: Kernel) -> Kernel:
-    """Return torch's kernel, run on some KV heads at a time because it copies keys and values.
-
-    Slices of a single head are views.
-    """
+    """Return torch's kernel, run on some KV heads at a time because it copies keys and values."""
 
     @functools.wraps(original)
     def kernel(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:

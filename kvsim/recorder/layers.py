@@ -40,10 +40,7 @@ class Residual:
 
     @contextmanager
     def following(self, guard: Guard = nullcontext) -> Iterator[None]:
-        """Follow the stream through the layers until the block ends, by an error too.
-
-        guard: a context for each check.
-        """
+        """Follow the stream until the block ends, also by an error; guard: a context per check."""
 
         def enter(layer: int, *call: Any) -> None:
             with guard():

@@ -189,10 +189,7 @@ def _dtype_name(dtype: str | None, *, on_cpu: bool) -> str:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Load the tokenizer of a model, without the model.
-
-    name: as that of `load_model`, whose errors this raises too. CaptureError without a tokenizer.
-    """
+    """Load only a tokenizer, with the errors of `load_model`; CaptureError without one."""
     with _quiet():
         place, local, file = _located(name)
         if file is not None:
@@ -208,10 +205,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached, or None if it answers at all.
-
-    Checked once: transformers retries for more than a minute.
-    """
+    """Return why the hub cannot be reached, or None; checked once, because retries are slow."""
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
@@ -256,7 +250,6 @@ def outline_of(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def _class_of(place: str, options: dict[str, Any]) -> Any:
-    """Return `auto_class` of a path or hub id."""
     try:
         return auto_class(AutoConfig.from_pretrained(place, **options))
     except Exception:  # noqa: BLE001  as above

@@ -72,10 +72,7 @@ def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
 
 
 def indexed(model: PreTrainedModel) -> int | None:
-    """Return how many entries an indexer chooses for each row (DSA); None of other models.
-
-    One by one, or in blocks (MiniMax-M3, Qwen4).
-    """
+    """Return the entries or blocks that an indexer selects per row (DSA, MiniMax-M3), or None."""
     config = model.config.get_text_config()
     blocks = getattr(config, "index_topk_blocks", None)
     if blocks is not None:
@@ -167,10 +164,7 @@ def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
 
 
 def rope_candidates(ropes: Sequence[Rope]) -> list[Rope]:
-    """Return ropes of both layouts; then, for positions of several axes, in descending order.
-
-    And turned the other way round.
-    """
+    """Return ropes of both layouts and directions; positions of several axes also descending."""
     orders: list[Callable[[list[float]], list[float]]] = [
         list,
         lambda frequencies: sorted(frequencies, reverse=True),
@@ -190,10 +184,7 @@ def rope_candidates(ropes: Sequence[Rope]) -> list[Rope]:
 def matching_ropes(
     first: Tensor, after: Tensor, start: int, ropes: Sequence[Rope]
 ) -> tuple[list[Rope], float]:
-    """Return those `ropes` that rotate a key at position 0 [head, 1, d] as it is from `start` on.
-
-    And the least error, relative, of all.
-    """
+    """Return the `ropes` that rotate the key `first` [head, 1, d] to `after`, and the error."""
     dtype = compute_dtype(after.dtype)
     x, y = first.to(dtype), after.to(dtype)
     at = torch.arange(start, start + after.shape[1], device=after.device)

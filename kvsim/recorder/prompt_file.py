@@ -105,7 +105,6 @@ def _lines(path: str) -> Iterator[tuple[str, str | dict[str, Any]]]:
 
 
 def _of_hub(name: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of a data set of a hub."""
     _, dataset, config, split, *more = f"{name}::".split(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) or any(more):
         raise CaptureError(f"{name!r} is no data set; expected hub:OWNER/NAME[:CONFIG][:SPLIT]")
@@ -126,7 +125,6 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
 
 
 def _object(line: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a row, parsed if it is a line."""
     try:
         row = json.loads(line) if isinstance(line, str) else line
         json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a character is no text
@@ -139,7 +137,6 @@ def _object(line: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(row: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the values of these keys, without null."""
     given = {key: row[key] for key in keys if row.get(key) is not None}
     return {key: x if key in _AS_IS else _whole(x) for key, x in given.items()}
 
@@ -198,7 +195,6 @@ def _labels(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(rows: list[Any], task: Any) -> list[dict[str, Any]]:
-    """Return the fields of each of the `turns` of a row."""
     turns = []
     for number, row in enumerate(rows, 1):
         with naming(f"turn {number}"):
@@ -217,7 +213,6 @@ def _turns(rows: list[Any], task: Any) -> list[dict[str, Any]]:
 
 
 def _answered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a question with what belongs to it."""
     fields = {key: values[key] for key in _ANSWERED if key in values}
     answers = [fields.pop(key) for key in ("answer", "answers") if key in fields]
     if not answers:

@@ -31,10 +31,7 @@ LOGITS = 1 << 26
 
 
 class LayerEntries(NamedTuple):
-    """Keys and values [H, n, d] of a layer, and its formula.
-
-    gate: of the first rows after the prompt [qhead, w, d], where there is one.
-    """
+    """Keys and values [H, n, d] of a layer, formula, and gate [qhead, w, d] of the first rows."""
 
     keys: Tensor
     values: Tensor

@@ -297,7 +297,6 @@ class Session:
         return {"shapes": shapes, "source_dtypes": dtypes, **more}
 
     def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
-        """Open the destination of blocks; the first kernel call shows the shapes."""
         if self.out is None:
             return MemorySink()
         arrays, path = self.arrays(call), None if self.shared is None else self.shared.path
@@ -399,6 +398,5 @@ class MemorySink:
         return Trace.from_arrays(**arrays, **facts, **more)
 
     def _array(self, name: str) -> Tensor:
-        """Return the whole array, its layers stacked."""
         layers, axis = self.blocks[name], pos_axis(name) if "pos" in AXES[name] else 0
         return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])

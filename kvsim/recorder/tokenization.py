@@ -66,7 +66,6 @@ def knows(tokenizer: Any, text: str) -> bool:
 
 
 def _special_tokens(text: str, tokenizer: Any) -> str:
-    """Return a regular expression of the special tokens that a text names."""
     texts = {*getattr(tokenizer, "get_added_vocab", dict)(), tokenizer.unk_token or ""} - {""}
     names = [name for name in texts if name in text]
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"

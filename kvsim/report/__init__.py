@@ -93,7 +93,6 @@ def page(
 
 
 def _measured(traces: Sequence[Trace], place: int, progress: Progress | None) -> pl.DataFrame:
-    """Return the metrics of the trace at a place that runs lack."""
     names = [name for name, entry in ALL.items() if entry.kind == "trace" and not entry.default]
 
     def step(done: int, _: int, what: str) -> None:

@@ -105,7 +105,6 @@ def _results(table: pl.DataFrame) -> str:
 
 
 def _means(means: pl.DataFrame, columns: Sequence[str]) -> str:
-    """Return a row for each mean: these columns, the mean with its interval, and chance."""
     rows = [
         [*(str(row[name]) for name in columns), html.interval(row), html.chance(row)]
         for row in means.to_dicts()

@@ -21,10 +21,7 @@ _READS = ("layer", "head", "row", "byte")
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> None:
-    """Store records as a zarr group of groups 0, 1, 2, ...; internals are not stored.
-
-    Raises OutputError where `path` exists.
-    """
+    """Store records without internals as a zarr group; OutputError where `path` exists."""
     from kvsim.store.group import create_array, create_group, seal_group  # noqa: PLC0415  zarr
 
     folder = local_path(path, OutputError)

@@ -69,7 +69,6 @@ def _files(name: str) -> set[Path]:
 
 
 def _codes(thing: Any) -> Iterator[str]:
-    """Yield the bytecode of a function, or of the methods of a class, as text."""
     members = vars(thing).values() if inspect.isclass(thing) else [thing]
     for member in members:
         function = inspect.unwrap(

@@ -266,10 +266,7 @@ def _paths(given: Iterable[Any], folder: Path) -> Iterator[str | Trace]:
 
 
 def _policies(given: object) -> Iterator[Policy | None]:
-    """Yield the policies of names, of `NAME: {parameter: value}`, of objects, or of a list.
-
-    A list of values yields one policy each. None is no policy.
-    """
+    """Yield policies of names, `NAME: {parameter: values}`, objects or lists; None is no policy."""
     plain = (int, float, bool, str, type(None))
     for each in _listed(given):
         if isinstance(each, Policy | Scorer):

@@ -342,7 +342,6 @@ def _parts(
     options: Mapping[str, Any],
     together: int | None,
 ) -> Iterator[tuple[list[Cell], tuple[int, ...]]]:
-    """Yield the cells and the layers of each task of a trace."""
     trace = cells[0].trace
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]

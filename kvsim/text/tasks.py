@@ -181,7 +181,6 @@ def _fact(thing: str, code: object) -> str:
 
 
 def _hidden(rng: random.Random, needles: Sequence[tuple[float, str]], drawn: Sample) -> Draft:
-    """Return a sample whose context is prose with needles, each at its depth."""
     filler = draw(rng, drawn.length)  # more than enough: a word has at least one token
     return filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
 

@@ -23,10 +23,7 @@ def first_row(record: Record, trace: Trace) -> int:
 
 
 def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
-    """The first row that may see other entries than with the full cache, or quantized ones.
-
-    gone: the row after which each entry of a layer leaves, int [H, T].
-    """
+    """The first row with other entries than with the full cache, or quantized; gone: [H, T]."""
     begin = min(int(gone.min()) + 1, trace.n_pos)
     if isinstance(stored_piece(record.storage), Quantizer):
         return min(begin, first_row(record, trace))
@@ -84,10 +81,7 @@ def stored_after(evicted_at: Tensor, clock: Clock, first: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values of a layer: exact and quantized [H, T, d], and the row after which [H, T].
-
-    Without quantization both are exact.
-    """
+    """Keys or values of a layer: exact and quantized [H, T, d], and the row after which [H, T]."""
 
     exact: Tensor
     rounded: Tensor

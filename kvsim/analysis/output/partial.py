@@ -186,10 +186,7 @@ def _attend(layer: Layer, period: Period, rows: slice, pages: Tensor) -> tuple[T
 
 
 def _hide_later(weight: Tensor, union: Tensor, slots: Tensor, group: int) -> None:
-    """Set weights [P, s, G * w] of entries after their row to 0.
-
-    union: indices of the pages [P]. slots: of the rows' own entries, int [w].
-    """
+    """Set weights [P, s, G * w] of entries after their row to 0; union: pages [P], slots: [w]."""
     page = weight.shape[1]
     later = (union >= int(slots[0]) // page).nonzero()[:, 0]  # no row is before the first
     if len(later):

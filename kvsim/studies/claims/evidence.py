@@ -269,10 +269,7 @@ class Evidence:
         pairs: Iterable[tuple[Any, ...]],
         settings: Sequence[PolicySetting],
     ) -> Claim:
-        """A claim that the quality of each pair differs by less than `ALIKE` of their mean.
-
-        Two sentences for each pair, one for each direction.
-        """
+        """Claims, in each direction, that the qualities of pairs differ by less than `ALIKE`."""
         pairs = [*pairs]
         metric = self.quality(pairs)
         margin = ALIKE[metric]

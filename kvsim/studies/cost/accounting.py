@@ -205,10 +205,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
 def _selection(
     policy: Policy, model: Model, budget: int, prompt: int, given: float | None, trace: Trace | None
 ) -> tuple[float | None, str | None, list[str]]:
-    """Return the layer after which rows are dropped, its source, and remarks.
-
-    The given layer, else the policy's own, else the trace's, else the literature's.
-    """
+    """The selection layer (given, policy's, trace's or the literature's), source and remarks."""
     name, piece, last = policy.name, policy.propagation, model.n_layers - 1
     expected = Forecast(()) if piece is None else piece.forecast(budget, prompt, model.n_layers)
     layer = None if expected.whole else expected.layer
@@ -332,7 +329,6 @@ def _sizes(policy: Policy, later: int, rows: int, uncut: bool, budget: int) -> t
 
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
-    """Yield the assumptions about the policy."""
     interval = policy.schedule.interval
     if "held" not in bounds_of(policy):
         size = ""

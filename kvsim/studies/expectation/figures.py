@@ -81,5 +81,4 @@ def expected_observed(
 
 
 def _around(values: Floats) -> tuple[float, float]:
-    """Limits with room for the values, from the floor to 1."""
     return 0.5 * max(float(values.min()), FLOOR), min(2.0, 2 * max(float(values.max()), FLOOR))

@@ -62,7 +62,6 @@ def _other_rules(rule: Selecting, n_layers: int) -> Iterator[tuple[str, Selectin
 
 
 def _number(value: int | None, variant: str) -> Cells:
-    """One number of the whole trace, NaN for None."""
     return Cells(None, np.array([np.nan if value is None else float(value)]), variant=variant)
 
 

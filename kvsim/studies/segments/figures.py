@@ -85,10 +85,7 @@ def mass_curve(
 
 
 def _draw_event(upper: Axes, lower: Axes, event: Segmented) -> None:
-    """Draw the cumulative mass, and the entries and the quota of each segment below it.
-
-    A segment reaches from its first position to that of the next.
-    """
+    """Draw cumulative mass, and entries and quota of each segment, up to the next one's start."""
     for start in event.boundaries:
         upper.axvline(start, color=_CUT, lw=0.6, ls="--")
     upper.plot(event.pos, event.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")

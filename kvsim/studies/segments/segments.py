@@ -101,7 +101,6 @@ def _boundaries(evicted_at: EvictedAt, length: Ints, row: int) -> Ints:
 
 
 def _shift(cuts: list[list[Ints]], rows: Ints) -> Floats:
-    """Return `Segments.shift` from the boundaries of each event and head."""
     shift = np.full((len(cuts[0]), len(rows) - 1), np.nan)
     for event, (before, after) in enumerate(pairwise(cuts)):
         for head, (old, new) in enumerate(zip(before, after, strict=True)):
