@@ -1,8 +1,7 @@
 """Trace-driven simulation of KV-cache eviction.
 
-Record what a decoder model's attention saw, once; then replay any eviction policy over the record,
-offline, and read off what would have been kept, what would have been lost, and how far the
-attention output would have moved::
+Record the attention of a decoder model once; then replay any eviction policy over the trace,
+offline, and measure kept entries, lost attention and the error of the attention output::
 
     record = kvsim.replay("traces/run.zarr", "tova", budget="25%")
     table = kvsim.measure("traces/run.zarr", record, metrics="output_error")
@@ -12,7 +11,7 @@ attention output would have moved::
 Traces are given as objects, paths, URLs or names of samples, policies as objects or by name.
 
 The names below are imported on first use, so that ``import kvsim`` loads none of the large
-libraries. Everything that is not listed in ``__all__`` may move between releases.
+libraries. Names that are not in ``__all__`` may move between releases.
 """
 
 from importlib import import_module

@@ -11,7 +11,7 @@ from kvsim.schema import is_url
 
 
 class KvsimError(Exception):
-    """Base of every error that kvsim raises on purpose."""
+    """Base of every error that kvsim raises itself."""
 
 
 class TraceError(KvsimError, ValueError):
@@ -43,7 +43,7 @@ class BudgetError(PolicyError):
 
 
 class NeedsError(PolicyError):
-    """A policy or a metric needs something that the trace does not hold."""
+    """A policy or a metric needs an array that the trace lacks."""
 
 
 class ScoreError(PolicyError, FloatingPointError):

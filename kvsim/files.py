@@ -1,7 +1,7 @@
-"""Files: those of users are read within bounds, those of kvsim appear whole or not at all.
+"""Files: user files are read within bounds, outputs appear whole or not at all.
 
 An output is written to a hidden folder next to its path, flushed to disk, and renamed. Until then
-what is at the path stays as it is, whatever fails.
+the content at the path does not change, whatever fails.
 """
 
 from __future__ import annotations
@@ -114,11 +114,10 @@ def replace_file(path: Path, content: bytes) -> None:
 def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Provide a path to write a file or a folder to; at the end, flush it and rename it to `path`.
 
-    overwrite: replace what is at `path`, a file by a file or a folder by a folder; of a link, what
-    it points to.
+    overwrite: replace a file at `path` by a file, or a folder by a folder; of a link, its target.
 
     Raises:
-        OutputError: something is at `path`, or the system refuses.
+        OutputError: `path` exists, or the system refuses.
     """
     target = Path(os.path.realpath(path))  # renaming to a link would replace the link
     with writing(path), drafted(target) as folder:
@@ -154,7 +153,7 @@ def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
 
 
 def put_in_place(draft: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename `draft` to `target`, and flush that; what it replaces is set aside until then.
+    """Rename `draft` to `target`, and flush it; replaced content is set aside until then.
 
     Raises OSError where the system refuses and nothing has changed, else OutputError.
     """

@@ -1,12 +1,11 @@
-"""Policies, metrics, figures and commands by name: the spine's, then those of entry points.
+"""Policies, metrics, figures and commands by name: the core's, then those of entry points.
 
-A study of kvsim and a package of a user declare what they bring in the same way::
+A study of kvsim and a package of a user declare their objects in the same way::
 
     [project.entry-points."kvsim.metrics"]
     share_kept = "my_package:SHARE_KEPT"
 
-or name a mapping that has the object by that name. Names cost no import: an object is loaded when
-it is first read.
+or name a mapping that has the object by that name. An object is imported when it is first read.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ class Registry(Mapping[str, T]):
     """Objects by name: `own` in their order, then those of studies and of packages, by name.
 
     Args:
-        kind: what one object is, in a word, such as "metric".
+        kind: the kind of object, in a word, such as "metric".
         group: the group of entry points.
-        types: what an object may be.
-        own: the objects of the spine.
+        types: allowed types of an object.
+        own: the objects of the core.
         reserved: names that no package may have.
 
-    Raises PackageError where an object is read that a package declares but that cannot be loaded,
-    is of another type, or has the name of another one.
+    Raises PackageError on access to a declared object that cannot be loaded, is of another type, or
+    has the name of another one.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Registry(Mapping[str, T]):
                 loaded = loaded[point.name]
             expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in self._types)
             reason = f"it is of type {type(loaded).__name__}; expected {expected}"
-        except (Exception, SystemExit) as error:  # a package is anybody's code
+        except (Exception, SystemExit) as error:  # a package is user code
             if _project(point) == "kvsim":
                 raise
             cause, reason = error, f"{type(error).__name__}: {error_line(error)}"
@@ -137,5 +136,5 @@ def _owner(point: EntryPoint) -> str:
 
 
 def _order(point: EntryPoint) -> tuple[bool, str, str]:
-    """Return a key that sorts kvsim's own before those of packages, then by name."""
+    """Return a sort key: kvsim's own before those of packages, then by name."""
     return _project(point) != "kvsim", point.name, _project(point)

@@ -1,4 +1,4 @@
-"""The words and numbers that every part of kvsim shares: axes, dtypes, the format version."""
+"""Shared names and constants: axes, dtypes, the format version."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def projections_folder(digest: str) -> str:
 
 
 def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the object at a key; empty if another writer put something else there."""
+    """Return the object at a key; empty for another type, as by another writer."""
     value = document.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -121,7 +121,7 @@ def is_url(path: object) -> bool:
 
 
 def visible(text: str) -> str:
-    """Escape what a terminal or a browser would act on, such as control characters; keep lines."""
+    """Escape control and similar characters that terminals or browsers act on; keep lines."""
     return "\n".join(
         line
         if line.isprintable()
@@ -131,9 +131,9 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return remarks once, a line for those that differ in the name before a colon alone.
+    """Return remarks once, a line for those that differ only in the name before a colon.
 
-    remarks: several may be lines of one text.
+    remarks: each may have several lines.
     """
     names: dict[str, list[str]] = {}
     for line in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
@@ -206,7 +206,7 @@ _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("K", "M", "G", "T"), start=1
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Return the bytes of 500MB, 2GB, 1GiB or 4096; None for what is no size."""
+    """Return the bytes of 500MB, 2GB, 1GiB or 4096; None for another text."""
     size = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = None if size is None else _UNITS.get(size[2].upper())
     if size is None or unit is None or not float(size[1]):

@@ -60,7 +60,7 @@ COMMANDS: Registry[Command] = Registry(
 )
 #: Commands of one study, `kvsim study NAME`.
 STUDIES: Registry[Command] = Registry("study", "kvsim.studies", (FunctionType,), {})
-#: Commands and options of kvsim 0.1.0 that are gone, also `trace NAME`, and what to do instead.
+#: Removed commands and options of kvsim 0.1.0, also `trace NAME`, and their replacements.
 GONE = {
     "trace compact": "record with kvsim capture --rows response",
     "trace discard": "remove the hidden folder; kvsim capture --resume records missing traces",
@@ -126,7 +126,7 @@ def _kvsim(
 
 
 def _app(names: Iterable[str], commands: Registry[Command] = COMMANDS) -> typer.Typer:
-    """Return `kvsim` with some of its commands: to read the signatures of all takes a while."""
+    """Return `kvsim` with only some commands, because reading all signatures is slow."""
     out = typer.Typer(
         name="kvsim",
         rich_markup_mode=None,
@@ -147,7 +147,7 @@ def _app(names: Iterable[str], commands: Registry[Command] = COMMANDS) -> typer.
 
 
 def _command(name: str, commands: Registry[Command]) -> Command:
-    """Return a command; one of a package that is broken says so, in the list of all too."""
+    """Return a command, or one that reports that its package is broken, also in the list."""
     try:
         return commands[name]
     except PackageError as error:
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may not fit its encoding
-            with contextlib.suppress(OSError):  # its reader has gone
+            with contextlib.suppress(OSError):  # its reader has exited
                 stream.reconfigure(errors="backslashreplace")
     with _interruptible(), _plain_warnings():
         status = _status(list(sys.argv[1:] if argv is None else argv))
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that what is done is kept."""
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that finished work is kept."""
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
@@ -196,7 +196,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt; end the process in an import, where libraries catch it and go on."""
+    """Raise KeyboardInterrupt; end the process in an import, where libraries catch it."""
     while frame is not None:
         if "importlib._bootstrap" in frame.f_code.co_filename:
             os.write(sys.stderr.fileno(), b"interrupted\n")

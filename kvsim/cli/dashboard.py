@@ -15,9 +15,9 @@ from kvsim.errors import EXTRAS
 
 _PACKAGE = Path(__file__).parent.parent
 
-#: For this machine and this user alone, and silent: no address but loopback, no statistics sent, no
-#: question for an e-mail address, no links to other sites. The app's own server prints the address,
-#: with its token, and opens it.
+#: Only for this machine and this user, and silent: loopback address, no statistics, no question for
+#: an e-mail address, no links to other sites. The app's own server prints the address, with its
+#: token, and opens it.
 _OPTIONS = {
     "server.address": "127.0.0.1",
     "server.enableCORS": "true",

@@ -73,7 +73,7 @@ def info(
 
 
 def _in_folder(given: str) -> list[Path]:
-    """Return the traces of a folder that is none itself."""
+    """Return the traces in a folder."""
     from kvsim.store.opening import find
 
     path = Path(given)
@@ -82,7 +82,7 @@ def _in_folder(given: str) -> list[Path]:
 
 
 def _facts(path: Path | str, *, deep: bool) -> dict[str, Any]:
-    """Return what a trace says of itself, and with `deep` its check; or problems."""
+    """Return the description of a trace, and with `deep` its check; or problems."""
     from kvsim.store.verification import describe, verify
 
     try:
@@ -130,7 +130,7 @@ def _echo_list(folder: str, documents: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _echo_facts(facts: Mapping[str, Any]) -> None:
-    """Print what the JSON document of a trace has, a fact a line, and its arrays as a table."""
+    """Print the JSON document of a trace, a fact a line, and its arrays as a table."""
     if "name" in facts:
         check = facts.get("check")
         fields = {
@@ -171,7 +171,7 @@ def text_of(value: Any) -> str:
 
 
 def length_text(facts: Mapping[str, Any]) -> str:
-    """Return the number of tokens, and what ended the response."""
+    """Return the number of tokens, and the end reason of the response."""
     prompt, total, context = (facts[name] for name in ("prompt_len", "tokens", "context_len"))
     ends = {
         "eos": ", ended by the model",
@@ -195,7 +195,7 @@ def layers_text(facts: Mapping[str, Any]) -> str:
     return f"{facts['layers']}{of} layers ({ranges(ids)})"
 
 
-#: Whether an answer is right, where that is known.
+#: Whether an answer is right, if known.
 _RIGHT: Mapping[object, str] = {True: "right", False: "wrong"}
 
 

@@ -1,4 +1,4 @@
-"""`kvsim policies` and `kvsim metrics`: what there is to choose from."""
+"""`kvsim policies` and `kvsim metrics`: lists of policies and metrics."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _echo_in_full(policy: Part) -> None:
 
 
 def shown(policy: Part) -> str:
-    """The name, with a place for the scorer inside, in brackets where it needs none."""
+    """The name, with a placeholder of an inner scorer, in brackets where it is optional."""
     from kvsim.policies.naming import BEHIND
 
     if policy.entry.kind in BEHIND:

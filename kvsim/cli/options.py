@@ -28,7 +28,7 @@ from kvsim.cli.shared import (
 from kvsim.core.options import Declared, declared
 from kvsim.experiment import Experiment
 
-#: What reads options of types that the command line takes as text.
+#: Parsers of options whose types the command line takes as text.
 _READERS: dict[Any, Callable[..., Any] | None] = {
     str | Sequence[str]: None,
     bool | str: parse_judge,
@@ -40,7 +40,7 @@ _READERS: dict[Any, Callable[..., Any] | None] = {
 def takes(*names: str, of: type = Experiment, **unset: str) -> Callable[..., Callable[..., None]]:
     """Return a decorator: a command takes options of a declaration, as its parameter `options`.
 
-    unset: what the command does without an option of this name, in words.
+    unset: the behaviour without an option of this name, in words.
     """
     every = {each.name: each for each in declared(of)}
 
@@ -68,7 +68,7 @@ def takes(*names: str, of: type = Experiment, **unset: str) -> Callable[..., Cal
 
 
 def _kind_of(option: Declared) -> Any:
-    """Return the type by which typer takes an option, None where it is not given."""
+    """Return typer's type of an option, None if the option is omitted."""
     if "[," in (option.help.metavar or "") or option.kind == str | Sequence[str]:
         return list[str] | None
     if option.name == "out":
@@ -77,7 +77,7 @@ def _kind_of(option: Declared) -> Any:
 
 
 def option_of(option: Declared, unset: str = "") -> Any:
-    """Return what typer reads of an option; unset: what the command does without it, in words."""
+    """Return typer's parameter of an option; unset: the behaviour without it, in words."""
     flag = option.help.flag or f"--{option.name.replace('_', '-')}"
     if option.kind == bool | None or option.default is True:
         flag += f"/--no-{flag[2:]}"

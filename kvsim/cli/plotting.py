@@ -146,7 +146,7 @@ def _conflicts(
     given: Collection[str],
     flags: Mapping[str, Any],
 ) -> dict[str, object]:
-    """Return why a figure cannot be drawn with these options, and whether that holds."""
+    """Return why a figure cannot be drawn with these options, and whether each reason holds."""
     others = [source for source in sources if source not in runs]
     of_replays = {None: set[str](), "once": {"policy", "set"}}
     used = {"policy", "budget"} if figure.runs else of_replays.get(figure.replay, {*given})
@@ -171,7 +171,7 @@ def _conflicts(
 
 
 def _check_place(traces: Sequence[Trace], flags: Mapping[str, Any]) -> None:
-    """Raise for a layer or a head that a trace does not have, before anything is replayed."""
+    """Raise for a layer or a head that a trace lacks, before any replay."""
     from kvsim.analysis.axes import checked_index
 
     for trace in traces:
@@ -205,7 +205,7 @@ def read(
                 f"{option} {missing[0]}: the run has none{suggest(missing[0], present)}; it has "
                 f"{', '.join(present) or 'no policies'}"
             )
-        # what belongs to no policy stays, such as the sparsity of the full cache
+        # values without a policy stay, such as the sparsity of the full cache
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)

@@ -129,7 +129,7 @@ def live(
 
 
 def echo_plan(plan: Plan, *, as_json: bool) -> None:
-    """Print what is left of a plan of replays or live runs."""
+    """Print the unfinished part of a plan of replays or live runs."""
     from kvsim.sweeps.folder import Parts
     from kvsim.sweeps.pool import processes
 
@@ -142,7 +142,7 @@ def echo_plan(plan: Plan, *, as_json: bool) -> None:
 
 
 def begun(plan: Plan) -> Parts:
-    """Return what of a plan is done in the run folder, and say so."""
+    """Return the finished part of a plan in the run folder, and print it."""
     parts = plan.begin()
     if done := {number for each in plan.tasks for number in parts.done(each)} - {-1}:
         show.echo_error(

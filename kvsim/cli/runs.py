@@ -1,4 +1,4 @@
-"""What a run has found, in memory or saved: one JSON document, and the same as text."""
+"""Results of a run, in memory or saved: one JSON document, and the same as text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def document_of(
     records: Sequence[Record],
     metrics: Sequence[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the document of a run, and those of the metrics that its Table has."""
+    """Return the document of a run, and of its measured metrics."""
     import polars as pl
 
     from kvsim.analysis.live.table import responses
@@ -143,15 +143,14 @@ def _echo_results(summary: pl.DataFrame) -> None:
 def budget_text(budget: int, share: str | None, per_query_head: bool = False) -> str:
     """Return the entries, and the share of the trace if the budget was given as a share.
 
-    Those of a policy that keeps a set for each query head are marked: it holds several times as
-    many.
+    A policy that keeps a set for each query head is marked, because it holds several times as many.
     """
     text = str(budget) if share is None else f"{budget} ({share})"
     return text + " per query head" * per_query_head
 
 
 def _means(table: pl.DataFrame, shown: Sequence[str]) -> str:
-    """Return what the numbers of a table of these metrics are means over."""
+    """Describe the means in a table of these metrics."""
     import polars as pl
 
     from kvsim.analysis.overview import PREDICTIONS
@@ -167,14 +166,14 @@ def _means(table: pl.DataFrame, shown: Sequence[str]) -> str:
 
 
 def fidelity_line(table: pl.DataFrame) -> str:
-    """Return how far the values of a run can be trusted."""
+    """Describe the fidelity of the values of a run."""
     shares = show.fidelity_shares(table)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
 
 def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame, list[str]]:
-    """Return the document of a saved run, its Table and the metrics that are shown of it."""
+    """Return the document of a saved run, its Table and the shown metrics."""
     from kvsim.analysis.folder import RECORDS, read_run
     from kvsim.analysis.overview import LIVE_SUMMARY, SUMMARY
     from kvsim.store.records import read_records
@@ -183,7 +182,7 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame, list[s
     usual = LIVE_SUMMARY if saved.parameters.get("loop") == "closed" else SUMMARY
     given = saved.parameters.get("metrics")
     metrics = saved.table["metric"].unique(maintain_order=True).to_list() if given else usual
-    kept = Path(path) / RECORDS  # a sweep keeps records on request alone
+    kept = Path(path) / RECORDS  # a sweep keeps records only on request
     records = read_records(kept) if kept.exists() else []
     parameters = {"run": str(path), **saved.parameters, "remarks": saved.remarks}
     document, shown = document_of(parameters, saved.table, records, metrics)
@@ -191,7 +190,7 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame, list[s
 
 
 def echo_run(document: Mapping[str, Any], table: pl.DataFrame, shown: Sequence[str]) -> None:
-    """Print where a saved run is from, and its results."""
+    """Print the origin of a saved run, and its results."""
     loop = "live, on the running model" if document.get("loop") == "closed" else "replay"
     traces = [show.one_line(name) for name in document.get("traces", {})]
     versions = object_at(document, "versions")
@@ -232,6 +231,6 @@ def _verdict(row: dict[str, Any], prefix: str = "") -> str:
 
 
 def _text(text: str) -> str:
-    """Return the end of untrusted text, which no line of output can be mistaken for."""
+    """Return the end of untrusted text, marked so that no line looks like output."""
     cut = text if len(text) <= _CHARACTERS else f"... {text[-_CHARACTERS:]}"
     return indent(visible(cut), "    ", lambda _: True)

@@ -63,7 +63,7 @@ def several(metavar: str, text: str) -> Any:
 
 
 def parse_device(context: typer.Context, name: str | None) -> str | None:
-    """Return the name of a device of this machine, or of any for a plan; OptionError for others."""
+    """Return the name of a device of this machine, or of any for a plan; else OptionError."""
     if name in (None, "cpu"):  # without torch, which takes a second to import
         return name
     from kvsim.core.checks import resolve_device
@@ -75,7 +75,7 @@ def parse_device(context: typer.Context, name: str | None) -> str | None:
 
 
 class Stop(Exception):  # noqa: N818  the end of a command, not an error of the program
-    """Ends a command with a line on standard error and a status other than 0."""
+    """Ends a command with a line on standard error and a nonzero status."""
 
     def __init__(self, line: str, status: int) -> None:
         super().__init__(line)
@@ -107,7 +107,7 @@ def parse_layers(text: str | None) -> list[int] | None:
 
 
 def parse_judge(text: str | None) -> bool | str | None:
-    """Parse the model of --judge; `true`, as without one, stands for that of the traces."""
+    """Parse the model of --judge; `true` selects the model of the traces."""
     return True if text == "true" else text
 
 
@@ -202,11 +202,11 @@ def parse_set(text: str) -> tuple[str, Value]:
 
 
 def quiet_transformers() -> None:
-    """Silence transformers but for errors: its remarks would mix with our output."""
+    """Silence transformers except errors: its remarks would mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-#: Keys of a grid file that `--set` takes, as they have no options.
+#: Keys of a grid file that `--set` takes, because they have no options.
 KEYS = ("prefill", "prefill_chunk", "fit", "layers", "memory", "events", "records", "protect")
 
 
@@ -285,7 +285,7 @@ def policies_of(names: Sequence[str], settings: Iterable[str]) -> list[Policy]:
 def _place(
     name: str, key: str, keys: Collection[str], titles: Collection[str]
 ) -> tuple[int, str] | None:
-    """Return how narrow a key of `--set` is for a policy, and the parameter that it stands for."""
+    """Return how specific a key of `--set` is for a policy, and its parameter."""
     from kvsim.policies import has_parameter
     from kvsim.policies.naming import parts_of
 

@@ -46,7 +46,7 @@ def echo_error(text: str) -> None:
 
 
 def echo_notes(remarks: Iterable[str]) -> None:
-    """Print each remark once, a line each; those that differ only in budgets as one."""
+    """Print each remark once, a line each; remarks that differ only in budgets are joined."""
     for remark in merged(remarks):
         echo_text(f"Note: {remark}.")
 
@@ -118,7 +118,7 @@ def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
 
 
 def brackets(prompts: int) -> str:
-    """Return the meaning of brackets behind a mean over prompts; empty where it has none."""
+    """Return the meaning of brackets after a mean over prompts; empty where it has none."""
     from kvsim.analysis.significance import FEWEST
 
     return ", in brackets the 95 % interval over prompts" * (prompts >= FEWEST)
@@ -135,7 +135,7 @@ def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:
 
 
 def echo_failures(failures: Sequence[Failure]) -> None:
-    """Print on standard error what failed, each error once."""
+    """Print failures on standard error, each error once."""
     for first, error in errors_once(failures):
         cell = f"{one_line(first.trace)}: {first.policy}, budget {first.budget}"
         echo_error(f"failed: {cell}: {error}")

@@ -107,7 +107,7 @@ def bursts(
 
 
 def strip(gone: EvictedAt, row: int) -> tuple[Ints, Ints]:
-    """States of the positions of a head after a row [row + 1], by their places in `STATES`.
+    """States of the positions of a head after a row [row + 1], as indices of `STATES`.
 
     And the first and last position of every maximal run of evicted ones [n, 2], ascending. gone
     [T]: the rows after which positions left.

@@ -47,7 +47,7 @@ def figure(**_: str | tuple[str, ...]) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A declaration: the module of the function, what `figure` is given, and its arguments.
+    """A declaration: the module of the function, arguments of `figure`, and its own arguments.
 
     summary: the first line of the docstring. options: keywords that the command line can set.
     """
@@ -61,7 +61,7 @@ class Figure:
 
     @property
     def replay(self) -> Literal["records", "plans", "once"] | None:
-        """How policies are replayed for it; None where it shows no policies."""
+        """Replays of policies for it; None where it shows no policies."""
         return next((REPLAYS[name] for name in self.inputs if name in REPLAYS), None)
 
     @property
@@ -78,12 +78,12 @@ class Figure:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Options of the command line that it has, without dashes."""
+        """Options of the command line for it, without dashes."""
         return tuple(OPTIONS[name] for name in self.options)
 
     @property
     def needs(self) -> str:
-        """Sources and policies that the command line needs for it, in words."""
+        """Required sources and policies on the command line, in words."""
         traces = "one trace" if self.single else "traces"
         policies = {
             None: "no policy",

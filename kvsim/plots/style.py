@@ -1,4 +1,4 @@
-"""Parts that all figures share: colours, panels, means over prompts, captions, legends, files."""
+"""Shared parts of figures: colours, panels, means over prompts, captions, legends, files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def counted(counts: Iterable[int]) -> str:
 
 
 def requested_order(budgets: Sequence[str]) -> list[str]:
-    """Budgets as they were requested, from the smallest; entries, shares, then bytes."""
+    """Requested budgets, from the smallest; entries, shares, then bytes."""
 
     def order(size: str) -> tuple[bool, bool, float, str]:
         number: float | None = size_in_bytes(size.partition("@")[0])
@@ -146,7 +146,7 @@ def plain_text(text: str) -> str:
 
 @cache
 def _drawable() -> frozenset[int]:
-    """Code points of the characters of the font that is drawn with."""
+    """Code points of the font's characters."""
     return frozenset(get_font(findfont(FontProperties())).get_charmap())
 
 
@@ -325,7 +325,7 @@ def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) ->
 
 
 def draw_in_notebooks() -> None:
-    """Let a notebook show figures as pictures, which it does by itself once pyplot is loaded."""
+    """Let a notebook show figures as pictures, as after an import of pyplot."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or not hasattr(shell, "kernel"):
         return

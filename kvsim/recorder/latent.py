@@ -2,9 +2,9 @@
 
 A model caches one latent vector and one rotated vector per position, and expands them to keys and
 values of all heads: k_h = [W_k,h c, r], v_h = W_v,h c (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-The absorbed form attends to the entries themselves, with one KV head: k = [r, c], v = c,
-q_h = [q_h's rotated part, W_k,h^T q_h's other part]; the kernel's output is W_v,h times this
-output. The rotated part comes first, where `Rope` expects it.
+The absorbed form attends to the entries themselves, with one KV head: k = [r, c], v = c, q_h =
+[q_h's rotated part, W_k,h^T q_h's other part]; the kernel's output is W_v,h times this output. The
+rotated part comes first, as `Rope` expects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UP = "kv_b_proj"
 def caches_heads(model: PreTrainedModel) -> bool:
     """Return whether a model has latents, and caches keys and values of heads instead.
 
-    So does transformers 5.2; its cache does not say what the latents of earlier rows were.
+    So does transformers 5.2, whose cache lacks the latents of earlier rows.
     """
     latent = any(name.endswith(f".{_UP}") for name, _ in model.named_modules())
     if not latent or next(model.parameters()).is_meta:  # a plan has no numbers to run
@@ -74,7 +74,7 @@ class Absorbed:
 
 
 class Latents:
-    """What the modules of latent attention compute of their entries, while they run.
+    """Entries computed by the modules of latent attention, while they run.
 
     modules: attention modules by layer; those without the projection have no latent. stack: holds
     the hooks.
@@ -97,7 +97,7 @@ class Latents:
     def absorbed(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, *, keep: bool
     ) -> Absorbed | None:
-        """Return a kernel call over the latents of its entries; None where there are none.
+        """Return a kernel call over the latents of its entries; None without latents.
 
         keep: entries of later calls follow these. Raises CaptureError where keys and values do not
         follow from the latents.

@@ -56,7 +56,7 @@ class Residual:
             yield
 
     def rows(self, call: KernelCall) -> Tensor:
-        """Return the residual [w, hidden] that the rows of a kernel call were computed from."""
+        """Return the residual [w, hidden] from which the rows of a kernel call were computed."""
         running, hidden = self._running or (None, call.hidden)
         if running != call.layer or len(hidden) != call.q.shape[1]:
             raise CaptureError(

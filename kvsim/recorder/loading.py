@@ -65,7 +65,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
 
-    Of a model for text and images, or sound, too: with the parts that text does not reach.
+    Multimodal models are loaded with the parts that text does not reach.
 
     Args:
         name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
@@ -78,14 +78,14 @@ def load_model(
             ``auto`` spreads layers over all devices. Needs accelerate.
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
             for a model with a softcap, which ``sdpa`` leaves out.
-        trust_remote_code: run Python code that comes with the model.
-        cached: do not ask the hub, but take what its cache has.
+        trust_remote_code: run the model's own Python code.
+        cached: use only the hub's local cache.
 
     Raises:
         CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
-            safetensors; weights that are missing or of other shapes; code that is not trusted; a
-            `device_map` without accelerate or with an unknown device; a GGUF file without the extra
-            `gguf`, that is damaged, or of another architecture than llama, qwen2 and qwen3.
+            safetensors; missing or misshaped weights; code that is not trusted; a `device_map`
+            without accelerate or with an unknown device; a GGUF file without the extra `gguf`, that
+            is damaged, or of another architecture than llama, qwen2 and qwen3.
     """
     if device_map is not None and device is not None:
         raise CaptureError(
@@ -157,8 +157,8 @@ def load_outline(
 ) -> tuple[PreTrainedModel, Any]:
     """Return a model without its weights, on the device meta, and its tokenizer.
 
-    name, dtype, trust_remote_code: as those of `load_model`, whose errors this raises too. on_cpu:
-    whether the model would be loaded to a CPU, for the default dtype.
+    name, dtype, trust_remote_code: as for `load_model`, whose errors this raises too. on_cpu: the
+    model would run on a CPU, for the default dtype.
     """
     dtype = _dtype_name(dtype, on_cpu=on_cpu)
     with _quiet():
@@ -253,7 +253,7 @@ def _class_of(place: str, options: dict[str, Any]) -> Any:
     try:
         return auto_class(AutoConfig.from_pretrained(place, **options))
     except Exception:  # noqa: BLE001  as above
-        return AutoModelForCausalLM  # an adapter alone; or loading says what is wrong
+        return AutoModelForCausalLM  # only an adapter, or loading reports the error
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
@@ -267,7 +267,7 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class de
         return kind.from_pretrained(place, **options)
     except Exception as error:
         if not (folder / "tokenizer.json").is_file():
-            return None  # weights alone: prompts are then token ids
+            return None  # only weights: prompts are then token ids
         raise CaptureError(
             f"the tokenizer of {place} cannot be loaded ({error_line(error)}), expected whole "
             "files; download them again, or remove them and give prompts as token ids"
@@ -330,7 +330,7 @@ def gguf_source(model: PreTrainedModel) -> tuple[str, dict[str, Any]] | None:
 
 
 def model_notes(model: PreTrainedModel) -> list[str]:
-    """Return what a trace of a model does not say by itself, in words."""
+    """Return notes on a model that its trace lacks."""
     cap, notes = softcap(model), []
     if model.config.get_text_config(decoder=True) is not model.config:
         notes.append("a multimodal model, of which only text was recorded")

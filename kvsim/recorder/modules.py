@@ -1,7 +1,7 @@
 """The attention modules of a model, found by a run of two tokens, and its decoder layers.
 
-No class or attribute says what a module computes, so that it is measured: attention modules are
-those that call the kernel of transformers' table.
+Class and attribute names are not reliable, so modules are found by their calls of the kernel in
+transformers' table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MEASURED: WeakKeyDictionary[PreTrainedModel, _Measured] = WeakKeyDictionary()
 
 
 def unrecordable(what: str) -> CaptureError:
-    """Return the error of a model that computes something else; what: found and expected."""
+    """Return the error of a model with unsupported behaviour; what: found and expected."""
     return CaptureError(f"{what}; this model cannot be recorded")
 
 
@@ -130,10 +130,10 @@ def layer_size(model: PreTrainedModel, layer: int) -> Size:
 def layer_sizes(
     model: PreTrainedModel, layers: Collection[int], *whole: object
 ) -> tuple[Size, ...]:
-    """Return the size of each layer, in order; empty where all have the same.
+    """Return the size of each layer, in order; empty where all are equal.
 
-    whole: rows that repeat the context and rows left out, as far as they are wanted; what is stored
-    of them has one shape for all layers, so that CaptureError is raised where these differ.
+    whole: requested rows that repeat the context, or left-out rows; their arrays have one shape for
+    all layers, so CaptureError is raised where sizes differ.
     """
     found = [layer_size(model, layer) for layer in sorted(layers)]
     if len({*found}) == 1:
@@ -175,9 +175,9 @@ def _measured(model: PreTrainedModel) -> _Measured:
 
 
 def _called(model: PreTrainedModel) -> tuple[list[tuple[nn.Module, Size]], set[int], type | None]:
-    """Return modules that call the kernel in a run of two tokens, and layers that hold keys then.
+    """Return modules that call the kernel in a run of two tokens, layers with keys, and the head.
 
-    A module is there once for each call, in order, with its sizes. And the kind of the head.
+    A module is listed once per call, in order, with its sizes. The head is given by its kind.
     """
     called: list[tuple[nn.Module, Size]] = []
     outputs: list[object] = []
@@ -240,7 +240,7 @@ def _placed(
 
 
 def _place(model: PreTrainedModel, name: str) -> tuple[str, int]:
-    """Return the outermost list of layers that a module is in, and its place; "" without one."""
+    """Return the outermost list of layers that contains a module, and its index; "" without one."""
     parts = name.split(".")
     for depth, part in enumerate(parts[:-1]):  # an attention module itself is no decoder layer
         home = ".".join(parts[:depth])

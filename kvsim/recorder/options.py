@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 #: Tokens of a chunk of a probe by default, as in KVzip's paper.
 PROBE_CHUNK = 2048
 
-#: Rows before the response that are stored beside it by default.
+#: Rows before the response that are stored with it by default.
 ROWS = 512
 
 _ROWS = r"response(?:\+(\d{1,9}))?"

@@ -19,7 +19,7 @@ from kvsim.errors import CaptureError
 #: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
 _INV_FREQ = "inv_freq"
 
-#: What `has_rope` found, which is asked before every forward.
+#: Cached results of `has_rope`, which is called before every forward.
 _ROTARY: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 #: The end of the names of buffers with the frequencies that a model was loaded with.
@@ -57,8 +57,8 @@ def context_length(model: PreTrainedModel) -> int | None:
 def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
     """Return how long a sequence may grow from `start` tokens on, with the same frequencies.
 
-    Those of dynamic RoPE change with every token beyond the configuration's positions, those of
-    longrope once.
+    Frequencies of dynamic RoPE change with every token beyond the configuration's positions, those
+    of longrope once.
     """
     limits = [context_length(model) or 0]
     positions, ropes = _positions(model)
@@ -99,7 +99,7 @@ def indexer_notes(model: PreTrainedModel, n_pos: int) -> list[str]:
 def scales_by_cache(model: PreTrainedModel, n_pos: int) -> bool:
     """Return whether queries of so many rows have a factor of the length of the cache (Llama 4).
 
-    Rows that run without a cache, at positions that they are told, have another.
+    Rows at given positions without a cache have another factor.
     """
     config = model.config.get_text_config()
     return bool(getattr(config, "attn_temperature_tuning", False)) and n_pos >= config.floor_scale
@@ -149,8 +149,8 @@ def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
     """Return the rotary embeddings in effect, each once; empty for a model without RoPE.
 
     Frequencies of some kinds (dynamic, longrope) change with the length of the sequence, and a
-    model may have several embeddings, such as one for local and one for global layers. The modules
-    do not say the layout; it is `half` here.
+    model may have several embeddings, such as one for local and one for global layers. Modules do
+    not name the layout; it is `half` here.
     """
     ropes: dict[Rope, None] = {}
     for module in model.modules():
@@ -201,7 +201,7 @@ def matching_ropes(
 
 
 def rotation_tolerance(dtype: torch.dtype, rope: Rope, end: int) -> float:
-    """Return the relative error of rotated queries and keys up to a position that is rounding."""
+    """Return the tolerance of rotated queries and keys up to a position, as a relative error."""
     # models take cosine and sine in float32, and round them to their own dtype
     base = max(tolerance("float32"), tolerance(DTYPES[dtype]))
     return base + _ANGLE * end * max(map(abs, rope.inv_freq), default=0.0)

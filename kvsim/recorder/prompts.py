@@ -1,4 +1,4 @@
-"""Prompts: text, chats or token ids, with all that is known of their answers; checked once."""
+"""Prompts: text, chats or token ids, with their answers and labels; checked once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 
-#: First token, and the one behind the last.
+#: First token, and the end (exclusive).
 Span = tuple[int, int]
 
 #: One text or several, or token spans.
 Needle = str | Sequence[str] | Sequence[Sequence[int]]
 
-#: What a label may be.
+#: Types of a label.
 _LABELS = dict.fromkeys(LABELS, "text or a whole number of 64 bits")
 _LABELS |= {"length": "a whole number of 64 bits", "depth": "a number from 0 to 1"}
 
@@ -47,7 +47,7 @@ class Turn:
         question: text, which follows the answer before it directly, or is the next user's message
             of a chat; token ids after a prompt of token ids.
         answer, scorer, answer_prefix, response, max_new_tokens: as those of `Prompt`.
-        labels: of this turn, for tables, beside those of the prompt.
+        labels: of this turn, for tables, in addition to those of the prompt.
 
     Raises:
         CaptureError, TextError: as `Prompt`.
@@ -75,16 +75,16 @@ class Prompt:
         id: the name of the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, several, or None.
-        scorer: what decides whether a response is right: one of `kvsim.text.answers.SCORERS`, or
-            ``KIND:NAME`` of a package's language; None for responses that have the
-            answer in them. metadata: what it knows of the question beside the answer, as JSON.
+        scorer: decides whether a response is right: one of `kvsim.text.answers.SCORERS`, or
+            ``KIND:NAME`` of a package's language; None: the response contains the answer. metadata:
+            further facts for the scorer, as JSON.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
-        needle: what the answer depends on, as texts that occur in the prompt once each, or for
-            token ids as token spans (start, end); the trace keeps their token spans.
-        writer: what wrote the response, such as an engine with its model and sampling: text, or an
-            object for JSON; then the response is compared with the answer.
+        needle: the source of the answer, as texts that occur in the prompt once each, or for token
+            ids as token spans (start, end); the trace keeps their token spans.
+        writer: the author of the response, such as an engine with its model and sampling: text, or
+            an object for JSON; then the response is compared with the answer.
         context: the part of the prompt before its question: text before a text, which follows
             it directly (in one user's message if it is a chat); of chat messages how many of them,
             of token ids how many. Negative numbers count from the end.
@@ -92,12 +92,12 @@ class Prompt:
         answer_prefix: the beginning of the answer, which ends the prompt: of plain text after a
             line end, of a chat after the template's beginning of a response.
         max_new_tokens: tokens of the longest response, unless the option is given.
-        turns: questions after the first one, which is the end of the prompt; all that is said of a
-            response here is then of the first answer. turn_labels: of the first turn alone.
+        turns: questions after the first one, which ends the prompt; fields on a response are then
+            of the first answer. turn_labels: of only the first turn.
 
     Raises:
-        CaptureError: content, a label, needle, context or writer that is none, facts that JSON
-            cannot hold, turns of which some have responses and some have not.
+        CaptureError: an invalid content, label, needle, context or writer, facts that JSON cannot
+            hold, responses for only some of the turns.
         TextError: an unknown scorer, or an answer of which it cannot score responses.
     """
 
@@ -151,7 +151,7 @@ class Prompt:
 
 
 def _check(part: Prompt | Turn, **more: Any) -> None:
-    """Check what belongs to a question and its answer; more: what else a trace stores, by name."""
+    """Check a question and its answer; more: further stored fields, by name."""
     check_fields(part, type(part).__name__, CaptureError)
     if part.response is not None and not isinstance(part.response, str):
         object.__setattr__(part, "response", ids_of(part.response, "response"))
@@ -259,7 +259,7 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 @contextmanager
 def naming(place: Prompt | str) -> Iterator[None]:
-    """Begin an error on a prompt with what it is of."""
+    """Name the prompt in its errors."""
     try:
         yield
     except (CaptureError, TextError) as error:

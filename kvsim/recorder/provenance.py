@@ -24,16 +24,16 @@ from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
 from kvsim.schema import object_at
 
-# Not in the configuration's digest: the place of a copy and its writer change no number.
+# Not in the configuration's digest: the path of a copy and its writer change no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
-#: In the configuration but not in its digest: the precision is compared by itself.
+#: In the configuration but not in its digest: the precision is compared separately.
 _NOTED = ("architectures", "dtype")
 
-#: For training alone, and with another default in another release of transformers.
+#: Only for training, and with another default in another release of transformers.
 _TRAINING = "router_aux_loss_coef"
 
-#: Parts of a tokenizer's state that are of its last call.
+#: Parts of a tokenizer's state from its last call.
 _CALL = ("truncation", "padding")
 
 #: Values of a matrix whose bits are added up at a time.
@@ -41,16 +41,16 @@ _BLOCK = 1 << 20
 
 
 def weights_digest(model: PreTrainedModel) -> str | None:
-    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not at hand.
+    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not in memory.
 
-    They are not where they stay on the disk, or are tensors of another class (quantised by torchao
-    or quanto, or sharded).
+    They are not where they are offloaded to disk, or are tensors of another class (quantised by
+    torchao or quanto, or sharded).
 
     Every parameter, and every saved buffer of floating-point numbers, counts by its shape and its
     values rounded to bfloat16: their bits as integers, added up over the rows and over the columns
-    of each matrix. So one changed value, two exchanged rows or a training step give another digest;
-    a file format, device, kernel, name, order or wider precision gives the same. Changes below the
-    precision of bfloat16, and two matrices of one shape that change places, go unnoticed.
+    of each matrix. So one changed value, two exchanged rows or a training step change the digest;
+    file format, device, kernel, names, order and wider precision do not. Changes below the
+    precision of bfloat16, and two exchanged matrices of one shape, are not detected.
     """
     saved = model.state_dict()
     tensors: list[Tensor] = list(model.parameters())  # tied ones once
@@ -77,7 +77,7 @@ def _tensor_digest(x: Tensor) -> str:
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights.
 
-    With an adapter it is called `BASE+ADAPTER`, by the folder of that or as PEFT calls it.
+    With an adapter it is called `BASE+ADAPTER`, by the adapter's folder or PEFT's name for it.
     """
     by_peft = getattr(model, "peft_config", None) or ()
     adapters = [getattr(model, ADAPTER)] if hasattr(model, ADAPTER) else [*by_peft]
@@ -102,10 +102,10 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def config_differences(meta: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
-    """Return in which keys the configuration of a trace's model differs from that of another.
+    """Return the keys in which the configurations of a trace's model and another one differ.
 
     meta: of the trace. described: the other model, by `describe_model`. Releases of transformers
-    add and drop keys, so of two releases only keys of both are compared, at any depth.
+    add and drop keys, so of two releases only common keys are compared, at any depth.
     """
     config, other = object_at(object_at(meta, "model"), "config"), described["config"]
     keys = (config.keys() | other.keys()) - {*_NOTED, _TRAINING}
@@ -139,7 +139,7 @@ def _digest(tokenizer: Any, _size: int) -> str:
 
 
 def tokenizer_difference(trace: Trace, tokenizer: Any) -> str | None:
-    """Return in words how a tokenizer differs from that of a trace; None where either has none."""
+    """Describe how a tokenizer differs from the trace's; None where either is missing."""
     recorded = object_at(trace.meta, "tokenizer")
     if tokenizer is None or "digest" not in recorded:
         return None

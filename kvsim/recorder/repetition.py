@@ -25,11 +25,11 @@ from kvsim.recorder.positions import steady_length
 from kvsim.recorder.tokenization import knows, rendered
 from kvsim.schema import REPETITION
 
-#: Requests for the first chunk, and for a later one behind the last tokens of the former.
+#: Requests for the first chunk, and for a later one after the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
-#: Tokens of the former chunk that say where the next one starts.
+#: Tokens of the former chunk that mark the start of the next one.
 _CUE = 8
 
 
@@ -38,9 +38,9 @@ def repetition(
 ) -> Probe:
     """Return the rows that repeat a context, given as token ids.
 
-    tokenizer: encodes the request; where there is none, or its vocabulary lacks the words, the rows
-    are the repetition alone, of later chunks behind the last tokens of the former one. chat: the
-    request ends with what the chat template writes between a user's message and its response.
+    tokenizer: encodes the request; without one, or if its vocabulary lacks the words, the rows are
+    only the repetition, of later chunks after the last tokens of the former one. chat: the request
+    ends with the chat template's text between a user's message and its response.
     """
     first, later = (_encoded(text, tokenizer) for text in (_FIRST, _LATER))
     turn = _encoded(_turn(tokenizer) if chat else "\n", tokenizer) if first else []
@@ -58,7 +58,7 @@ def repetition(
 def check_length(model: PreTrainedModel, context: int, probe: Probe, n_pos: int = 0) -> None:
     """Raise CaptureError where context and probe are longer than the model can read.
 
-    n_pos: of the sequence that they belong to, which has the same frequencies.
+    n_pos: of their sequence, which has the same frequencies.
     """
     limit = steady_length(model, context)
     longest = max(n_pos, context + probe.longest)
@@ -77,7 +77,7 @@ def read_probe(
     layers: Sequence[int],
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the context, then each chunk of the probe behind it; at most `rows` in a forward.
+    """Run the context, then each chunk of the probe after it; at most `rows` in a forward.
 
     Returns its queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim].
     """
@@ -101,11 +101,11 @@ def read_probe(
         end = 0
         for chunk in probe.chunks:
             begin, end = end, end + chunk.rows
-            before = deepcopy(cache) if states else cache  # no state goes back to earlier rows
+            before = deepcopy(cache) if states else cache  # states cannot be rolled back
             forward(probe.tokens[begin:end], len(context))
             cache = before
             if not states:
-                cache.crop(-chunk.rows)  # what a positive number is depends on the release
+                cache.crop(-chunk.rows)  # the meaning of a positive number depends on the release
     parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
     queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
     return queries, keys
@@ -114,7 +114,7 @@ def read_probe(
 def repeat_context(
     model: PreTrainedModel, context: Sequence[int], trace: Trace | None = None
 ) -> dict[str, Tensor]:
-    """Run the rows that repeat a context, as in a trace, or the repetition alone, in all layers.
+    """Run the rows that repeat a context, as in a trace, or only the repetition, in all layers.
 
     Returns their queries and keys [layer, head, P, d], and chunks [chunk, 3].
     """

@@ -1,8 +1,8 @@
-"""How much an error of each layer changes the response: the sensitivity to it, by perturbed rows.
+"""Sensitivity of the response to an error of each layer, by perturbed rows.
 
-The first rows after the prompt go through the model again, once for each layer, while that layer
-alone sees a random part of the prompt. All layers go together, as parts of one sequence; the rows
-before are those of the capture.
+The first rows after the prompt go through the model again, once for each layer, which then sees
+only a random part of the prompt. All layers run together, as parts of one sequence, after the
+capture's rows.
 
 Shape letters: C copies of the rows, w rows, H KV heads, n entries, d dimension of a head.
 """
@@ -46,7 +46,7 @@ class LayerEntries(NamedTuple):
         prompt_len: int,
         n_pos: int | None,
     ) -> None:
-        """Add to the gates of the call's layer; keep keys and values of all n_pos alone."""
+        """Add to the gates of the call's layer; keep only keys and values of all n_pos."""
         gate, before = call.gate, entries.get(call.layer)
         if gate is not None:
             gate = gate[:, max(0, prompt_len - call.start) :][:, :ROWS]
@@ -66,13 +66,13 @@ def layer_sensitivity(
 ) -> list[float] | None:
     """Return the KL that each layer's error causes over the square of that error.
 
-    KL is that of the predictions of the first `ROWS` rows after the prompt to those with the full
-    cache, in nats. The error of a row is the length of what the layer adds to the residual stream
-    beyond what it adds with the full cache. Both are added up over the rows.
+    KL is in nats, of the predictions of the first `ROWS` rows after the prompt, relative to the
+    full cache. The error of a row is the norm of the change in the layer's addition to the residual
+    stream. Both are summed over the rows.
 
     Args:
         model: the model.
-        tokens: those of the whole sequence.
+        tokens: of the whole sequence.
         prompt_len: tokens of the prompt.
         entries: of the layers that were recorded, at the end of the capture.
         projections: their output projections [qhead, d, hidden], as far as there are any.
@@ -109,7 +109,7 @@ def _of_layers(
     entries: Mapping[int, LayerEntries],
     projections: Mapping[int, Tensor],
 ) -> list[float]:
-    """Run copies of rows from `start` on: one that sees everything, and one for each of layers."""
+    """Run copies of rows from `start` on: one with all entries, and one for each of layers."""
     count, copies, squared = len(tokens), len(layers) + 1, dict[int, float]()
     added = kernel_name(model) == "eager"  # masks are added to logits
 

@@ -1,4 +1,4 @@
-"""One capture: a model runs over one prompt, and what its attention sees goes into a trace."""
+"""One capture: a model runs over one prompt, and its attention is stored in a trace."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from kvsim.store.layout import pos_axis
 from kvsim.store.reader import open_trace
 from kvsim.store.writer import TraceWriter
 
-#: Options that change how a capture runs, and not what it records.
+#: Options that change how a capture runs, but not its trace.
 _HOW = {"overwrite", "resume", "batch", "force", "progress", "chunk", "layers"}
 
-#: What a trace says of its prompt and model elsewhere.
+#: Facts on prompt and model that a trace has elsewhere.
 _APART = {"content", "response", "turns", "metadata"}
 _MODEL = ("name", "dtype", "attention", "weights", "source")
 
@@ -62,9 +62,9 @@ _MODEL = ("name", "dtype", "attention", "weights", "source")
 class Session:
     """One capture, checked as far as possible before the model runs.
 
-    prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
-    to write the trace; None keeps it in memory. described: by `describe_model`. Raises
-    CaptureError for a prompt or an option that the model or its tokenizer has nothing for.
+    prompt: its id is the name of the trace; if empty, the name follows from `out`, or is the
+    model's. out: where to write the trace; None keeps it in memory. described: by `describe_model`.
+    Raises CaptureError for a prompt or an option that the model or its tokenizer does not support.
     """
 
     #: the context that other prompts have, too
@@ -72,7 +72,7 @@ class Session:
     #: the bar of several prompts, and what it says of this one
     show: Callable[..., None] | None = None
     label = ""
-    begun = False  # behind the rows that another has run
+    begun = False  # after the rows that another session has run
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Session:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of generation; of a given response what wrote it, if that is known."""
+        """Settings of generation, or the known author of a given response."""
         if self.response:
             return {} if self.prompt.writer is None else {"writer": self.prompt.writer}
         given: dict[str, Any] = {x: getattr(self.options, x) for x in ("temperature", "seed")}
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """All that decides what is recorded, by name, as JSON reads it; a trace keeps them."""
+        """Settings that decide the content of a trace, by name, for JSON; a trace keeps them."""
         encoded, facts = self.encoded, {**vars(self.prompt), **vars(self.options)}
         tokens = [encoded.ids, self.response, *([x.ids, x.response] for x in self.turns)]
         document = {
@@ -180,7 +180,7 @@ class Session:
         return dict(json.loads(json.dumps(document)))
 
     def existing(self) -> Trace | None:
-        """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
+        """Return the trace that `resume` keeps, if any; CaptureError for one of another capture."""
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)
@@ -249,7 +249,7 @@ class Session:
             return made.tokens, made.ended
 
     def _context(self, progress: Progress) -> tuple[Cache, int] | None:
-        """Run a shared context, or go on behind it; return its cache and length."""
+        """Run a shared context, or continue after it; return its cache and length."""
         if self.shared is None:
             return None
         cache = self.shared.take()
@@ -274,7 +274,7 @@ class Session:
                 step.received(call)
 
     def arrays(self, call: KernelCall) -> dict[str, Any]:
-        """Return shapes, of most positions, and types of the arrays that a call is a part of."""
+        """Return shapes, for most positions, and types of the arrays of a call."""
         source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
         dtypes = {"k": of_entries, "v": of_entries, "q": source, "attn_out": DTYPES[call.out.dtype]}
         dtypes["lse"] = "float64" if source == "float64" else "float32"
@@ -315,7 +315,7 @@ class Session:
         return writer
 
     def _header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
-        """Return the header, with how close the recording is."""
+        """Return the header, with the errors of the recording."""
         encoded, prompt_len = self.encoded, len(self.encoded.ids)
         self.notes += self.recorder.remarks()
         header = Header(

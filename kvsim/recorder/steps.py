@@ -1,4 +1,4 @@
-"""What a capture records beside queries, keys, values and outputs: one step each."""
+"""Further arrays of a capture besides queries, keys, values and outputs: one step each."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 
 
 class Step:
-    """A part of a capture (`Session`), which goes on without it, with a note, where it fails.
+    """A part of a capture (`Session`), left out with a note where it fails.
 
     option: requires it, unless it is None or False. arrays: those that it fills, by name. sizes: of
-    their axes, where they are written at the end alone.
+    their axes, if they are written only at the end.
     """
 
     option: str
@@ -74,14 +74,14 @@ class Step:
         return nullcontext()
 
     def receive(self, call: KernelCall) -> KernelCall:
-        """Return a kernel call with what the step adds to it."""
+        """Return a kernel call with the step's additions."""
         return call
 
     def received(self, call: KernelCall) -> None:
         """Take a call that was recorded, before its output is projected."""
 
     def finish(self, header: Header, tokens: list[int]) -> Header:
-        """Store what the whole sequence gives; return the header with it."""
+        """Store arrays of the whole sequence; return the header with their facts."""
         return header
 
 
@@ -111,13 +111,12 @@ class Stream(Step):
 
 
 class Projections(Step):
-    """Output projections, the gates before them, and how sensitive the response is to each layer.
+    """Output projections, the gates before them, and the sensitivity of the response to each layer.
 
     Each is checked on the first call of its layer: the module's output must be the sum over query
     heads of the kernel's output, times the gate if there is one, times the head's block, plus the
-    bias. So norms between kernel and projection, adapters and the like are refused instead of
-    ignored, and so is a layer without a projection of a usual name, or with one that is no plain
-    matrix (CaptureError).
+    bias. So norms between kernel and projection, adapters and the like raise CaptureError, and so
+    does a layer without a projection of a usual name, or with one that is no plain matrix.
 
     blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, or products
     with `KernelCall.up`. gated: whether something acts on the output of a kernel before its
@@ -185,10 +184,10 @@ class Projections(Step):
         self.gated = any(bool((x != 1).any()) for x in inputs)
 
     def _gate(self, call: KernelCall) -> Tensor | None:
-        """Return what the projection gets where the kernel returns 1, like `call.out`.
+        """Return the input of the projection where the kernel returns 1, like `call.out`.
 
-        None in a model without gates, and where there is a `KernelCall.up`; the check of the
-        projection finds a gate of these, and a norm.
+        None in a model without gates, and with a `KernelCall.up`; the check of the projection finds
+        a gate of these, and a norm.
         """
         if not self.gated or call.up is not None:
             return None
@@ -205,7 +204,7 @@ class Projections(Step):
         return replace(call, gate=self._gate(call))
 
     def received(self, call: KernelCall) -> None:
-        """Note what is checked when the projection is applied."""
+        """Keep the values for the check of the projection."""
         begin, end = len(self.session.encoded.ids), self.session.recorder.last
         LayerEntries.note(self._entries, call, begin, end)
         if call.layer in self.blocks:
@@ -279,7 +278,7 @@ class RepeatedContext(Step):
     option, arrays = "probe", REPETITION
 
     def prepare(self) -> None:
-        """Find the rows, and check that the model can read them behind the context."""
+        """Build the rows, and check that the model can read them after the context."""
         session, n = self.session, len(self.session.encoded.ids) + len(self.session.response)
         chat, chunk = session.encoded.messages is not None, session.options.probe_chunk
         self.probe = repetition(session.context, session.tokenizer, chat=chat, chunk=chunk)
@@ -288,7 +287,7 @@ class RepeatedContext(Step):
         self.sizes = {"probe": len(self.probe.tokens)}
 
     def finish(self, header: Header, tokens: list[int]) -> Header:
-        """Run the rows behind the context, or copy them from the trace that shares it."""
+        """Run the rows after the context, or copy them from the trace that shares it."""
         session = self.session
         if session.begun:
             session.shared.store(session.sink, REPETITION, 0)

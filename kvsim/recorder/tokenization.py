@@ -16,7 +16,7 @@ _SHOWN_WORDS = 8
 
 _REASONING = (*REASONING, *REASONING.values())
 
-# How a template that does not read lists of parts shows one.
+# Marks of a template that prints lists of parts instead of their text.
 _CODE = ("'type': 'text'", '"type": "text"')
 
 
@@ -48,7 +48,7 @@ def tokenize(text: str, tokenizer: Any, what: str = "prompt", *, special: bool) 
 def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
     """Return the words that became the unknown token, each once, in order.
 
-    Special tokens that the text names are no words: many tokenizers take one as the unknown token.
+    Special tokens named in the text are ignored: many tokenizers use one as the unknown token.
     """
     if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
         return []
@@ -57,7 +57,7 @@ def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def knows(tokenizer: Any, text: str) -> bool:
-    """Return whether no part of a text becomes the unknown token, but for one that it names."""
+    """Return whether no part of a text becomes the unknown token, unless it names that."""
     token = tokenizer.unk_token_id
     parts = [] if token is None else re.split(_special_tokens(text, tokenizer), text)
     return all(
@@ -91,9 +91,9 @@ def rendered(
     *,
     generation: bool = True,
 ) -> str:
-    """Return the text of a chat, with the beginning of the response, or a last one left open.
+    """Return the text of a chat, with the beginning of the response, or an open last message.
 
-    Messages whose text the template leaves out, or all if it refuses text, are given as lists of
+    Messages whose text the template leaves out, or all if it refuses text, are passed as lists of
     parts. Raises CaptureError without a template, if it refuses those, too, or leaves one out.
     """
     need_tokenizer(tokenizer)
@@ -142,7 +142,7 @@ def rendered(
 def reasoning_begun(text: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
     """Return the mark of reasoning in which the response to a prompt begins, or the empty string.
 
-    Plain text may end in one; of a chat the template or the user begins it behind the last message
+    Plain text may end in one; in a chat the template or the user begins it after the last message
     that is not the assistant's.
     """
     if messages is None:
@@ -162,7 +162,7 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
 
 
 def response_text(ids: Sequence[int], tokenizer: Any) -> str:
-    """Return the text of a response without special tokens, but for those that mark reasoning."""
+    """Return the text of a response without special tokens, except marks of reasoning."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = [str(each) for each in added if each.special]
     others = [name for name in names if not any(name in mark for mark in _REASONING)]

@@ -28,7 +28,7 @@ from kvsim.schema import visible
 #: Called with (steps done, steps, current step).
 Progress = Callable[[int, int, str], None]
 
-#: Shown beside the metric that ranks.
+#: Shown next to the metric that ranks.
 METRICS = ("entries_seen", "wipeout")
 
 
@@ -46,14 +46,14 @@ def write_report(
     Args:
         runs: folders of runs.
         out: the file to write.
-        metrics: those beside the one that ranks; their main variants.
-        traces: what to analyse; where there are runs, traces that they replayed.
+        metrics: besides the one that ranks; their main variants.
+        traces: to analyse; with runs, only traces that they replayed.
         overwrite: replace a file at `out`.
         progress: called with (steps done, steps, current step).
 
     Raises:
-        OutputError: `out` is called other than .html or .htm, something is there, or it cannot be
-            written; a run cannot be read, or a trace is none of the runs'.
+        OutputError: `out` does not end in .html or .htm, exists, or cannot be written; a run cannot
+            be read, or did not replay a given trace.
         TraceError: two traces have one name.
         PolicyError: there is neither run nor trace; two runs have different values for the same
             policy, parameters, schedule and trace; the runs have no values; a metric is unknown.
@@ -108,7 +108,7 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
     Raises:
         TraceError: two traces have one name.
         PolicyError: the traces are of several models.
-        OutputError: runs are given, and a trace is in none of them, or its content is another one.
+        OutputError: no given run replayed the trace, or it replayed another content.
     """
     check_distinct(traces)
     check_models(traces)

@@ -1,4 +1,4 @@
-"""Pieces of the page: whatever is no `Markup`, in a cell, a heading or a note, is escaped."""
+"""Pieces of the page; all text that is no `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def interval(row: dict[str, Any]) -> str:
 
 
 def chance(row: dict[str, Any]) -> str:
-    """What random sets would reach; empty where no such number exists."""
+    """The value of random sets; empty where it is unknown."""
     return "" if row["chance"] is None else f"{row['chance']:.3f}"
 
 

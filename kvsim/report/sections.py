@@ -23,8 +23,8 @@ from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.schema import FIDELITY_MEANING, merged, object_at, plural
 
-#: Sections of studies and packages: functions of the Table of all runs and traces that return
-#: HTML (`kvsim.report.html`), empty where they have nothing to say.
+#: Sections of studies and packages: functions of the Table of all runs and traces that return HTML
+#: (`kvsim.report.html`), possibly empty.
 SECTIONS: Registry[Callable[[pl.DataFrame], str]] = Registry(
     "section", "kvsim.sections", (FunctionType,), {}
 )
@@ -39,7 +39,7 @@ def sections(
 ) -> Iterator[str]:
     """Yield the sections of runs and traces.
 
-    table: of all runs, with the metrics of the traces. remarks: of the runs. metrics: beside the
+    table: of all runs, with the metrics of the traces. remarks: of the runs. metrics: besides the
     one that ranks. Labels name the parameters in which results of one policy differ
     (`kvsim.analysis.results.labels`).
     """

@@ -1,4 +1,4 @@
-"""What a command takes before it computes: bytes, files and memory, which follow from shapes."""
+"""Forecasts of the bytes, files and memory that a command will take, from shapes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from kvsim.errors import OutputError
 
-#: Bytes of a process with torch and transformers, before it has loaded anything.
+#: Bytes of a process with torch and transformers loaded.
 PROCESS = 400 << 20
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a command will take.
+    """Forecast of a command.
 
-    written: usual bytes of all files. files: how many are written, 0 where that is not known.
-    memory: bytes of the process at its peak; device_memory: of a GPU.
+    written: usual bytes of all files. files: their number, 0 if unknown. memory: bytes of the
+    process at its peak; device_memory: of a GPU.
     """
 
     written: float = 0
@@ -46,13 +46,13 @@ class Forecast:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that can be written to a folder, or to where it will be."""
+    """Return the free bytes of the disk of a folder, which need not exist yet."""
     places = (folder, *folder.absolute().parents)
     return shutil.disk_usage(next(each for each in places if each.exists())).free
 
 
 def resident_bytes() -> int | None:
-    """Return the memory of this process in bytes; None where it is not Linux."""
+    """Return the memory of this process in bytes; None except on Linux."""
     try:
         lines = Path(f"/proc/{os.getpid()}/status").read_text("ascii").splitlines()
     except OSError:

@@ -39,15 +39,15 @@ zarr.config.set({"threading.max_workers": min(4, os.cpu_count() or 1)})
 
 ROOT = "zarr.json"
 
-#: Most bytes that LZ4 decodes a byte to, and more for a header.
+#: Most bytes that LZ4 decodes from a byte, and more for a header.
 RATIO, HEADER = 256, 1 << 16
 
-#: Codecs of arrays, and of the chunks of a shard; any other could decode a byte to thousands.
+#: Codecs of arrays, and of the chunks of a shard; others could decode a byte to thousands.
 _CODECS = ["bytes", "blosc"]
 
 
 def damaged(what: str) -> TraceError:
-    """Return the error of a group that is not as it was written; what: where and what it is."""
+    """Return the error of a damaged or changed group; what: the place and the damage."""
     return TraceError(f"{what}; copy it again or record it again")
 
 
@@ -147,7 +147,7 @@ def _part(byte_range: ByteRequest | None) -> slice:
 def open_store(path: str | Path) -> CheckedStore:
     """Return the store at a path or URL, of which nothing has been read.
 
-    Raises TraceNotFoundError where there is nothing, and TraceError for what is no folder or zip.
+    Raises TraceNotFoundError for a missing path, and TraceError for a file that is no zip.
     """
     if isinstance(path, str) and is_url(path):
         return CheckedStore(_open_url(path), path)
@@ -177,7 +177,7 @@ def _size(folder: Path, key: str) -> int | None:
 
 
 def _open_url(url: str) -> Store:
-    """Return the store behind a URL; TraceError if fsspec does not open it, or it is one file."""
+    """Return the store at a URL; TraceError if fsspec does not open it, or it is one file."""
     if url.endswith(".zip"):
         raise TraceError(f"{url} is one file, which can only be read here; download it first")
     try:
@@ -192,10 +192,10 @@ def _open_url(url: str) -> Store:
 def open_group(
     path: str | Path, mark: str, version: int | None = None
 ) -> tuple[CheckedStore, dict[str, Any], dict[str, zarr.Array[Any]]]:
-    """Return the files, the document and the arrays of a group, once it has shown to be usable.
+    """Return the files, the document and the arrays of a group, after all checks.
 
-    mark: the attribute that says what the group is, of this version if any. Raises
-    TraceNotFoundError where nothing has it, and TraceError for another version or damage.
+    mark: the attribute that identifies the kind of group, with its version if any. Raises
+    TraceNotFoundError without it, and TraceError for another version or damage.
     """
     store = open_store(path)
     root = store.read_root()
@@ -215,7 +215,7 @@ def open_group(
 def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.Array[Any]]:
     """Return the arrays of a group by name, after checks of what they could make zarr allocate.
 
-    A chunk is checked when it is read. Raises TraceError.
+    Chunks are checked on reading. Raises TraceError.
     """
     consolidated = object_at(object_at(root, "consolidated_metadata"), "metadata")
     with reading(f"{store.where}: its arrays"):
@@ -231,7 +231,7 @@ def read_arrays(store: CheckedStore, root: Mapping[str, Any]) -> dict[str, zarr.
 def _problem(
     store: CheckedStore, name: str, array: zarr.Array[Any], codecs: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return what is wrong with an array, of what can be known before a chunk is read."""
+    """Describe an error of an array that is visible before a chunk is read; empty without one."""
     chunks = array.shards or array.chunks
     if array.shards is not None:
         codecs = codecs[0]["configuration"]["codecs"]
@@ -254,12 +254,12 @@ def _problem(
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Raise TraceError, with one line, for what stores and decoders raise."""
+    """Raise TraceError, with one line, for errors of stores and decoders."""
     try:
         yield
     except (KvsimError, MemoryError):
         raise
-    except Exception as error:  # drivers of stores have errors of their own
+    except Exception as error:  # drivers of stores raise their own errors
         raise damaged(f"{where} cannot be read ({error_line(error)})") from error
 
 
@@ -333,7 +333,7 @@ def seal_group(folder: Path, attributes: Mapping[str, Any]) -> None:
     consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
     root: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
     root["consolidated_metadata"] = consolidated
-    # as a reader gets them: keys that are numbers would be sorted differently
+    # in a reader's form: keys that are numbers would be sorted differently
     root |= json.loads(json.dumps({"attributes": {**attributes, "files": files}}))
     root["attributes"]["seal"] = seal(root)
     (folder / ROOT).write_text(json.dumps(root, indent=1), "ascii")

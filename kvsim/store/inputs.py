@@ -42,8 +42,7 @@ def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None)
     """Return the content of a file; a pipe or device does not block.
 
     expected: its entry among `digests`, if it is bound. Raises FileNotFoundError, and OutputError
-    if it is no regular file, cannot be read, has more than `limit` bytes, or is not what is
-    expected.
+    if it is no regular file, cannot be read, has more than `limit` bytes, or another digest.
     """
     try:
         data = read_input(path, limit)
@@ -59,7 +58,7 @@ def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None)
 def damaged(
     path: Path, reason: str, expected: str = "a file of `kvsim replay` or `live`"
 ) -> OutputError:
-    """Return the error of a file that is not as it was written; reason: one clause."""
+    """Return the error of a damaged or changed file; reason: one clause."""
     line = " ".join(reason.split())[:200]
     return OutputError(
         f"{path} is damaged: {line}, expected {expected}; copy the run again or replay it again"
@@ -67,7 +66,7 @@ def damaged(
 
 
 def decode_document(data: bytes, limit: int = DOCUMENT) -> dict[str, Any]:
-    """Return a JSON object; ValueError for one that is refused before or after it is decoded."""
+    """Return a JSON object; ValueError for a refused one, before or after decoding."""
     if len(data) > limit:
         raise ValueError(f"has more than {limit} bytes")
     # each value is preceded by one of these characters; text has some too
@@ -96,7 +95,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return a `sealed` object without its digest. Raises OutputError if it does not fit."""
+    """Return a `sealed` object without its digest; OutputError if the digest differs."""
     content = {name: value for name, value in document.items() if name != "digest"}
     if document.get("digest") != document_digest(content):
         raise damaged(path, "its digest is another")

@@ -36,7 +36,7 @@ def as_trace(given: TraceLike) -> Trace:
 
 
 def as_traces(given: Traces) -> list[Trace]:
-    """Return traces, each opened if need be; of a folder those in it, by name."""
+    """Return traces, each opened if necessary; of a folder the traces in it, by name."""
     traces: list[Trace] = []
     several: list[TraceLike] = listed(given)
     for each in several:
@@ -46,7 +46,7 @@ def as_traces(given: Traces) -> list[Trace]:
 
 
 def paths_of(given: str | Path) -> list[Path | str]:
-    """The paths and URLs of a path: itself or a folder's traces; TraceNotFoundError without any."""
+    """Paths and URLs of a path: itself or a folder's traces; TraceNotFoundError without any."""
     from kvsim.samples import locate  # noqa: PLC0415  a trace in memory needs none
 
     path = locate(given)
@@ -65,10 +65,9 @@ def paths_of(given: str | Path) -> list[Path | str]:
 def find(root: Path, kind: Kind, depth: int = 4) -> dict[str, Path]:
     """Return traces, folders and packed ones, or runs below `root`, by their relative path.
 
-    depth: levels of folders that are entered, 1 for `root` alone. ``*.zarr`` and ``*.zarr.zip``
-    count as traces, whole or not, so that damaged ones are listed; of other names, those whose
-    metadata is that of a trace. Hidden folders, and whatever is inside a trace or a run, are left
-    out.
+    depth: levels of folders to search, 1 for only `root`. ``*.zarr`` and ``*.zarr.zip`` count as
+    traces, whole or not, so that damaged ones are listed; of other names, those whose metadata is
+    that of a trace. Hidden folders, and whatever is inside a trace or a run, are left out.
     """
     found: dict[str, Path] = {}
     for path in sorted(root.iterdir()):

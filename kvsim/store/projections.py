@@ -41,7 +41,7 @@ class Facts:
 
     @classmethod
     def of(cls, **content: Any) -> Self:
-        """Return the facts with their digest; content: those that the digest is of."""
+        """Return the facts with their digest; content: the facts in the digest."""
         return cls(document_digest(content), **content)
 
     @classmethod
@@ -113,7 +113,7 @@ def store_projections(
     source_dtype: str,
     dtype: str | None = None,
 ) -> Facts:
-    """Write output projections of `folder` into a draft, unless they are there; return their facts.
+    """Write output projections of `folder` into a draft, unless they exist; return their facts.
 
     shape: [layer, qhead, dim, hidden]. read: returns one layer. source_dtype: in the model. dtype:
     as stored; exact by default. `move_projections` moves them. Raises TraceError for numbers that
@@ -141,7 +141,7 @@ def store_projections(
 
 
 def move_projections(draft: Path, folder: Path) -> None:
-    """Move the projections in a draft to the folder of its trace, unless they are there."""
+    """Move the projections in a draft to the folder of its trace, unless they exist."""
     for path in filter(lambda path: PROJECTIONS.fullmatch(path.name), list(draft.iterdir())):
         target = folder / path.name
         try:

@@ -28,16 +28,16 @@ _ALL = slice(None)
 
 
 def open_trace(path: str | Path) -> Trace:
-    """Open the trace stored at `path`; arrays are read when they are needed.
+    """Open the trace stored at `path`; arrays are read on demand.
 
     Args:
         path: a folder, a zip of its files (not compressed), or the URL of a folder, such as
             ``s3://bucket/x.zarr``.
 
     Raises:
-        TraceNotFoundError: nothing is at `path`, or something not marked as a trace.
-        TraceError: the trace was recorded by another version of kvsim, lacks a file, or has
-            anything that docs/trace-format.md does not allow.
+        TraceNotFoundError: `path` does not exist, or is not marked as a trace.
+        TraceError: the trace was recorded by another version of kvsim, lacks a file, or differs
+            from docs/trace-format.md.
 
     Example:
         >>> trace = kvsim.open_trace(kvsim.sample_trace())
@@ -119,7 +119,7 @@ class StoredTrace:
         return self.attributes.get("token_text")
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
+        """Return part of an array in its stored dtype, decoding only the needed chunks."""
         if name == "tokens":
             with reading(self.where):
                 tokens = torch.from_numpy(np.asarray(self.arrays[name][pos]))
@@ -133,7 +133,7 @@ class StoredTrace:
         return self.read_stored(name, layers, pos)
 
     def read_stored(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Return part of an array with layers, as `read`; pos: places in what is stored."""
+        """Return part of an array with layers, as `read`; pos: indices of stored positions."""
         part = tuple({"layer": layers, "pos": pos}.get(axis, _ALL) for axis in AXES[name])
         with reading(self.where):
             stored = torch.from_numpy(np.asarray(self.arrays[name][part]))

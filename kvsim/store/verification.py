@@ -25,7 +25,7 @@ from kvsim.store.reader import StoredTrace, attributes_of
 
 _ALL = slice(None)
 
-#: Attributes that a description has in another form, and checks of what was recorded.
+#: Attributes that a description has in another form, and checks of the recording.
 _APART = ("kvsim_format", "attention", "ropes", "meta")
 _CHECKS = ("agreement", "answer_check", "capture_check")
 
@@ -88,7 +88,7 @@ def verify(
     header, dtypes = stored.header, stored.numbers
     involved = [header.source_dtypes.get("attn_out", "float32"), header.source_dtypes["q"]]
     involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
-    # that of the capture may be larger: a kernel may round more than its dtype does
+    # the capture's may be larger: a kernel may round more than its dtype does
     recorded = object_at(header.meta, "capture_check").get("tolerance")
     recorded = min(float(recorded), 0.5) if isinstance(recorded, int | float) else 0.0
     # lse was computed from the stored q, k in float32 or float64: their rounding has no effect
@@ -117,7 +117,7 @@ def verify(
 def _recompute(
     stored: StoredTrace, result: Verification, layer: int, arrays: dict[str, Tensor]
 ) -> None:
-    """Compare a layer with what its queries, keys and values give, in blocks of rows."""
+    """Compare a layer with attention recomputed from its queries, keys and values, by blocks."""
     where, dtype, header = stored.where, stored.compute_dtype, stored.header
     latent, left_out, formula = header.latent, header.left_out, header.formulas[layer]
     k, v = arrays["k"].to(dtype), arrays["v"].to(dtype)
@@ -174,7 +174,7 @@ def _compare_checksum(
 
 
 def _compare_rest(stored: StoredTrace, result: Verification) -> None:
-    """Compare what has no layers: metadata, tokens, their text, and the digest."""
+    """Compare metadata, tokens, their text, and the digest."""
     recorded = stored.attributes["checksums"]
     for key in stored.store.files:
         if key.endswith(ROOT):

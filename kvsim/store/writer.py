@@ -35,21 +35,21 @@ class TraceWriter:
     """Writer of the trace at `path`.
 
     Use it as a context manager. `path` is not touched before `publish`. Leaving the context without
-    `publish` removes what was written; the next writer to `path` removes what a kill has left.
+    `publish` removes the draft; after a kill the next writer to `path` removes it.
 
     Args:
         path: where the trace is published.
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
-        overwrite: replace a trace that is at `path`.
+        overwrite: replace a trace at `path`.
         left_out: rows that are never appended to q, attn_out, lse and gate.
-        like: a trace in a folder; chunks that are the same in both are stored once, as hard links
-            where the file system has them.
+        like: a trace in a folder; equal chunks are stored once, as hard links where the file system
+            has them.
         shards: whether arrays with many chunks are sharded; shards are not linked.
 
-    Raises TraceExistsError where something is at `path`, and it is not a trace or `overwrite` is
-    False, and OutputError where the system refuses.
+    Raises TraceExistsError where `path` exists, and is not a trace or `overwrite` is False, and
+    OutputError where the system refuses.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TraceWriter:
         return create_array(self._group, name, *facts, sharded=sharded)
 
     def set_length(self, n_pos: int) -> None:
-        """Fix the number of positions; last blocks that are not full must come after this."""
+        """Fix the number of positions, before the last, incomplete blocks."""
         for name, (each, array) in self._arrays.items():
             cut = replace(each, shape=cut_shape(name, each.shape, n_pos, self._left_out))
             with self._writing():
@@ -115,7 +115,7 @@ class TraceWriter:
         self._next[name][layer] = start + size
 
     def drop(self, name: str) -> None:
-        """Remove an array that turned out to be unusable."""
+        """Remove an unusable array."""
         self._next.pop(name, None)
         self._arrays.pop(name, None)
         shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -210,7 +210,7 @@ class TraceWriter:
                 (self.folder / "whole").rename(self.folder / name)
 
     def _link(self) -> None:
-        """Replace chunks that another trace has with links to them, where links are supported."""
+        """Replace chunks that another trace has by links to them, where links are supported."""
         for path in self.folder.rglob("c/**/*") if self._like is not None else ():
             other = Path(self._like or "", path.relative_to(self.folder))
             if path.is_file() and other.is_file() and cmp(path, other, shallow=False):
@@ -231,7 +231,7 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
 
     Stores the arrays that the trace has, including attention output and log-sum-exp; dense
     attention, which follows from them, is left out. Output projections next to it are stored next
-    to `path`. What is stored in half precision stays so.
+    to `path`. Half precision stays half precision.
 
     Args:
         trace: in memory or stored.
@@ -239,9 +239,9 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         overwrite: replace a trace at `path`.
 
     Raises:
-        TraceError: the trace has some rows of a sequence alone (`core.parts.of_rows`); the format
-            has no place for their positions.
-        TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
+        TraceError: the trace has only some rows of a sequence (`core.parts.of_rows`), whose
+            positions the format cannot store.
+        TraceExistsError: `path` exists, and is not a trace or `overwrite` is False.
 
     Example:
         >>> trace = kvsim.open_trace(kvsim.sample_trace())

@@ -16,10 +16,9 @@ from kvsim.registry import Registry
 __all__ = ["LANGUAGES", "SCORERS", "is_right", "score", "text_check"]
 
 
-#: Checks of a prompt, a response, and what a prompt file or a trace's `answer_check` says of the
-#: answer (`expected`, `scorer`, `metadata`), of kinds of prompts whose right responses are known
-#: otherwise than by a text in them. Each returns what a trace stores as `answer_check`; `right` is
-#: None where the prompt is not of the kind.
+#: Checks of a prompt, a response, and the facts on the answer in a prompt file or a trace's
+#: `answer_check` (`expected`, `scorer`, `metadata`), for kinds of prompts whose right responses are
+#: computed. Each returns the `answer_check` of a trace; `right` is None for other prompts.
 Check = Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
 LANGUAGES: Registry[Check] = Registry("language", "kvsim.languages", (FunctionType,), {})
 
@@ -101,7 +100,7 @@ def _plain(text: str) -> str:
 
 
 def _whole(text: str, start: int, end: int) -> bool:
-    """Return whether no word goes on before or after a part of a text.
+    """Return whether a part of a text begins and ends at word boundaries.
 
     Neighbours are of one word if their kind is the same: digits and Latin letters, or letters of
     other scripts with spaces, such as Arabic, whose prefixes stand next to digits. A minus sign
@@ -116,7 +115,7 @@ def _whole(text: str, start: int, end: int) -> bool:
 
 
 def _kind(letter: str) -> str:
-    """Return the kind of what words are made of; empty for other characters."""
+    """Return the kind of a word's character; empty for other characters."""
     if letter.isalnum() or letter == "_" or unicodedata.category(letter or " ") in _MARKS:
         kinds = (kind for kind in (_LATIN, _UNSPACED) if re.match(f"[{kind}]", letter))
         return next(kinds, "other")

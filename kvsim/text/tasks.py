@@ -5,9 +5,9 @@
 * needles: two such facts of different things, and a question about one of them (as RULER's
   multi-key needles, arXiv 2404.06654).
 * quote: two sentences in the text; the prompt ends with the first, and the answer is the second.
-* fewshot: words and their groups all along the context, and a word that is not among them.
+* fewshot: words and their groups throughout the context, and a new word.
 * chat: turns of a conversation, one of which has the fact.
-* text: text alone, and the response that continues it.
+* text: only text, and the response that continues it.
 
 All randomness comes from the seed. The same seed gives the same prompts only under the same
 version of Python, whose documentation is the text.
