@@ -75,8 +75,8 @@ def test_numbers_of_the_first_page():
     assert row in leaderboard_page.transfer()
     assert "correlate at -0.07 (no interval)." in readme
     assert ranks == [(3, 7), (11, 14)]
-    assert "ranks between 3 and 7 of 14 policies by KL" in readme
-    assert "among the last four" in readme
+    assert "ranks among 14 policies by KL are 3 to 7." in readme
+    assert "at 22 %, they are 11 to 14." in readme
     assert (kept["expected_attention"], kept["snapkv"]) == (5, 6)
     assert "loses all of six needles, at 22 % one. SnapKV loses none." in readme
     for low, high in (WORTH["response_kl"], ANSWERS):
