@@ -79,15 +79,12 @@ def read_apart(
 ) -> Iterator[Difference]:
     """Yield the rows and heads of a layer that read other pages than sparse attention chooses.
 
-    A row of another layer's lines without one of this layer reads everything.
-
-    layer: its index in the trace; gone: after which row each entry has left, int [H, T].
+    A row of which another layer alone has lines reads everything. layer: its index in the trace;
+    gone: after which row each entry has left, int [H, T].
     """
     table: Any = dump.read
     n_heads, size, number = int(table["head"].max()) + 1, dump.page, trace.layer_ids[layer]
     rows, first = _by_row(table, number), trace.prompt_len
-    every = {"head": np.arange(n_heads).repeat(-(-trace.n_pos // size))}
-    every["page"] = np.arange(len(every["head"])) % -(-trace.n_pos // size)
     known = (1, trace.n_heads, trace.n_qheads)
     if n_heads not in known or min(rows, default=first) < first:
         raise DumpError(
@@ -101,9 +98,9 @@ def read_apart(
                 of_dump, of_rule, of_held = (
                     head * x // count for x in (n_heads, len(chosen), len(held))
                 )
-                lines, n = rows[row] or every, held[of_held]
-                page = lines["page"][lines["head"] == of_dump]
-                page = page if rows[row] else page[page <= (n - 1) // size]
+                n, head_of_line = held[of_held], rows[row]["head"]
+                page = rows[row]["page"][head_of_line == of_dump]
+                page = page if len(head_of_line) else np.arange(-(-n // size))
                 mine = chosen[of_rule, row - start].numpy().repeat(sparse.page)[:n].nonzero()[0]
                 theirs = (page[:, None] * size + np.arange(size)).ravel()
                 theirs = theirs[(theirs < n) | (theirs // size > (n - 1) // size)]
@@ -163,8 +160,7 @@ def stored_apart(
         held = gone[:, : row + 1].numpy() >= row + 1
         for (after, bits), dim, of in zip(rules, dims, ("keys", "values"), strict=True):
             theirs, mine = np.full((2, *held.shape), math.inf)
-            if lines:
-                theirs[lines["head"], lines["pos"]] = lines[f"{of[:-1]}_bits"]
+            theirs[lines["head"], lines["pos"]] = lines[f"{of[:-1]}_bits"]
             theirs[(theirs >= EXACT) | ~held] = math.inf
             mine[held & (after[:, : row + 1].numpy() <= row)] = bits / dim
             differs = ~np.isclose(theirs, mine, rtol=0, atol=_BITS)
@@ -180,8 +176,7 @@ def stored_apart(
 def _by_row(table: Table, number: int) -> dict[int, dict[str, NDArray[Any]]]:
     """The lines of a layer, by each row of the table, ascending; none where it has no line."""
     of_layer = {name: column[table["layer"] == number] for name, column in table.items()}
-    out: dict[int, dict[str, NDArray[Any]]] = {}
-    for row in np.unique(table["row"]).tolist():
-        at = of_layer["row"] == row
-        out[row] = {name: column[at] for name, column in of_layer.items()} if at.any() else {}
-    return out
+    return {
+        row: {name: column[of_layer["row"] == row] for name, column in of_layer.items()}
+        for row in np.unique(table["row"]).tolist()
+    }

@@ -104,8 +104,7 @@ def interleaved(view: View, last: int) -> Tensor:
 
 def regrouped(weights: Tensor) -> Tensor:
     """Weights [L, H, G, w, n] of query head g * H + h at (h, g), as of head h * G + g."""
-    out: Tensor = weights.transpose(1, 2).flatten(1, 2).unflatten(1, weights.shape[1:3])
-    return out
+    return torch.unflatten(weights.transpose(1, 2).flatten(1, 2), 1, weights.shape[1:3])
 
 
 def over_heads(view: View, last: int) -> Tensor:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.arguments import setting
-from kvsim.core.lazy import Tensor
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Policy, Protection, Uniform
 from kvsim.core.view import View
@@ -86,7 +86,7 @@ def by_chance(case: DumpCase, differences: Sequence[Difference]) -> bool:
     n, sets = row + 1 - protected, case.kept[row][..., 0].size
     free = case.kept[row].sum() / sets - protected
     exchanged = sum(len(each.extra) for each in first) / sets
-    return bool(exchanged > _CHANCE * free * (1 - free / max(n, free)))
+    return bool(free > 0 and exchanged > _CHANCE * free * (1 - free / max(n, free)))
 
 
 def explains(case: DumpCase, most: float) -> bool:
@@ -302,8 +302,8 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         kept={row: x | (np.arange(row + 1) == row) for row, x in case.kept.items()})),
     "listed-late": ("each set is listed one row after the row that its event follows",
         lambda case: replace(case, kept={row - 1: x[..., :-1] for row, x in case.kept.items()})),
-    "window-short": ("the first row of the window is not read", partial(_seeing,
-        lambda view, last: view.attn(max(1, last - 1)))),
+    "window-short": ("the first row of the window is not read", partial(_seeing, lambda view, last:
+        (x := view.attn(last)) * (torch.arange(x.shape[3]) > 0).unsqueeze(-1))),
     "chosen-low": ("positions that scores choose are one too low", partial(_moved, -1)),
     "chosen-high": ("positions that scores choose are one too high", partial(_moved, 1)),
     "positions-low": ("all positions are one too low", partial(_moved, -1, chosen=False)),

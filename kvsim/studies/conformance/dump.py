@@ -70,9 +70,8 @@ class Dump:
         _require(any(tables), f"{self.name}: no event; expected one after which entries left")
         trace, last = self.trace, self.last
         if trace is not None:
-            heads = {self.kept[max(self.kept)].shape[1]} if self.kept else set()
-            if self.stored is not None:
-                heads.add(int(self.stored["head"].max()) + 1)
+            heads = {x.shape[1] for x in self.kept.values()}
+            heads |= set() if self.stored is None else {int(self.stored["head"].max()) + 1}
             n_heads = max(heads - {trace.n_heads}, default=trace.n_heads)
             _require(
                 n_heads == trace.n_heads
@@ -130,8 +129,7 @@ class Dump:
             declared = np.unique(table["layers"])
             _require(
                 declared.dtype.kind in "iu" and np.isin(numbers, declared).all(),
-                f"{name}: lines are of layers {numbers.tolist()}; expected some of its `layers`, "
-                f"{declared.tolist()}",
+                f"{name}: lines of layers {numbers.tolist()}; expected of {declared.tolist()}",
             )
             numbers = declared.astype(np.int64)
         if kept_lines is None:
@@ -178,9 +176,8 @@ class Dump:
         for row, sets in self.kept.items():
             layer, head, pos = np.nonzero(sets)
             parts.append((np.array(self.layers)[layer], head, np.full_like(pos, row), pos))
-        arrays: dict[str, Any] = {"page": self.page}
-        if not self.whole:
-            arrays["layers"] = np.array(self.layers)
+        layers = {} if self.whole else {"layers": np.array(self.layers)}
+        arrays: dict[str, Any] = {"page": self.page, **layers}
         if parts:
             columns = np.concatenate(parts, axis=1).astype(np.int32)
             arrays |= zip(KEPT, columns, strict=True)

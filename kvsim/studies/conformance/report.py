@@ -92,12 +92,12 @@ class Conformance:
                 text.append(f"{ties} more differ in entries tied at the cut")
         text += [f"explained by {each.name}: {each.description}" for each in self.deviations]
         if apart and not self.deviations:
-            text.append("explained by none of the known deviations by itself; two may act")
+            text.append("no known deviation explains it by itself; two together may")
         return [*text, *self.remarks]
 
     def document(self) -> dict[str, Any]:
         """Return the report ready for JSON."""
-        names = ("dump", "policy", "budget", "events", "compared", "equal", "remarks")
+        names = ("dump", "policy", "budget", "events", "compared", "part", "equal", "remarks")
         return {
             **{name: getattr(self, name) for name in names},
             "ties": len(self.ties),
@@ -176,9 +176,8 @@ def conform(
     remarks = {
         f"no line of {numbered(silent)}: there nothing leaves or is rounded, and all pages are "
         "read; a dump of some layers says so: Dump(layers=[...])": bool(silent and differences),
-        f"pages have {dump.page} entries in the dump: Dump(page=N)": (
-            dump.read is not None and dump.page == 1 and bool(differences)
-        ),
+        "pages have 1 entry in the dump; for more: Dump(page=N)": bool(differences)
+        and (dump.read is not None and dump.page == 1),
         "states are those of the trace: exact in the first layer and at the first event; later the "
         "implementation continues from states that its evictions have changed": (
             trace is not None and later
@@ -196,7 +195,8 @@ def conform(
         differences=tuple(differences),
         deviations=tuple(_deviations(case, differences)) if explain else (),
         remarks=tuple(remark for remark, holds in remarks.items() if holds),
-        part=_part(dump.layers, source.layer_ids),
+        part=f"; only {numbered(sorted(dump.layers))} of {numbered(source.layer_ids)}"
+        * ({*dump.layers} != {*source.layer_ids}),
     )
 
 
@@ -220,12 +220,6 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
     elif not deviations and kinds <= {"tie", "choice"} and by_chance(case, differences):
         deviations.append(_CHANCE)
     return deviations
-
-
-def _part(layers: Sequence[int], every: Sequence[int]) -> str:
-    if {*layers} == {*every}:
-        return ""
-    return f"; only {numbered(layers)} of {numbered(every)}"
 
 
 #: What the implementation does, and what it does not, with each kind of set.
