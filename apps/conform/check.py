@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def asked(trace: kvsim.Trace, command: str) -> Dump:
-    """What the engine keeps of the states of a trace."""
+    """The sets that the engine keeps for the states of a trace."""
     with tempfile.TemporaryDirectory() as folder:
         states, dump = Path(folder, "states.npz"), Path(folder, "dump.npz")
         arrays: dict[str, Any] = {name: trace.read(name).float().numpy() for name in "qkv"}

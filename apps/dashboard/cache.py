@@ -21,7 +21,7 @@ from .tiles import Tile, reading_tile, retention_tile
 
 @dataclass(frozen=True)
 class Source:
-    """A trace or a run and when it was written, so that what replaces it is read anew."""
+    """A trace or a run with its time of writing, so that a replaced one is read again."""
 
     path: str
     written: float
@@ -64,7 +64,7 @@ def trace(source: Source) -> Trace:
 def record(
     source: Source, choice: Choice, layer: int | None = None, *, internals: bool = False
 ) -> Record:
-    """Replay all layers, or one alone; internals: keep the decisions of events."""
+    """Replay all layers, or only one; internals: keep the decisions of events."""
     return kvsim.replay(
         trace(source),
         choice.built(),
@@ -84,7 +84,7 @@ def together(choice: Choice) -> bool:
 
 @st.cache_data(max_entries=32, show_spinner="pooling the map of positions")
 def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Tile:
-    """Kept positions of a head after the events; alone: the only layer replayed, None for all."""
+    """Kept positions of a head after the events; alone: the only replayed layer, None for all."""
     replayed = record(source, choice, alone)
     return retention_tile(replayed, replayed.layers.index(layer), head)
 

@@ -37,7 +37,7 @@ SAMPLE = "sample-smollm2"
 #: The option for a sweep over the chosen trace instead of a run.
 HERE = "the chosen trace, replayed here"
 
-#: Kinds of pieces behind an eviction: the word in links, and the effect of leaving each out.
+#: Kinds of pieces after an eviction: the word in links, and the effect of leaving each out.
 BEHIND = {
     "sparse attention": ("reader", "reads all"),
     "quantizer": ("quantizer", "exact"),
@@ -75,8 +75,8 @@ def several(label: str, key: str, options: Sequence[str], start: Sequence[str], 
 def _kept(key: str, options: Sequence[Any], start: Any) -> dict[str, Any]:
     """Return keywords of a widget whose value is in the link and outlasts other options.
 
-    Where the options change, as with the run, it has what a link or the user chose of them before,
-    else the default: a choice that another run does not offer comes back behind it.
+    Where the options change, as with the run, the earlier choice of a link or the user returns once
+    it is an option again; until then the default is chosen.
     """
     state, chosen, offer = st.session_state, f"chosen_{key}", ([*options], start)
     links = st.query_params.get_all(key)
@@ -133,9 +133,9 @@ def runs() -> dict[str, Path]:
 
 
 def sidebar(shown: Sequence[str]) -> None:
-    """Show the choices that stay when the page changes: run, trace, layer and head, or some.
+    """Show the choices that persist across pages: run, trace, layer and head, or some of these.
 
-    They stay because the frame of the pages shows them, and not a page.
+    They persist because the frame of the pages shows them, and not a page.
     """
     _restore("run", [*runs(), HERE])
     _restore("trace", traces())
@@ -154,7 +154,7 @@ def sidebar(shown: Sequence[str]) -> None:
                 )
         if "layer" not in shown:
             return
-        # a trace that cannot be read has no layers; the page says what is wrong
+        # an unreadable trace has no layers; the page shows the error
         with contextlib.suppress(KvsimError):
             opened = cache.trace(source())
             # of the sample with a text, the head of the README's first figure; else the last layer
@@ -169,7 +169,7 @@ def sidebar(shown: Sequence[str]) -> None:
 
 
 def _restore(key: str, options: Collection[str]) -> None:
-    """Choose again what a link or the user chose before pages that do not show the widget."""
+    """Restore the choice of a link or the user after pages without the widget."""
     chosen = st.session_state.get(key) or st.query_params.get(key)
     if chosen is not None:
         st.session_state[f"chosen_{key}"] = [chosen]
@@ -248,7 +248,7 @@ def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
 
 
 def access(name: str, key: str) -> str:
-    """Choose sparse attention, a quantizer and a merger behind an eviction, nothing by default."""
+    """Choose sparse attention, a quantizer and a merger after an eviction, none by default."""
     behind = []
     keys = {kind: f"{key}_{word}" for kind, (word, _) in BEHIND.items()}
     used = any(st.session_state.get(x) or x in st.query_params for x in keys.values())

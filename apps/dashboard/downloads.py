@@ -1,4 +1,4 @@
-"""Tables behind pictures, shown folded and offered as files."""
+"""Tables of the data of pictures, shown folded and offered as files."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def title(name: str, how: str) -> None:
 
 
 def stop(what: str, error: Exception, advice: str = "") -> NoReturn:
-    """Show what cannot be done, why, and what to do; end the page."""
+    """Show an error, its reason and a remedy; end the page."""
     st.error(what, icon=":material/error:")
     st.text(str(error))
     if advice:
@@ -46,7 +46,7 @@ def reading(sentence: str) -> None:
 
 
 def prompts(means: pl.DataFrame) -> None:
-    """Show how many prompts are behind means."""
+    """Show the number of prompts of the means."""
     fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
     if most < FEWEST:
         st.caption(f"{plural(most, 'prompt').capitalize()}: no interval and no bar below {FEWEST}.")
@@ -59,7 +59,7 @@ def prompts(means: pl.DataFrame) -> None:
 
 
 def fidelity(levels: Iterable[str]) -> None:
-    """Show how far the numbers above can be trusted."""
+    """Show the fidelity of the numbers above."""
     for level in sorted(set(levels)):
         st.caption(f":material/verified: fidelity **{level}**: {FIDELITY_MEANING[level]}.")
 
@@ -98,7 +98,7 @@ def axes(
         ticktext=[str(first) for first in edges[:-1:step]],
         tickangle=0,
         showgrid=False,
-        range=[-0.5, len(names) - 0.5],  # markers would make room beside the cells
+        range=[-0.5, len(names) - 0.5],  # markers would take space next to the cells
     )
     figure.update_yaxes(
         title=what, type="category", autorange="reversed", nticks=24, showgrid=False

@@ -114,10 +114,10 @@ def segments(
     """Draw how an event cuts a head's cache, in four parts over the positions.
 
     Cumulative masses with boundaries; boundaries of the event before; entries, quota and kept
-    entries of each segment; positions that stay, also with the scorer alone.
+    entries of each segment; positions that stay, also with only the scorer.
 
-    before: the event before, None at the first event. alone: positions that the scorer alone holds.
-    names: of the policy and of the scorer alone.
+    before: the event before, None at the first event. alone: positions held by only the scorer.
+    names: of the policy and of the scorer.
     """
     figure = make_subplots(
         rows=4, cols=1, shared_xaxes=True, row_heights=[0.42, 0.12, 0.29, 0.17],
@@ -221,7 +221,7 @@ def _points(
 
 
 def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None:
-    """Bars of entries and kept entries; marks at the quota and at entries of the scorer alone."""
+    """Bars of entries and kept entries; marks at the quota and at entries of only the scorer."""
     starts, stops = event.starts, np.append(event.boundaries, event.row + 1)
     middle = (starts + stops) / 2
     spans = np.array([f"{a} to {b - 1}" for a, b in zip(starts, stops, strict=True)])

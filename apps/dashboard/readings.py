@@ -1,4 +1,4 @@
-"""Charts in a sentence: what a reader sees, computed from the numbers that are drawn."""
+"""Sentences that describe charts, computed from the drawn numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT = (TOKEN_STATES.index("retained"), _UNREAD)
 
 
 def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = None) -> str:
-    """Say how much of a text each policy has, and what it misses; states: by policy."""
+    """Describe how much of a text each policy keeps and misses; states: by policy."""
     parts = []
     for name, state in states.items():
         counts = state.counts()
@@ -43,7 +43,7 @@ def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = No
 
 
 def response(period: Mapping[str, Any], total: float) -> str:
-    """Say what the tokens of the response lose between an event and the next; total: in nats."""
+    """Describe the loss of the response's tokens between two events; total: in nats."""
     count, changed, kl = (period[name] for name in ("tokens", "changed", "kl"))
     where = f", first at position {period['first']}" if changed else ""
     return (
@@ -64,7 +64,7 @@ def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "pos
 
 
 def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | None) -> str:
-    """Say what the segments of an event are, and where AMS and its scorer differ most."""
+    """Describe the segments of an event, and where AMS and its scorer differ most."""
     counts, kept = event.counts(), event.counts(event.kept)
     held = spread(event, alone)
     edges = np.append(event.starts, event.row + 1)

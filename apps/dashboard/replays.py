@@ -1,4 +1,4 @@
-"""Replays of policies on the chosen trace, and the text of one head by what became of it."""
+"""Replays of policies on the chosen trace, and the text of one head by token state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A record of a policy; alone: the layer that was replayed by itself, None for all layers."""
+    """A record of a policy; alone: the only replayed layer, None for all layers."""
 
     settings: Settings
     choice: cache.Choice
@@ -122,7 +122,7 @@ class Replayed:
 
 
 def replay(settings: Settings, name: str) -> Replayed | str:
-    """Replay the layer alone, or all layers where they share a budget; else return the reason."""
+    """Replay only the layer, or all layers where they share a budget; else return the reason."""
     trace, layer = settings.trace, settings.layer
     try:
         check_unwindowed(trace, layer)
@@ -148,7 +148,7 @@ def unable(reason: str) -> None:
 
 
 def legend(states: Mapping[str, TokenStates | None], settings: Settings) -> None:
-    """Say what two texts show, and what their colours mean; nothing before the first event."""
+    """Explain two texts and their colours; nothing before the first event."""
     scored = {name: state for name, state in states.items() if state is not None}
     if scored:
         needles = settings.trace.header.spans.get("needle", ())

@@ -40,7 +40,7 @@ from . import cache, controls, elements
 PLAIN = "main"
 #: Replayed by default.
 POLICIES = ("streaming_llm", "snapkv", "tova", "ams+tova")
-#: Evictions that are offered with sparse attention or a quantizer behind them.
+#: Evictions that are offered with sparse attention or a quantizer after them.
 COMBINED = ("h2o", "snapkv", "tova")
 BUDGETS = ("64", "128")
 #: Budgets for traces of at least so many tokens.
@@ -256,14 +256,14 @@ _SHARES = ("5%", "10%", "25%", "50%")
 
 
 def _offered() -> list[str]:
-    """Return evictions and pieces behind one that need no parameters, and some of both."""
+    """Return evictions and later pieces without required parameters, and some combinations."""
     offered = []
     for name in names():
         entry = controls.entry(name)
         if not entry.required:
             offered.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
     behind = [name for name in names(ACCESS) if not controls.entry(name).required]
-    real = [name for name in behind if not name.startswith("top")]  # bounds stand alone
+    real = [name for name in behind if not name.startswith("top")]  # bounds are not combined
     return [*offered, *behind, *(f"{first}+{name}" for first in COMBINED for name in real)]
 
 

@@ -4,7 +4,7 @@ Other users of a machine reach its loopback address too, and so does every page 
 browser. `Guard` therefore lets nothing through, page, file or WebSocket, without the token of this
 server, which is drawn when it starts. Browsers send a cookie to all ports of a host, but not to all
 paths: the pages lie below a path that no other server knows, and the cookie with the token is sent
-there alone.
+only there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ POLICY: Final = (
     "worker-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-#: On every answer, beside the policy.
+#: Headers of every response besides the policy.
 HEADERS: Final = {
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
@@ -75,7 +75,7 @@ FORMER: Final = re.compile(r"/[0-9a-f]{32}(?=/)")
 
 
 class Guard:
-    """Middleware that answers only who has the token, and only pages of the server itself.
+    """Middleware that answers only requests with the token, and only from the server's own pages.
 
     The token is in the address that is opened first, or in the cookie that this address sets for
     `base`, the path of the pages.

@@ -107,7 +107,7 @@ def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
     cells, done, missing = (parameters.get(name) for name in ("cells", "done", "missing"))
     if not (isinstance(cells, int) and isinstance(done, int) and isinstance(missing, int)):
         return ""
-    missing = min(missing, cells - done)  # without the task of what traces have in themselves
+    missing = min(missing, cells - done)  # without the task of values of only the trace
     counts = {"missing": missing, "failed": cells - done - missing}
     words = " and ".join(f"{count} {what}" for what, count in counts.items() if count > 0)
     return f"{lead}partial: {words} of {plural(cells, 'cell')}" if words else ""

@@ -1,4 +1,4 @@
-"""`measure`: records, or a trace alone, to a tidy Table."""
+"""`measure`: a tidy Table of records, or of only a trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure(
     optima: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
 ) -> pl.DataFrame:
-    """Measure one record or many of the same trace, or a trace alone.
+    """Measure one record or many of the same trace, or only a trace.
 
     Metrics of decisions at events (`Metric.notes`: segments and quotas of `ams`) need a record with
     internals, `kvsim.replay(..., internals=True)`; without them only their proxies have values. A
@@ -49,7 +49,7 @@ def measure(
 
     Args:
         trace: a trace, its path or URL, or an `Analysis` of it with its own settings.
-        record: one or many; None for metrics of the trace alone.
+        record: one or many; None for metrics of only the trace.
         metrics: one or several, by name. By default, of records the quick ones (`Metric.default`),
             without a record all of kind "trace".
         events: add a row for every event, with the row after which it fired.
@@ -61,10 +61,11 @@ def measure(
     Returns:
         A Table with one row per value: trace, its model, labels of the prompt (task, domain, level;
         length and depth), policy, budget, the turn of a trace with several, whose labels these then
-        are, layer, head (KV head) or qhead (query head), value, chance (its value by chance alone,
-        if known) and fidelity. Policy, budget and schedule are null in rows about the trace.
-        Without `events`, a row has the last event or the mean over events (`Metric.over_events`).
-        Facts about the policy are in the columns `kvsim.analysis.table.FACTS`.
+        are, layer, head (KV head) or qhead (query head), value, chance (its expected value by
+        chance, if known) and fidelity. Policy, budget and schedule are null in rows about the
+        trace. Without `events`, a row has the last event or the mean over events
+        (`Metric.over_events`). Facts about the policy are in the columns
+        `kvsim.analysis.table.FACTS`.
 
     Raises:
         PolicyError: an unknown metric, a metric of records without a record, or regret without

@@ -25,7 +25,7 @@ from kvsim.schema import first_of, object_at, schedule
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
 
-#: Results whose budget bounds what is held, or the rows that reach deeper layers.
+#: Results whose budget limits the held entries, or the rows that reach deeper layers.
 HELD = pl.col("bounds").str.contains("held", literal=True)
 
 #: The budget as requested: a share of the tokens such as "25%", or the number of entries.

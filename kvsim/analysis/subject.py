@@ -26,7 +26,7 @@ class Subjected:
     given: dict[Callable[[Any], Any], Any]
 
     def of(self, compute: Callable[[Self], T]) -> T:
-        """Return what `compute` returns of this object, computed once."""
+        """Return the result of `compute` on this object, computed once."""
         if compute not in self.given:
             self.given[compute] = compute(self)
         result: T = self.given[compute]

@@ -1,7 +1,6 @@
 """Verdicts on policies at one budget, from values by prompt.
 
-Values are those of `kvsim.analysis.comparison`, the statistics those of `significance`; the English
-is in `sentences`.
+`kvsim.analysis.comparison` has the values, `significance` the statistics, `sentences` the English.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _OPTIONS = {
     "client.showErrorLinks": "false",
     "client.toolbarMode": "minimal",
     "server.fileWatcherType": "none",
-    # controls are blue, because red is what a policy loses
+    # controls are blue, because red marks evicted entries
     "theme.light.primaryColor": "#0072b2",
     "theme.dark.primaryColor": "#56b4e9",
     # a length that follows the budget is set and has a default

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from kvsim.errors import CaptureError, error_line
 
-#: Settings that change logits, which are applied; and those of them that concern drawn tokens.
+#: Applied settings that change logits; and those that only concern sampling.
 OF_DRAWS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 APPLIED = (
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length"),

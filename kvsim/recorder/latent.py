@@ -117,7 +117,7 @@ class Latents:
         both = weight.to(dtype).unflatten(0, (heads if fits else 1, -1))
         size = both.shape[1] - of_value  # both: [qhead, unrotated + value, rank]
         rotated, error = key[:, :1, :, size:], 0.0
-        if fits and not weight.is_meta:  # a plan has shapes alone
+        if fits and not weight.is_meta:  # a plan has only shapes
             new = torch.cat([key[0, :, -rows:, :size], value[0, :, -rows:]], dim=-1).to(dtype)
             error = float(relative_error(new, latent[-rows:].to(dtype) @ both.mT).max())
             fits = bool((key[..., size:] == rotated).all())

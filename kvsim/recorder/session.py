@@ -69,7 +69,7 @@ class Session:
 
     #: the context that other prompts have, too
     shared: SharedContext | None = None
-    #: the bar of several prompts, and what it says of this one
+    #: the progress bar of several prompts, and this prompt's label
     show: Callable[..., None] | None = None
     label = ""
     begun = False  # after the rows that another session has run

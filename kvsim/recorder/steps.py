@@ -137,7 +137,7 @@ class Projections(Step):
         """Find the projections of the recorded layers."""
         self.blocks: dict[int, Tensor] = {}
         self._unchecked: dict[int, tuple[Tensor, Tensor]] = {}
-        self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
+        self._entries: dict[int, LayerEntries] = {}  # entries of the last call of each layer
         model, layers = self.session.model, self.session.layer_ids
         found = {x: _projection(x, y) for x, y in attention_modules(model).items() if x in layers}
         self.names = {x: f"{name} of layer {x}" for x, (name, _, _) in found.items()}

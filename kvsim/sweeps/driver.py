@@ -117,7 +117,7 @@ def replay_all(
         traces: one or several: objects, paths, folders, names of samples.
         policies: one or several: objects or names.
         budgets: one or several: entries per KV head, or shares such as `25%`.
-        progress: called with (cells done, cells, what is being done); True shows a bar.
+        progress: called with (cells done, cells, current step); True shows a bar.
         **options: the options of `kvsim.experiment.ReplayOptions`.
     """
     given = dict[str, Any](options, traces=traces, policies=policies, budgets=budgets)

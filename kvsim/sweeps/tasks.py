@@ -37,7 +37,7 @@ from kvsim.sweeps.code import of_kvsim
 if TYPE_CHECKING:
     from kvsim.runner.judging import Judge
 
-#: Called with (cells done, cells, what is being done).
+#: Called with (cells done, cells, current step).
 Progress = Callable[[int, int, str], None]
 #: Bytes of the arrays of a task in memory. More layers share more work, fewer keep more processes
 #: busy.

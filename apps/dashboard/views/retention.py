@@ -1,4 +1,4 @@
-"""Page *Retention*: what the events of a policy leave of every position, and what they wipe out."""
+"""Page *Retention*: retained positions after the events of a policy, and wiped-out regions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]
 
 
 def _map(number: int, replay: Replayed, row: int, height: int) -> None:
-    """Show the map of all events, and say what is left after the chosen one; and what is read."""
+    """Show the map of all events, and describe retained and read entries after the chosen one."""
     if replay.events.size:
         _events(number, replay, row, height)
     elif not replay.reads:

@@ -1,4 +1,4 @@
-"""Page *Segments*: how AMS cuts a cache at an event, next to its scorer alone.
+"""Page *Segments*: the segments of a cache at an event of AMS, compared with only its scorer.
 
 Both act after the prompt too, as on *Retention*, so that every text longer than its budget has one.
 """
@@ -33,7 +33,7 @@ MOST = 10_000_000
 
 @dataclass(frozen=True)
 class Replays:
-    """AMS around a scorer, and the scorer alone on the same budget and events."""
+    """AMS around a scorer, and only the scorer, on the same budget and events."""
 
     trace: Trace
     layer: int
@@ -51,7 +51,7 @@ class Replays:
 
 
 def page() -> None:
-    """Show the segments of one event, and what the scorer alone keeps then."""
+    """Show the segments of one event, and the entries that only the scorer keeps then."""
     trace = controls.trace()
     place = st.sidebar.container()
     st.sidebar.divider()

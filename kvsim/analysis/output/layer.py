@@ -142,9 +142,9 @@ def _around(count: int, before: Tensor, after: Tensor) -> Tensor:
 class Rows(NamedTuple):
     """Output and mass of rows of a layer, next to the output with the full cache.
 
-    at: the rows. out: output over what they see [H, G, w, d], to be overwritten. mass: its share
-    of full attention [H, G, w]. full: the full cache's output [H, G, w, d], of length size
-    [H, G, w].
+    at: the rows. out: output over visible entries [H, G, w, d], to be overwritten. mass: its share
+    of full attention [H, G, w]. full: the full cache's output [H, G, w, d], of length size [H, G,
+    w].
     """
 
     at: slice | Tensor

@@ -85,7 +85,7 @@ def _regret_gap(subject: Subject) -> Floats | None:
 
 
 def _added_weighted(subject: Subject) -> Floats:
-    """Squares of what eviction adds to the residual stream, times the sensitivity [layer, row]."""
+    """Squares of the change of the residual stream, times the sensitivity [layer, row]."""
     added = np.asarray(subject.output().added, np.float64)  # where a metric reads `o_proj`
     sensitivity = np.array(subject.trace.header.layer_sensitivity)[[*subject.record.layers]]
     weighted: Floats = sensitivity[:, None] * added**2

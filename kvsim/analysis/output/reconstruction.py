@@ -52,8 +52,8 @@ def reconstruction_table(
     `task_of`.
 
     cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
-    1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's
-    own schedule is ignored. progress: called with (cells done, cells, what is being done).
+    1; the budget is the rest of `cut` entries per head, rounded down, at least 1. A policy's own
+    schedule is ignored. progress: called with (cells done, cells, current step).
 
     Raises PolicyError for a cut or a ratio out of range, and before any work the errors of
     `kvsim.replay` on budgets.

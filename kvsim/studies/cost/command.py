@@ -61,9 +61,9 @@ def cost(
     ] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Say what policies cost on a model: memory, time, FLOPs.
+    """Print the cost of policies on a model: memory, time, FLOPs.
 
-    And what was assumed. Closed form, from the model's configuration; nothing is run, except to
+    And the assumptions. Closed form, from the model's configuration; nothing is run, except to
     measure the selection layer on a trace.
     """
     from kvsim.core.arguments import resolve_budget

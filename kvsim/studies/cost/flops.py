@@ -50,7 +50,7 @@ class Event:
         return 2 * self.h * rows * self.n * self.d
 
     def received(self) -> Any:
-        """Logits of the rows since the last event, each with what it saw."""
+        """Logits of the rows since the last event, each with its visible entries."""
         return 2 * self.h * self.since * (self.n - (self.since - 1) / 2) * self.d
 
     def similarity(self, keys: float) -> Any:

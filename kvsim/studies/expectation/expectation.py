@@ -55,7 +55,7 @@ def key_gaps(trace: Trace, *, skip: int = 4, n_future: int = 512, device: str = 
     """The gap of every key from position `skip` on, less `normal_gap`; [layer, qhead, key] in nats.
 
     Over the queries of the same rows before RoPE, those before a key too: they are samples of
-    queries to come. Keys are rotated back by the mean rotation of the positions behind the rows, as
+    queries to come. Keys are rotated back by the mean rotation of the positions after the rows, as
     the policy does.
     """
     stop, layers = trace.n_pos, []
@@ -150,8 +150,8 @@ def expected_and_observed(
 ) -> Expectation:
     """Expected and observed attention of every query head, one layer in memory at a time.
 
-    cut: rows of the past, a fifth of the trace by default, as in the paper. Raises PolicyError
-    where there are no two samples behind the sinks, or no row after the cut.
+    cut: rows of the past, a fifth of the trace by default, as in the paper. Raises PolicyError with
+    fewer than two samples after the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
     if not sink + 2 <= cut < trace.n_pos or trace.windowed:

@@ -1,4 +1,4 @@
-"""Metrics of what Expected Attention expects of queries and attention."""
+"""Metrics of Expected Attention's assumptions on queries and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a policy behind its model interface, so that all of its tasks run.
+"""lm-evaluation-harness: a policy as one of its models, so that all of its tasks run.
 
     from lm_eval import simple_evaluate
     from kvsim.studies.interop.harness import PolicyLM
@@ -42,7 +42,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # it comes without types
     Args:
         model: a decoder model of transformers.
         tokenizer: the model's.
-        policy: a Policy, its name, or a scorer alone.
+        policy: a Policy, its name, or only a scorer.
         budget: as for `kvsim.replay`; the final length is that of context and continuation, of a
             response that of the longest.
         interval: rows between events after the context; the policy's own by default.

@@ -16,7 +16,7 @@ from kvsim.files import check_writable
 #: differ only in what they keep.
 _CELLS = "streaming_llm,h2o,tova,snapkv,random --budget 64,128 --interval 32"
 
-#: What is said before each command, and the command, in the folder of the demo.
+#: Text before each command, and the command, in the folder of the demo.
 COMMANDS = {
     "prompts --task walk --out prompt.jsonl --n 1": "A prompt for tiny, which ships with kvsim.",
     "capture --model tiny --prompts prompt.jsonl --no-o-proj --out trace.zarr": (

@@ -66,7 +66,7 @@ Purpose = Literal[
 
 
 class LedgerError(KvsimError, ValueError):
-    """A prompt that is not in the language, asks for what it does not state, or is too large."""
+    """A prompt outside the language, with a question on unstated facts, or too large."""
 
 
 class Word(NamedTuple):
@@ -127,7 +127,7 @@ _LETTERS |= {
     for word in words
 }
 
-#: The parts of a prompt in order, and what is expected where one does not follow.
+#: The parts of a prompt in order, and the expected part in errors.
 _PARTS = {
     r"F:": "'facts :'",
     r"(?:nnk\.|f+\.)*": "",
@@ -246,7 +246,7 @@ def _interlude(out: _Response, counter: int, total: int) -> None:
 
 @lru_cache(maxsize=64)
 def solve(prompt: str) -> Solution:
-    """Compute the right response to ``prompt`` from its text alone.
+    """Compute the right response to ``prompt`` from only its text.
 
     Raises LedgerError where the prompt is not in the language, or names a node without a fact or a
     kind without a digit.

@@ -49,8 +49,8 @@ _FAINT = 1e-5
 def variance_curves(curves: Sequence[Curve]) -> Figure:
     """Relative rank variance by layer, tau, and a marker at the selection layer of each line.
 
-    ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
-    shows how the layers would rank if no layer had selected.
+    ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. After the selection layer a line
+    shows the ranks as if no layer had selected.
     """
     figure, axis = single_panel(7.2, 3.7 + 0.17 * len(curves))
     styles = series(map(str, range(len(curves)))).values()
@@ -90,7 +90,7 @@ def selection_grid(
 
     Grey where no layer is selected. Hatched: the look-back is longer than there are layers, and all
     layers were used. By default from layer 1 to the last but one, which drops nothing, and from 2
-    to 16 layers: one layer alone has no variance.
+    to 16 layers: a single layer has no variance.
     """
     total = ranking.n_layers
     firsts = tuple(first_layers or range(1, total - 1) or range(total))

@@ -119,7 +119,7 @@ class Ranking:
     """Pooled scores and ranks of the tokens before the window, in every layer.
 
     scores [L, m], ranks int64 [L, m], 1 the best; m = prompt_len - window. rule: its window, pool
-    and kernel made the scores; its other parameters are the defaults of what is asked. task: the
+    and kernel are those of the scores; its other parameters are defaults of the methods. task: the
     group of traces.
     """
 

@@ -35,12 +35,12 @@ def heads(
     overwrite: shared.Overwrite = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Measure how much each head loses if it holds sinks and recent entries alone, or in all.
+    """Measure the loss of each head with only sinks and recent entries, or by utility.
 
-    The traces are of one model. The plan says of each KV head the error of its attention output,
-    and replays as `--policy duo:FILE`: the heads that lose most hold everything. With `--policy
-    lukv` it says which entries each head can lose for the least utility; traces then need output
-    projections (`kvsim capture --o-proj`).
+    The traces are of one model. The plan has the error of each KV head's attention output, and
+    replays as `--policy duo:FILE`: the heads that lose most hold everything. With `--policy lukv`
+    it has the shares of entries that each head can lose for the least utility; traces then need
+    output projections (`kvsim capture --o-proj`).
     """
     from kvsim.policies.lukv import SCORER
     from kvsim.studies.learning.plans import head_plan, utility_plan

@@ -32,7 +32,7 @@ _ROWS = 64
 def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     """Return the plan of a model: the score of each KV head, for `duo:FILE`.
 
-    The score of a head is the error of its attention output if it alone streams
+    The score of a head is the error of its attention output if only it streams
     (`kvsim.policies.duo`); a layer whose sliding window bounds its cache scores 0.
 
     Args:

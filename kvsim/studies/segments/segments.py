@@ -31,10 +31,10 @@ AMS, PROXY = "ams", "proxy_run"
 class Segments:
     """Segments of one layer at its events; rows [E] of the events.
 
-    count, entries int [H, E]: segments, and what they hold together. shift [H, E - 1]: of the
+    count, entries int [H, E]: segments, and their entries together. shift [H, E - 1]: of the
     boundaries of an event, at positions that the event before had, the mean distance from the
     nearest of that event; NaN where one has none, None of runs. positions [E]: from which sets of
-    so many entries are drawn by chance, None where segments are no runs of what stays.
+    so many entries are drawn by chance, None where segments are no runs of kept entries.
     """
 
     rows: Ints
@@ -130,10 +130,10 @@ class Segmented:
     """One head at one event, in order of position.
 
     [n] of the live entries: pos; observed, the share of the attention mass that the window gives;
-    credit, what is remembered of it and of earlier events, not normalised; mass, the mixture of
-    both that is cut; protected; kept, still there after the event; segment, which
-    one it belongs to. quota [S]: entries that each segment may keep. suffix: the share of the mass
-    that lies on the rows of the window.
+    credit, the memory of it and of earlier events, not normalised; mass, the mixture of both that
+    is cut; protected; kept, still there after the event; segment, which one it belongs to. quota
+    [S]: entries that each segment may keep. suffix: the share of the mass that lies on the rows of
+    the window.
     """
 
     row: int
