@@ -1,4 +1,4 @@
-"""Arguments as users give them: values as text, one for several, budgets as shares."""
+"""Parsing of user arguments: values as text, lists, and budgets as shares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONSTANTS: dict[str, Value] = {
 
 
 def value_of(text: str) -> Value:
-    """Return the number, True, False or None that a text means; any other text as it is.
+    """Parse a text as a number, True, False or None; return any other text unchanged.
 
     A number has at most 64 characters.
     """
@@ -38,7 +38,7 @@ def value_of(text: str) -> Value:
 
 
 def setting(key: str, value: Any) -> str:
-    """Return a parameter as `--set` reads it."""
+    """Parse a parameter of `--set`."""
     text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     return f"{key.replace('scorer__', 'scorer.')}={text}"
 
@@ -50,13 +50,13 @@ def listed(given: T | Iterable[T]) -> list[T]:
 
 
 def share_of(budget: int | str) -> str | None:
-    """Return a budget such as `25%` or `64MiB` as text without spaces; None for one in entries."""
+    """Return a budget such as `25%` or `64MiB` without spaces; None for a number of entries."""
     text = "".join(str(budget).split())
     return None if re.fullmatch(r"[+-]?[\d_]+", text) else text
 
 
 def in_entries(budget: int) -> int:
-    """The budget as an int. BudgetError for anything else, a share or a truth value included."""
+    """Return the budget as an int; BudgetError for anything else, such as a share or a bool."""
     entries = integer(budget)
     if entries is not None and entries <= NEVER:
         return entries
@@ -68,9 +68,9 @@ def in_entries(budget: int) -> int:
 def resolve_budget(
     budget: int | str, n_pos: int, expected: str = "entries (128) or a share (25%)"
 ) -> int:
-    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1.
+    """Return entries: an integer, or `25%` of the final length, rounded down, at least 1.
 
-    expected: what errors say is.
+    expected: the expectation in errors.
     """
     if not isinstance(budget, str):
         return in_entries(budget)

@@ -1,4 +1,4 @@
-"""The arithmetic of attention: rotary embedding, partial attention, and the exact merge of parts.
+"""Attention: rotary embedding, partial attention, and the exact merge of parts.
 
 Shape letters: L layers, H KV heads, G query heads of a group, w rows (queries), n entries (keys),
 d head dimension. Query head `i` belongs to KV head `i // G`.
@@ -22,15 +22,15 @@ from kvsim.schema import NEVER
 Layout = Literal["half", "interleaved", "unknown"]
 Reduction = Literal["mean", "max", "sum"]
 
-# torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
-# It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
-# It takes the last axis as dense without looking at its stride: see `_dense_rows`.
+# torch's fused CPU kernel returns the log-sum-exp with the output, so that parts merge exactly. It
+# is a private operator: without it, and on other devices, `_attend_blocks` runs. It ignores the
+# stride of the last axis: see `_dense_rows`.
 _FUSED: str | None = "_scaled_dot_product_flash_attention_for_cpu"
 
-# Logits that the unfused path holds at once.
+# Logits held at once by the unfused path.
 _BLOCK_LOGITS = 1 << 24
 
-# Rows of a block where a sliding window or chunks hide what lies far back.
+# Rows of a block where a sliding window or chunks mask out distant entries.
 _WINDOW_ROWS = 256
 
 
@@ -44,9 +44,9 @@ class Formula:
     scale: factor of q . k. softcap: a logit z becomes softcap tanh(z / softcap) (Gemma 2, arXiv
     2408.00118, section 2); None leaves it. window: a row sees itself and window - 1 positions
     before it (Mistral 7B, arXiv 2310.06825, section 2); None, all of them. chunk: a row sees the
-    positions up to itself of its own chunk of so many, counted from position 0 (Llama 4); None,
-    all of them. sinks: for each query head a logit that takes its share of the softmax and has no
-    value (gpt-oss, arXiv 2508.10925, section 2.2); none by default.
+    positions up to itself of its own chunk of so many, counted from position 0 (Llama 4); None, all
+    of them. sinks: for each query head a logit in the softmax without a value (gpt-oss, arXiv
+    2508.10925, section 2.2); none by default.
     """
 
     scale: _Positive
@@ -61,17 +61,17 @@ class Formula:
 
     @property
     def plain(self) -> bool:
-        """Whether a row sees everything before it and logits are scale q . k, nothing else."""
+        """Whether rows see everything before them, and logits are just scale q . k."""
         return self.softcap is None and self.reach is None and not self.sinks
 
     @property
     def reach(self) -> int | None:
-        """The longest text of which window and chunk mask out nothing; None without them."""
+        """The longest text without masking by window or chunk; None without them."""
         return min(filter(None, (self.window, self.chunk)), default=None)
 
     @property
     def local(self) -> str:
-        """The name of what masks out entries far back."""
+        """The name of the mask of distant entries."""
         return "a sliding window" if self.chunk is None else "chunks"
 
     def last_rows(self, pos: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ class Formula:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of a model, as its kernel saw it (RoFormer, arXiv 2104.09864).
+    """Rotary position embedding of a model, as applied by its kernel (RoFormer, arXiv 2104.09864).
 
-    inv_freq: one frequency per rotated pair, radians per position, after any scaling rule
-    (llama3, yarn, linear). attention_scaling multiplies cos and sin (yarn). rotary_dim: how many
-    leading dimensions rotate, two for each frequency by default. layout: "half" pairs dimension i
-    with i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1. Without frequencies nothing
-    turns, as in layers without a rotary embedding. "unknown": positions rotate queries and keys in
-    another way, or unlike, and methods raise NeedsError.
+    inv_freq: one frequency per rotated pair, radians per position, after any scaling rule (llama3,
+    yarn, linear). attention_scaling multiplies cos and sin (yarn). rotary_dim: how many leading
+    dimensions rotate, two for each frequency by default. layout: "half" pairs dimension i with i +
+    rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1. Without frequencies nothing is
+    rotated, as in layers without RoPE. "unknown": another rotation, or different ones of queries
+    and keys; methods raise NeedsError.
     """
 
     inv_freq: Sequence[float] | Tensor
@@ -136,22 +136,22 @@ class Rope:
         return cls(tuple(theta ** (-2.0 * i / dim) for i in range(dim // 2)))
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
-        """x [..., n, d] turned forward by its positions pos [n] or [..., n]; angles in float64."""
+        """Rotate x [..., n, d] by its positions pos [n] or [..., n]; angles in float64."""
         return self._turn(x, pos, 1.0)
 
     def unrotate(self, x: Tensor, pos: Tensor) -> Tensor:
-        """The inverse of `rotate`: x as it was before the rotary embedding."""
+        """Invert `rotate`: x before the rotary embedding."""
         return self._turn(x, pos, -1.0)
 
     def rotate_mean(self, x: Tensor, start: int, count: int) -> Tensor:
-        """The mean of x [..., d] turned by each of the positions start..start+count-1.
+        """The mean of x [..., d] rotated by each of the positions start..start+count-1.
 
-        In closed form: the pair of frequency f turns to the middle position and shrinks by the
-        Dirichlet factor sin(count f/2) / (count sin(f/2)). Turning by -p is the transpose of
-        turning by p, so the positions 1-start-count..-start give the transpose of this mean.
+        In closed form: the pair of frequency f rotates to the middle position and shrinks by the
+        Dirichlet factor sin(count f/2) / (count sin(f/2)). The positions 1-start-count..-start give
+        the transpose of this mean.
         """
         frequency = self._frequencies(x)
-        # whole turns per position change nothing, and without them sin(f/2) is 0 for f = 0 alone
+        # full rotations have no effect; without them sin(f/2) is 0 only for f = 0
         frequency = frequency - 2 * math.pi * (frequency / (2 * math.pi)).round()
         shrink = torch.sinc(frequency * count / (2 * math.pi))
         shrink /= torch.sinc(frequency / (2 * math.pi))
@@ -184,7 +184,7 @@ class Rope:
         return torch.tensor(self.inv_freq, dtype=torch.float64, device=x.device)
 
     def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Each pair of x as a complex number, times cos + i sin; the other dimensions stay."""
+        """Multiply each pair of x, as a complex number, by cos + i sin; other dimensions stay."""
         a, b = self.pairs(x)
         rest = x[..., 2 * len(self.inv_freq) :]
         if self.layout == "half":
@@ -197,7 +197,6 @@ class Rope:
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
-    """Return numbers as floats; raise TraceError unless they are a list of finite ones."""
     try:
         array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
     except (TypeError, ValueError, RuntimeError):  # lists of different lengths, sparse tensors
@@ -222,8 +221,7 @@ def attend(
 
     causal: row i sees entries 0..i (needs w == n). mask: bool [B, 1 or G, w, n], True where a row
     sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. The formula's window
-    and chunk are no part of it, which a mask says, nor are its sinks, because they count once for a
-    row and not in each part: see `with_sinks`.
+    and chunk must be in the mask; its sinks count once per row, not in each part (`with_sinks`).
     """
     if k.shape[-2] == 0:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
@@ -236,13 +234,13 @@ def attend(
     # torch.where keeps the layout of the mask
     bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype).contiguous()
     out, lse = fused(q, k, v, 0.0, causal, attn_mask=bias, scale=formula.scale)
-    if mask is not None:  # the kernel gives 0 where nothing is seen
+    if mask is not None:  # the kernel returns 0 where nothing is visible
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out[..., :of_value], lse
 
 
 def _dense_rows(x: Tensor, size: int) -> Tensor:
-    """Return x [..., n, size], its last axis padded; copied where rows are not dense or shared."""
+    """Return x [..., n, size] with a padded last axis; copied if rows are shared or not dense."""
     if x.shape[-1] < size:
         return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]:
@@ -253,7 +251,6 @@ def _dense_rows(x: Tensor, size: int) -> Tensor:
 def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, formula: Formula, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` in plain operations, a block of rows at a time."""
     n = k.shape[-2]
     step = max(1, _BLOCK_LOGITS // max(1, q.shape[0] * q.shape[1] * n))
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
@@ -274,7 +271,7 @@ def _attend_blocks(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of entries, from the attention over each.
+    """Merge attention over two disjoint sets of entries into that over their union.
 
     out [..., w, d], lse [..., w]; exact: the weights of the parts are exp(lse_part - lse_union).
     Writes into out_a.
@@ -285,16 +282,16 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole rows out [..., w, d], lse [..., w], once sinks [...] have taken their share.
+    """Add sinks [...] to the softmax of whole rows out [..., w, d], lse [..., w].
 
-    A sink is an entry that every row sees and whose value is 0. Writes into out.
+    A sink is an entry visible to every row, with value 0. Writes into out.
     """
     total = torch.logaddexp(lse, sinks.unsqueeze(-1))
     return out.mul_((lse - total).exp_().unsqueeze(-1)), total
 
 
 def softmax(z: Tensor, sinks: Tensor) -> Tensor:
-    """Softmax of logits z [..., n] beside sinks [...], which take a share that is not given."""
+    """Softmax of logits z [..., n] and sinks [...], without the sinks' share."""
     return torch.cat([z, sinks.unsqueeze(-1)], dim=-1).softmax(-1)[..., :-1]
 
 
@@ -319,7 +316,6 @@ def causal_attention(
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int) -> tuple[Tensor, Tensor]:
-    """Causal attention without sinks, a block of rows at a time over what its rows see."""
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for a in range(0, q.shape[2], _WINDOW_ROWS):
         b = min(a + _WINDOW_ROWS, q.shape[2])
@@ -338,7 +334,7 @@ def _local(q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int) -> tup
 
 
 def sees(rows: Tensor, pos: Tensor, formula: Formula) -> Tensor:
-    """Which of the positions pos [n] each of rows [w] sees in full attention, bool [w, n]."""
+    """Positions pos [n] visible to rows [w] in full attention, bool [w, n]."""
     rows = rows.unsqueeze(-1)
     seen = pos <= rows
     return seen if formula.reach is None else seen & (rows <= formula.last_rows(pos))
@@ -347,7 +343,7 @@ def sees(rows: Tensor, pos: Tensor, formula: Formula) -> Tensor:
 def attention_weights(
     q: Tensor, k: Tensor, lse: Tensor, formula: Formula, rows: Tensor, pos: Tensor
 ) -> Tensor:
-    """Rows of full attention [qhead, w, n], exactly, through their log-sum-exp.
+    """Exact rows of full attention [qhead, w, n], from their log-sum-exp.
 
     q [qhead, w, d] and lse [qhead, w] of rows [w], k [head, n, d] of positions pos [n].
     """

@@ -1,4 +1,4 @@
-"""Budgets as users state them: entries, shares of the final or the present length, bytes."""
+"""User budgets: entries, shares of the final or the current length, bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
 SO_FAR = "so-far"
 
-#: What a budget of a replay or a live run is.
+#: A budget of a replay or a live run.
 EXPECTED = f"entries (128), a share (25%, 25%{SO_FAR}) or bytes (64MiB, 64MiB@float32)"
 
 
 def budget_at(policy: Policy, tokens: int, budget: int) -> int:
-    """Return the budget of an event after so many tokens, of a policy whose budget is given."""
+    """Return a policy's budget at an event after n tokens."""
     return budget if policy.so_far is None else max(1, int(tokens * policy.so_far + 1e-9))
 
 
 def sharing(trace: Trace) -> int:
-    """Layers with entries of their own that see the whole text and share a budget; at least 1."""
+    """Number of layers with their own entries and no window, which share a budget; at least 1."""
     return max(1, len({*trace.owners} - {*trace.windowed}))
 
 

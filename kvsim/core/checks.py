@@ -19,7 +19,7 @@ Positions = Sequence[int] | slice | Tensor
 
 
 class _Names(dict[Any, str]):
-    """Names by the text of a dtype, which also finds the dtype; torch is loaded for none."""
+    """Names by dtype or its text, without loading torch."""
 
     def __missing__(self, dtype: object) -> str:
         return dict(self)[str(dtype)]
@@ -33,12 +33,12 @@ FLOAT16_MAX = 65504.0
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """The dtype in which numbers are hashed and projections stored; float32 for bfloat16."""
+    """Return the dtype for hashes and stored projections; float32 for bfloat16."""
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float64 for what is stored so, else float32."""
+    """Return the dtype to compute in: float64 for float64 arrays, else float32."""
     return torch.float64 if stored == torch.float64 else torch.float32
 
 
@@ -46,8 +46,8 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
     """Return an array of real numbers as a tensor on the CPU; numpy's memory is copied.
 
     Raises:
-        TraceError: no array, one without numbers of its own (masked, sparse, quantized, nested,
-            meta), or one of another dtype.
+        TraceError: not an array, an array without plain numbers (masked, sparse, quantized, nested,
+            meta), or another dtype.
     """
     problem = f"is {type(array).__name__}"
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
@@ -67,7 +67,7 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
 
 
 def in_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so."""
+    """Return the tensor in C order and in a dtype, with a version counter; no copy if possible."""
     with torch.inference_mode(mode=False):
         tensor = tensor.to(dtype).contiguous()
         return torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
@@ -113,8 +113,8 @@ def check_meta(meta: Any, where: str) -> None:
 def resolve_device(device: Any, *, here: bool = True) -> str:
     """Return the name of a device; `auto` is cuda where PyTorch finds a GPU, else cpu.
 
-    here: whether it has to be on this machine. `auto` is never mps, which has no float64. Raises
-    PolicyError for a device that is not here.
+    here: require a device of this machine, else PolicyError. `auto` is never mps, which has no
+    float64.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,7 +132,7 @@ def resolve_device(device: Any, *, here: bool = True) -> str:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU; of a GPU all at once, for which it is waited once."""
+    """Return tensors on the CPU, with one synchronisation for all tensors of a GPU."""
     if not any(each.is_cuda for each in tensors.values()):
         return {name: each.to("cpu") for name, each in tensors.items()}
     host = {}
@@ -145,7 +145,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise TraceError where the shapes of the given arrays do not fit together."""
+    """Raise TraceError for inconsistent shapes of arrays."""
     for name, shape in shapes.items():
         axes = AXES[name]
         if len(shape) != len(axes) or 0 in shape:
@@ -154,7 +154,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
             )
     heads = shapes["k"][1]
     sizes = {"moment": 1 + shapes["k"][3]}
-    for name in filter(shapes.get, AXES):  # the first that has an axis says its size
+    for name in filter(shapes.get, AXES):  # the first array with an axis sets its size
         sizes = dict(zip(AXES[name], shapes[name], strict=True)) | sizes
     for name, shape in shapes.items():
         sizes["dim"] = (shapes["v"] if name in OF_VALUES else shapes["q"])[-1]
@@ -195,12 +195,12 @@ def as_stored(
 
 
 def as_array(values: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor on the CPU as numpy stores it; of bfloat16, which it lacks, the bits."""
+    """Return a tensor as a numpy array; of bfloat16, which numpy lacks, the bits."""
     return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], where: str) -> str:
-    """Return the message on an array that a trace does not have: what it has, and what to do."""
+    """Return the message on a missing array: the arrays that exist, and the remedy."""
     projections = meta.get("projections")
     if name == "o_proj" and isinstance(projections, dict):
         folder = projections_folder(str(projections.get("digest")))
@@ -217,7 +217,7 @@ def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], whe
 def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:
     """Raise TraceError at the first NaN or infinity of an array with the axes of `AXES`.
 
-    layer, pos: where the array begins in the whole one, along its axes of that name.
+    layer, pos: offset of the array in the whole one, along these axes.
     """
     # A NaN or infinity survives in the sum, which takes one pass and no mask; the sum may also
     # overflow, so only the mask decides.
@@ -251,9 +251,9 @@ def tolerance(*dtypes: str) -> float:
 
 
 def logit_rounding(lse: Tensor) -> float:
-    """Return how far rounding in the dtype of these log-sum-exps moves weights, at most 0.01.
+    """Return the effect on weights of rounding these log-sum-exps in their dtype, at most 0.01.
 
-    Two computations differ by four last bits of logits, of which those that matter are close to the
+    Two computations differ by four last bits of logits; relevant logits are close to the
     log-sum-exp of their row. Only logits of hundreds round by more than `TOLERANCE`: layer 0 of
     Qwen2.5-Coder-0.5B has 1,458, that of the 1.5B differed by 3.5e-4 on a GPU.
     """
@@ -261,7 +261,6 @@ def logit_rounding(lse: Tensor) -> float:
 
 
 def _largest(values: Tensor, *axes: int) -> Tensor:
-    """Return the largest absolute value, along axes if given, without a copy of all."""
     return torch.maximum(values.amax(axes), -values.amin(axes))
 
 
@@ -275,7 +274,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 def as_positions(at: Positions, n_pos: int) -> Tensor:
     """Return positions as int64; negative ones count from the end.
 
-    Raises PositionError for anything but a list of integers, and for positions that are not there.
+    Raises PositionError for anything but a list of integers, and for positions out of range.
     """
     if isinstance(at, slice):
         return torch.arange(n_pos)[at]

@@ -1,4 +1,4 @@
-"""The digest of a trace: SHA-256 over what its attention depends on (docs/trace-format.md)."""
+"""The digest of a trace: SHA-256 over the inputs of its attention (docs/trace-format.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsim.core.left_out import stored_shape
 from kvsim.core.sources import ArraySource
 from kvsim.schema import AXES, CHUNK
 
-#: Arrays whose content makes up the digest, in this order, as far as a trace has them.
+#: Arrays in the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse", "received", "moments")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
@@ -62,16 +62,16 @@ class ContentDigest:
         }
 
 
-#: Keys of `meta` on which no result depends; those of projections are among the checksums.
+#: Keys of `meta` without effect on results; projections are among the checksums.
 _APART = ("versions", "capture_check", "notes", "projections", "settings")
 
 
 def fingerprint(digest: str, header: Header, checksums: Mapping[str, Any]) -> str:
-    """Return the key of a trace in results: its digest, and 16 hex digits of all else they read.
+    """Return the key of a trace in results: its digest, and 16 hex digits of their other inputs.
 
-    That is `meta` (needle, labels, answers, turns, sensitivity of layers, model) and the checksums
-    of texts and of the arrays that the digest leaves out. The digest alone says what attention is,
-    and so which queries, keys and values were learned from.
+    These are `meta` (needle, labels, answers, turns, sensitivity of layers, model) and the
+    checksums of texts and of arrays outside the digest. The digest identifies only the attention,
+    and so the queries, keys and values of a calibration.
     """
     facts = {
         "meta": {key: fact for key, fact in header.meta.items() if key not in _APART},
@@ -85,7 +85,7 @@ def array_fingerprint(
 ) -> str:
     """Return the fingerprint of a trace of these arrays and texts of tokens, or None.
 
-    dtype: of arrays whose own the header lacks.
+    dtype: of arrays without one in the header.
     """
     digest = ContentDigest()
     shapes = dict(source.shapes)

@@ -1,4 +1,4 @@
-"""The cache of a block of layers as a table of entries, and what a source holds at them.
+"""The cache of a block of layers as a table of entries.
 
 Shape letters: L layers of the block, H KV heads, n entries (left-padded where heads hold different
 numbers), d head dimension, T positions.
@@ -13,12 +13,12 @@ from kvsim.core.lazy import Tensor, torch
 
 
 class Entries:
-    """The cache as a table whose rows are entries, in position order: `pos` and named columns.
+    """The cache as a table of entries in position order: `pos` and named columns.
 
     pos [L, H, n] absolute positions, -1 on pads. live [L, H, n] is False on pads, which are on the
     left; padded: whether there are any. count [L, H]: live entries of each head. stop: the position
-    after the last one. Columns [L, H, n] hold what a policy carries with each entry. compacted: the
-    source holds the live entries alone, in the slots of this table, and not those of all positions.
+    after the last one. Columns [L, H, n]: a policy's values for each entry. compacted: the source
+    holds only the live entries, in the slots of this table.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Entries:
         self.count = self.pos.new_zeros(layers, heads)
         self.padded, self.stop = False, 0
         self.columns = {name: like.new_empty(layers, heads, 0) for name in columns}
-        self.aligned = True  # slot i is row i of the source's arrays, as long as nothing left
+        self.aligned = True  # slot i is row i of the source's arrays until the first eviction
 
     def append(self, start: int, stop: int) -> None:
         """Add the entries of positions start..stop-1 to every head."""
@@ -60,7 +60,7 @@ class Entries:
     def compress(self, keep: Tensor) -> Tensor:
         """Keep the entries marked in keep [L, H, n]; pads go to the left again.
 
-        Returns the slot that each new slot had before, int [L, H, n']; any where a pad is now.
+        Returns the previous slot of each new slot, int [L, H, n']; undefined for pads.
         """
         self.count = keep.sum(-1)
         fewest, most = (int(count) for count in self.count.aminmax())
@@ -77,9 +77,9 @@ class Entries:
         return slot
 
     def places(self, total: int) -> Tensor:
-        """Where entries are in an array [L, H, total] that is flattened, int [L, H, n].
+        """Indices of entries in a flattened array [L, H, total], int [L, H, n].
 
-        Of pads it is the first position of the head.
+        Pads point to the first position of the head.
         """
         pos = self.pos.clamp(min=0) if self.padded else self.pos
         layers, heads, _ = pos.shape
@@ -88,12 +88,12 @@ class Entries:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing has left."""
+        """Whether nothing was evicted."""
         return self.aligned and not self._compacted
 
 
 def gather(stored: Tensor, entries: Entries) -> Tensor:
-    """Rows of stored [L, H, T, d] at the entries' positions, 0 on pads; [L, H, n, d]."""
+    """Gather rows of stored [L, H, T, d] at the entries' positions, 0 on pads; [L, H, n, d]."""
     layers, heads, total, dim = stored.shape
     n = entries.pos.shape[-1]
     if entries.aligned:

@@ -13,7 +13,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.sources import ArraySource
 from kvsim.errors import TraceError
 
-# Of threads that share a trace, one computes and the others take what it kept.
+# One thread computes; other threads that share the trace take its result.
 _COMPUTING = threading.Lock()
 
 
@@ -22,10 +22,10 @@ class FullAttention:
 
     Args:
         source: the arrays.
-        formulas: what each layer computes.
+        formulas: the attention formula of each layer.
         dtype: the compute dtype.
-        cache: keep what is computed, layer by layer, in memory.
-        base: full attention of the same queries, whose output and log-sum-exp are the same.
+        cache: keep results in memory, layer by layer.
+        base: full attention of the same queries, with the same output and log-sum-exp.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class FullAttention:
         return recorded.get("attn_out", out[:, :, rows]), recorded.get("lse", lse[:, :, rows])
 
     def _compute(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a layer."""
         if layer in self._computed:
             return self._computed[layer]
         q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
@@ -86,16 +85,15 @@ class FullAttention:
         return attention_weights(q, k, lse, self._formulas[layer], rows, pos)
 
     def _lse(self, layer: int) -> Tensor:
-        """Return the log-sum-exp [qhead, pos] of a layer; the last is kept for its other rows."""
         if self._cache or self._base is not None:
             return self.layers(_only(layer))[1][0]
-        last = self._last  # threads share a trace: what is compared is what is returned
+        last = self._last  # threads share a trace: return the compared object
         if last is None or last[0] != layer:
             last = self._last = layer, self.layers(_only(layer))[1][0]
         return last[1]
 
     def _pick(self, name: str, layer: int, at: Tensor) -> Tensor:
-        """Positions `at` of one layer, reading no more than from the first to the last of them."""
+        """Read positions `at` of one layer, within one range from the first to the last."""
         low, high = int(at.min()), int(at.max())
         return self._read(name, _only(layer), slice(low, high + 1))[0].index_select(1, at - low)
 

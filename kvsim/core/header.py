@@ -1,4 +1,4 @@
-"""The header of a trace: everything that it says about itself besides its arrays."""
+"""The header of a trace: its metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsim.core.sources import Size
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, LABELS, LOGPROBS, REPETITION, SUMS, object_at
 
-#: Attributes that only some traces have.
+#: Optional attributes.
 OPTIONAL = ("context_len", "questions", "owners", "sizes", "left_out")
 
 
@@ -28,21 +28,21 @@ class Header:
 
     Attributes:
         prompt_len: rows 0 to prompt_len - 1 are the prefill.
-        formulas: what each layer of the trace computes from q, k, v.
+        formulas: the attention formula of each layer.
         ropes: the rotary embedding that q and k of each layer went through.
         layer_ids: the model's number of each layer.
-        context_len: rows 0 to context_len - 1 are the context, the others of the prompt the
-            question; None where the prompt does not say so.
+        context_len: rows 0 to context_len - 1 are the context, later ones of the prompt the
+            question; None without a context.
         questions: (start, stop) of each question after the first answer, in the rows after the
-            prompt; the rows between them, and behind the last, are the answers. Empty for one turn.
+            prompt; the rows between and after them are the answers. Empty for one turn.
         name: for tables and figures; not part of the digest.
-        source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
+        source_dtypes: the dtype of each array in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
-        left_out: rows (start, stop) of which only sums are stored; None where there are none.
-        owners: the place of the layer whose entries each layer reads, its own or an earlier one;
-            empty where each reads its own.
-        sizes: query heads, KV heads, dimensions of keys and of values of each layer, of which the
-            arrays have the largest, padded with zeros; empty where all layers have those.
+        left_out: rows (start, stop) of which only sums are stored, or None.
+        owners: for each layer, the place of the layer whose entries it reads, itself or an earlier
+            one; empty if each reads its own.
+        sizes: query heads, KV heads, dimensions of keys and of values of each layer; arrays have
+            the largest, padded with zeros. Empty if all layers are equal.
     """
 
     prompt_len: int
@@ -60,13 +60,13 @@ class Header:
 
     @property
     def optional(self) -> dict[str, Any]:
-        """What only some traces have, ready for JSON: attributes of files, and in the digest."""
+        """Optional attributes, ready for JSON: attributes of files, and part of the digest."""
         facts = {name: listed(getattr(self, name)) for name in OPTIONAL}
         return {name: fact for name, fact in facts.items() if fact}
 
     @property
     def labels(self) -> dict[str, str | int | float]:
-        """Labels of the prompt, as far as they are text or numbers (`schema.LABELS`)."""
+        """Labels of the prompt that are text or numbers (`schema.LABELS`)."""
         return self._labels(self.meta)
 
     def labels_of(self, turn: int) -> dict[str, str | int | float]:
@@ -74,7 +74,7 @@ class Header:
         return self.labels | self._labels(self.turn(turn))
 
     def turn(self, turn: int) -> Mapping[str, Any]:
-        """What `meta` says of a turn, from 1: its labels, question, response, answer check."""
+        """The `meta` of a turn, from 1: its labels, question, response, answer check."""
         turns = self.meta.get("turns")
         of_turn = turns[turn - 1] if isinstance(turns, list) and len(turns) >= turn else None
         return of_turn if isinstance(of_turn, dict) else {}
@@ -95,7 +95,7 @@ class Header:
 
     @property
     def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
+        """Token spans (start, stop) of the prompt by name, such as its `needle`."""
         return {
             name: tuple((start, end) for start, end in spans)
             for name, spans in self.meta.get("spans", {}).items()
@@ -103,13 +103,13 @@ class Header:
 
     @property
     def other_layers(self) -> dict[int, str]:
-        """Kinds of the model's layers without attention, by number: such as `linear_attention`."""
+        """Kinds of the model's layers without attention by number, such as `linear_attention`."""
         kinds = object_at(object_at(self.meta, "model"), "other_layers")
         return {number: str(kind) for kind, numbers in kinds.items() for number in numbers}
 
     @property
     def whole(self) -> bool:
-        """Whether these are all layers with attention, as far as `meta` says which these are."""
+        """Whether these are all layers with attention, as far as `meta` lists them."""
         layers, others = object_at(self.meta, "model").get("layers"), self.other_layers
         layers = layers if isinstance(layers, int) else len(self.layer_ids)
         return [*self.layer_ids] == [x for x in range(layers + len(others)) if x not in others]
@@ -121,14 +121,14 @@ class Header:
 
     @property
     def layer_sensitivity(self) -> tuple[float, ...]:
-        """For each layer the KL in nats that its error causes over that error squared; else none.
+        """KL in nats caused by each layer's error, over that error squared; empty if unmeasured.
 
-        How it is measured: `kvsim.recorder.sensitivity`.
+        Measured by `kvsim.recorder.sensitivity`.
         """
         return tuple(self.meta.get("layer_sensitivity", ()))
 
     def held(self, name: str, rows: range) -> list[slice]:
-        """Return which of these rows a trace has of an array, in runs; the last ones always."""
+        """Return the stored runs of these rows of an array; the last rows are always stored."""
         return held_parts(name, rows, self.left_out)
 
     @property
@@ -156,7 +156,7 @@ class Header:
 
     @property
     def latent(self) -> int | None:
-        """Of latent attention, the size of the latent, which ends a key and is its value."""
+        """Size of the latent in latent attention: the end of a key, and its value."""
         latent = self.meta.get("latent")
         return latent if type(latent) is int else None
 
@@ -168,7 +168,7 @@ class Header:
                 raise TraceError(f"{where}: {name} is {reprlib.repr(value)}; expected {expected}")
 
     def _facts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, bool, str]]:
-        """Name, value, whether it fits the arrays, what is expected; later ones need earlier."""
+        """Yield name, value, whether it fits the arrays, expectation; later ones need earlier."""
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         heads, value_dim = shapes["v"][1::2]
         largest, meta = (n_qheads, heads, dim, value_dim), self.meta
@@ -227,7 +227,7 @@ class Header:
 
 
 def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
-    """Whether there is a size for each layer, not all the same, and the arrays have the largest."""
+    """Whether each layer has a size, sizes differ, and the arrays have the largest."""
     return (
         len(sizes) == n_layers
         and len({*sizes}) > 1
@@ -237,7 +237,6 @@ def _are_sizes(sizes: Sequence[Size], n_layers: int, largest: Size) -> bool:
 
 
 def _are_spans(spans: Any, prompt_len: int) -> bool:
-    """Whether these are lists of pairs of positions of the prompt by name."""
     several = spans.values() if isinstance(spans, dict) else [[None]]
     return all(isinstance(each, list | tuple) for each in several) and all(
         isinstance(span, list | tuple)
@@ -248,7 +247,6 @@ def _are_spans(spans: Any, prompt_len: int) -> bool:
 
 
 def _numbers(values: Any, n: int, low: float, high: float) -> bool:
-    """Whether these are n finite numbers, none below `low` or above `high`."""
     return (
         isinstance(values, list | tuple)
         and len(values) == n > 0
@@ -257,12 +255,12 @@ def _numbers(values: Any, n: int, low: float, high: float) -> bool:
 
 
 def listed(value: Any) -> Any:
-    """Return a value of a header as JSON has it: with lists in place of tuples."""
+    """Return a value of a header for JSON: lists in place of tuples."""
     return [*map(listed, value)] if isinstance(value, tuple) else value
 
 
 def fits_label(name: str, value: Any) -> bool:
-    """Whether a value may be a label: text or a whole number of 64 bits, as columns of tables are.
+    """Whether a value may be a label: text or a 64-bit integer, like columns of tables.
 
     `length` is never text, and `depth` a number from 0 to 1.
     """
@@ -273,5 +271,5 @@ def fits_label(name: str, value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return text that UTF-8 can hold: halves of surrogate pairs, legal in JSON, are escaped."""
+    """Return text valid in UTF-8: lone surrogates, legal in JSON, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

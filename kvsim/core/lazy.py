@@ -1,4 +1,4 @@
-"""torch, loaded when something of it is used first: reading tables takes none of it."""
+"""torch, loaded on first use, so that reading tables does not import it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ else:
     class _Torch(ModuleType):
         def __getattr__(self, name: str) -> Any:
             module = import_module("torch")
-            self.__dict__.update(vars(module))  # from here on as fast as the module itself
+            self.__dict__.update(vars(module))  # later uses are as fast as the module
             return getattr(module, name)
 
     class _OfTorch(type):
         def __instancecheck__(cls, value: object) -> bool:
-            loaded = sys.modules.get("torch")  # without it there is no tensor
+            loaded = sys.modules.get("torch")  # no torch, no tensor
             return loaded is not None and isinstance(value, loaded.Tensor)
 
     class Tensor(metaclass=_OfTorch):
-        """Stands for `torch.Tensor` in annotations and `isinstance`."""
+        """`torch.Tensor` in annotations and `isinstance`."""
 
     torch = _Torch("torch")
 
 
-#: Tokens of a trace, and parameters of a model, below which a second thread makes nothing faster.
+#: Tokens of a trace, and parameters of a model, below which a second thread does not help.
 SHORT, SMALL = 4096, 200_000_000
 
 
 @contextmanager
 def threads_for(work: Iterable[Any] | torch.nn.Module) -> Iterator[None]:
-    """Let torch use one thread meanwhile if all traces are short, or the model is small."""
+    """Limit torch to one thread in the block if all traces are short, or the model is small."""
     if isinstance(work, torch.nn.Module):
         small = sum(parameter.numel() for parameter in work.parameters()) < SMALL
     else:

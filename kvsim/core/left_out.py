@@ -1,8 +1,8 @@
-"""Rows that a trace leaves out, and the sums over them that policies read instead.
+"""Rows that a trace omits, and the stored sums over them that policies read instead.
 
-The first block of rows stays, for policies that learn from the beginning of a text. Where the rows
-left out end, `received` has the attention that each position received from all rows before, and
-`moments` the mean and the covariance of the queries before RoPE of all rows but the first.
+The first block of rows stays, for policies calibrated on the beginning of a text. At the end of the
+omitted rows, `received` has the attention that each position received from all earlier rows, and
+`moments` the mean and covariance of the pre-RoPE queries of all rows but the first.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LeftOut = tuple[int, int] | None
 
 
 def left_out_before(end: int, rows: int) -> LeftOut:
-    """Return what is left out where the prompt, or its context, has `end` tokens.
+    """Return the omitted rows for a prompt, or its context, of `end` tokens.
 
-    At least `rows` of its last rows stay, and the last one in any case.
+    At least `rows` of its last rows stay, and always the last one.
     """
     stop = max(0, min(end - rows, end - 1)) // CHUNK * CHUNK
     return (CHUNK, stop) if stop > CHUNK else None
 
 
 def stored_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[int, ...]:
-    """Return the shape of what is stored of an array; of the whole one, if borders are swapped."""
+    """Return the stored shape of an array; of the whole one, if borders are swapped."""
     if left_out is None or name not in OF_ROWS:
         return shape
     return (*shape[:2], shape[2] - left_out[1] + left_out[0], *shape[3:])
@@ -43,7 +43,7 @@ def stored_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[
 def whole_shapes(
     shapes: Mapping[str, tuple[int, ...]], left_out: LeftOut
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays with the rows that were left out; of what is stored."""
+    """Return the shapes of arrays with the omitted rows, from the stored shapes."""
     swapped = None if left_out is None else (left_out[1], left_out[0])
     return {name: stored_shape(name, shape, swapped) for name, shape in shapes.items()}
 
@@ -55,7 +55,7 @@ def left_out_among(rows: Tensor, left_out: LeftOut) -> LeftOut:
 
 
 def stored_part(name: str, pos: slice, n_pos: int, left_out: LeftOut, where: str) -> slice:
-    """Return where positions of an array are in what is stored of it; NeedsError if some are not.
+    """Map positions to the stored part of an array; NeedsError if some are omitted.
 
     pos: step 1.
     """
@@ -82,7 +82,7 @@ def held_parts(name: str, pos: range, left_out: LeftOut) -> list[slice]:
 
 
 class HeldRows:
-    """A source of what is stored, with positions of the whole text; errors call it `where`."""
+    """A source of the stored rows, by positions of the whole text; errors call it `where`."""
 
     def __init__(self, stored: ArraySource, left_out: LeftOut, where: str) -> None:
         self.stored, self._left_out, self._where = stored, left_out, where
@@ -90,15 +90,15 @@ class HeldRows:
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array; NeedsError for rows that are left out."""
+        """Part of an array; NeedsError for omitted rows."""
         pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
         return self.stored.read(name, layers, pos)
 
 
 class Sums:
-    """The sums of one layer, rows one after the other, as `kvsim.core.view.View` adds them up.
+    """The sums of one layer, added up row by row like `kvsim.core.view.View`.
 
-    rope: None where queries before RoPE are not known.
+    rope: None if pre-RoPE queries are unknown.
     """
 
     def __init__(self, formula: Formula, rope: Rope | None) -> None:

@@ -1,20 +1,19 @@
-"""What resident entries become when others leave: a merger, which folds these into them.
+"""Mergers, which fold evicted entries into resident ones, and the stored values that result.
 
-Keys are after RoPE, as in the cache. What is stored follows from keys, values and the kept sets
-alone, so that metrics and the judge compute it again from a record.
+Keys are after RoPE, as in the cache. Stored values depend only on keys, values and kept sets, so
+metrics and the judge recompute them from a record.
 
-Attention Matching (arXiv 2602.16284, adamzweiger/compaction@2e59cc8) is no merger. It adds a bias
-to the logit of each kept key, and fits the values of all kept entries together, by least squares,
-to the attention output of given queries. This would take a bias of each entry in `row_weights`, in
-the masks of live runs and in records, and queries in `fold`, which joins pairs of entries. Its code
-was run (keys by root mean square, biases within 3) on two needle prompts of SmolLM2 with 512 tokens
-and 64 entries; the mean relative error is that of attention output of rows of the response. Fitted
-to the rows of the prompt, it rises from 0.381 to 0.445. Fitted to rows that repeat the prompt, it
-falls from 0.340 to 0.261, and to 0.279 without biases. With 192 queries for 128 entries it rises
-from 0.163 to 0.748. So a fit helps where queries are many and resemble later ones.
+Attention Matching (arXiv 2602.16284, adamzweiger/compaction@2e59cc8) is not a merger: it biases the
+logit of each kept key, and fits the values of all kept entries by least squares to the attention
+output of given queries. `fold` has no queries, and records no biases. Its code (keys by root mean
+square, biases within 3) ran on two needle prompts of SmolLM2 with 512 tokens and 64 entries. The
+mean relative error of attention output in the response rises from 0.381 to 0.445 with a fit to rows
+of the prompt, and from 0.163 to 0.748 with 192 queries for 128 entries. With a fit to rows that
+repeat the prompt it falls from 0.340 to 0.261, and to 0.279 without biases. So a fit helps if
+queries are many and resemble later ones.
 
-Shape letters: L layers, H KV heads, T tokens or slots, d head dimension, m entries of a head that
-stay, e that leave.
+Shape letters: L layers, H KV heads, T tokens or slots, d head dimension, m kept and e evicted
+entries of a head.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from kvsim.schema import NEVER
 if TYPE_CHECKING:
     from kvsim.core.setting import Source
 
-#: Cosines that differ by less are equal: the first entry is the nearest.
+#: Cosines that differ by less tie: the first entry is the nearest.
 TIE = 1e-6
 
-# Cosines that are computed together.
+# Cosines computed together.
 _MOST = 1 << 24
 
 
 class Shares(NamedTuple):
-    """Weights of merging entries, and of the nearest for each, in its new sum; and the divisor's.
+    """Weights of each merging entry and of its nearest kept one in the new sum, and in the divisor.
 
     [H, e] each.
     """
@@ -52,19 +51,19 @@ class Shares(NamedTuple):
 
 
 class Merger(Piece, ABC):
-    """Folds each entry that leaves into the kept one of its head with the largest cosine of keys.
+    """Folds each evicted entry into the kept one of its head with the largest cosine of keys.
 
-    What stays becomes (own * x + sum of `entry` * y + `nearest` * x) / (own + sum of `divisor`), of
-    all entries y that merge into x; keys and values alike.
+    A kept entry x becomes (own * x + sum of `entry` * y + `nearest` * x) / (own + sum of
+    `divisor`), over all entries y that merge into it; keys and values alike.
     """
 
-    #: the weight of an entry in the sum that it becomes
+    #: the kept entry's own weight in the sum
     own = 1.0
 
     def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the entries that leave merge, bool [H, e], and the threshold [H] from now on.
+        """Mark the evicted entries that merge, bool [H, e], and return the new threshold [H].
 
-        cosines, leaves [H, e]: pads do not leave. before: the last threshold, NaN before the first.
+        cosines, leaves [H, e]: False on pads. before: the last threshold, NaN before the first.
         """
         return leaves, before
 
@@ -76,9 +75,9 @@ class Merger(Piece, ABC):
 def fold(
     merger: Merger, keys: Tensor, values: Tensor, gone: Tensor, kept: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Overwrite keys and values [H, T, d] of what is kept when others are gone, bool [H, T].
+    """Overwrite keys and values [H, T, d] of kept entries when those in `gone` [H, T] leave.
 
-    before: the last threshold, [H]. Returns which entries change [H, T], and the new threshold.
+    before: the last threshold, [H]. Returns the changed entries [H, T], and the new threshold.
     """
     changed = torch.zeros_like(kept)
     (of_gone, leaves), (of_kept, stays) = _places(gone), _places(kept)
@@ -120,12 +119,12 @@ def unknown(keys: Tensor) -> Tensor:
     return keys.new_full(keys.shape[:-2], torch.nan, dtype=compute_dtype(keys.dtype))
 
 
-#: Of positions before a row, bool [L, H, T], those where the source has them.
+#: Positions before a row, bool [L, H, T], by their place in the source.
 Places = Callable[[Tensor, int], Tensor]
 
 
 class Store:
-    """What becomes of the entries of a block of layers under a quantizer, a merger, or neither.
+    """The stored entries of a block of layers under a quantizer, a merger, or neither.
 
     evicted_at: as of the block. first: the row after which the first entries are rounded. layers:
     the place of each in the trace.
@@ -142,12 +141,12 @@ class Store:
     ) -> None:
         self._storage, self._source, self._evicted_at = storage, source, evicted_at
         self._first = self._to = first
-        self._thresholds = unknown(source.keys)  # of a merger, [L, H]
+        self._thresholds = unknown(source.keys)  # the merger's, [L, H]
         self.rounded_after: Tensor | None = None
         if isinstance(storage, Quantizer):
             self._after = evicted_at.new_full((2, *evicted_at.shape), NEVER)
             self.rounded_after = self._after[0]
-            # layers of equal quantizers are rounded together
+            # layers with equal quantizers are rounded together
             each = groupby(enumerate(map(storage.of_layer, layers)), lambda x: x[1])
             runs = ((of, [at for at, _ in run]) for of, run in each)
             self._runs = [(of, slice(at[0], at[-1] + 1)) for of, at in runs]
@@ -172,11 +171,10 @@ class Store:
         self._to = row
 
     def _channels(self, quantizer: Quantizer, row: int, places: Places) -> Tensor:
-        """The channels of keys that are stored, bool [L, H, d]; row: the source may not have it."""
         last = self._first
         held = self._evicted_at > last
         held[..., last + 1 :] = False
-        held, keys = places(held, row), self._source.writable(0)  # of any rotation
+        held, keys = places(held, row), self._source.writable(0)
         queries = self._source.queries(max(0, last + 1 - quantizer.reads.last), last + 1)
         parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
         return torch.stack([quantizer.channels(q, k.where(here, 0.0)) for q, k, here in parts])
@@ -194,7 +192,7 @@ class Store:
 
 
 def _places(marked: Tensor) -> tuple[Tensor, Tensor]:
-    """Where entries are marked, int [H, m], ascending; and which of these are no others."""
+    """Ascending places of marked entries, int [H, m], and a mask of the valid ones."""
     size = int(marked.sum(-1).amax())
     places = (~marked).byte().argsort(dim=-1, stable=True)[:, :size]
     return places, marked.gather(-1, places)

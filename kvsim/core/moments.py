@@ -1,4 +1,4 @@
-"""Mean and covariance of rows of queries, a block after the other."""
+"""Mean and covariance of rows of queries, block by block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import cast
 
 from kvsim.core.lazy import Tensor
 
-#: First rows whose queries are not among the moments that a trace stores: attention sinks.
+#: First rows left out of the stored moments: attention sinks.
 SINKS = 4
 
 #: Number of rows, their mean, and the sum of the products of their deviations.
@@ -29,10 +29,10 @@ def moments(
 
 
 def merged(before: Moments | None, block: Tensor, *, covariance: bool = True) -> Moments:
-    """Number, mean [L, ..., d] and products of deviations [L, ..., d, d] of some rows and a block.
+    """Merge number, mean [L, ..., d], products of deviations [L, ..., d, d] of rows with a block.
 
-    block [L, ..., w, d]. They merge without cancellation (Chan, Golub and LeVeque 1983, doi
-    10.1080/00031305.1983.10483115). Without `covariance` the products are those before.
+    block [L, ..., w, d]. No cancellation (Chan, Golub and LeVeque 1983, doi
+    10.1080/00031305.1983.10483115). Without `covariance` the products are unchanged.
     """
     rows, mean = block.shape[-2], block.mean(-2)
     within = mean.new_zeros(()) if before is None else before[2]

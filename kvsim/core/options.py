@@ -5,8 +5,8 @@ A dataclass or a TypedDict has an annotated field for each option:
     class Writing(TypedDict, total=False):
         temperature: Annotated[float, AtLeast(0), Help("0 takes the likeliest token.", default=0.0)]
 
-`takes_options` shows the fields as keywords of a Python function, `given_options` checks what a
-call gives, and `kvsim.cli.options` offers them as options of commands.
+`takes_options` shows the fields as keywords of a Python function, `given_options` checks the values
+of a call, and `kvsim.cli.options` offers them as options of commands.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Help:
     """Text of an option for docstrings and `--help`.
 
     Attributes:
-        text: what it does, in sentences that begin with a capital letter.
-        metavar: how a value is written on the command line.
-        default: of an option in a TypedDict; those of a dataclass have it in their field.
-        flag: its name on the command line; by default that of the keyword.
-        unset: what a command does without the option, in words; its default is None there.
+        text: its effect, in sentences that begin with a capital letter.
+        metavar: placeholder of a value on the command line.
+        default: for an option in a TypedDict; a dataclass has it in the field.
+        flag: its name on the command line; by default the keyword.
+        unset: the effect of leaving the option out, in words; its default is None there.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Declared(NamedTuple):
 
 
 def declared(options: type) -> Iterator[Declared]:
-    """Yield the fields of a dataclass or TypedDict of options, with what their annotations say."""
+    """Yield the fields of a dataclass or TypedDict of options, with their annotations."""
     of_fields = parameters(options)
     if is_typeddict(options):
         hints = get_type_hints(options, include_extras=True)
@@ -76,7 +76,7 @@ def given_options(
 
     Raises:
         TypeError: an unknown keyword.
-        KvsimError: a value of another type or out of its bounds; of the class `error`.
+        KvsimError: a wrong type or a value out of bounds; of the class `error`.
     """
     fields = {option.name: option for option in declared(options)}
     for name in given:
@@ -92,7 +92,6 @@ def given_options(
 
 
 def _written(options: type, name: str) -> str:
-    """Return the type of a field as its source has it, without the notes of `Annotated`."""
     found = (getattr(kind, "__annotations__", {}).get(name) for kind in options.__mro__)
     text = next(filter(None, found))
     tree: Any = ast.parse(getattr(text, "__forward_arg__", text), mode="eval")

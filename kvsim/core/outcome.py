@@ -1,4 +1,4 @@
-"""What the model did where a record was applied to it, and the error of the attention output."""
+"""Effects of a record on its model, and the error of the attention output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Distance is error / missing mass; below this it has more than 1 % of float32's rounding in it.
+# Distance is error / missing mass; below this, float32 rounding exceeds 1 % of it.
 _LEAST_MISSING = 1e-4
 
 
@@ -21,16 +21,16 @@ class OutputDeviation:
     NaN for rows of the prompt that do not reach the layer: they have no attention there.
 
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
-    mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
-        has them, which no policy evicts.
+    mass: share of the full attention on visible entries, and on the model's sinks if it has them,
+        which no policy evicts.
     missing: 1 - mass, without the cancellation.
     distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-4 (rounding noise).
-    factored: the error is the product of the two. Where keys were rotated to slots or rounded it is
+    factored: whether error is missing * distance. If keys were rotated to slots or rounded it is
         not, and distance is NaN.
-    added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
-        eviction adds to the residual stream; None unless it was computed.
-    before: where the rows are those after the prompt, the same of the rows of the prompt behind
-        its first event; None without such rows.
+    added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the norm of
+        eviction's change to the residual stream; None unless it was computed.
+    before: if the rows follow the prompt, the same for the rows of the prompt after its first
+        event; None without such rows.
     """
 
     error: NDArray[np.float32]
@@ -40,7 +40,7 @@ class OutputDeviation:
     before: OutputDeviation | None = None
 
     def parted(self, rows: int) -> OutputDeviation:
-        """Return the deviation without the first `rows`, which are its `before`."""
+        """Return the deviation with the first `rows` moved to `before`."""
         if not rows:
             return self
 
@@ -65,15 +65,15 @@ class OutputDeviation:
 
 @dataclass(frozen=True)
 class Forced:
-    """The recorded response fed to the model under the policy, beside the same with the full cache.
+    """The recorded response fed to the model under the policy, and with the full cache.
 
     Of R tokens of the response, each predicted by the row before it: nll, full_nll [R], their
     negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
     cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
     stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
     the prompt. output: the error of the attention output of the record's layers, of the same rows;
-    None where a replay was judged. before: the same of the rows of the prompt behind its first
-    event, and of the tokens of the prompt that they predict; None without such rows.
+    None where a replay was judged. before: the same for the rows of the prompt after its first
+    event, and the tokens of the prompt that they predict; None without such rows.
     """
 
     nll: Floats
@@ -85,7 +85,7 @@ class Forced:
     before: Forced | None = None
 
     def parted(self, rows: int) -> Forced:
-        """Return the outcome without the first `rows`, of the prompt, which are its `before`.
+        """Return the outcome with the first `rows`, of the prompt, moved to `before`.
 
         The last of them predicts the first token of the response.
         """
@@ -106,10 +106,10 @@ class Forced:
 class Generated:
     """A response that the model wrote under the policy.
 
-    tokens: of the response. right: whether it has the right answer; None where nothing says what is
-    right. answered: tokens until the answer is complete, None without one. full_right: as right,
+    tokens: of the response. right: whether it has the right answer; None if the right answer is
+    unknown. answered: tokens until the answer is complete, None without one. full_right: as right,
     with the full cache. seconds: of decoding, without the prefill. score: 0 to 1, by the scorer
-    that the prompt names, if it does.
+    that the prompt names, if any.
     """
 
     tokens: tuple[int, ...]
@@ -122,11 +122,11 @@ class Generated:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both ways of running one prompt under one policy, or a replay that was judged.
+    """Both runs of one prompt under one policy, or a judged replay.
 
-    None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
-    decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
-    later: as generated, of turns after the first.
+    None for a missing run. peak_bytes: most bytes of live keys and values in decoding, from the
+    event that ends the prefill on; full_bytes: of the full cache at the end. later: as generated,
+    for turns after the first.
     """
 
     forced: Forced | None

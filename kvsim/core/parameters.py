@@ -4,9 +4,9 @@
         window: Annotated[int, AtLeast(1)] = 32
         pool: Literal["max", "avg"] | None = "max"
 
-An annotation has the type of a value (an int passes for a float, a bool for neither, a list for
-a tuple), its bounds and its choices. Errors, `kvsim policies` and the documentation read them from
-there. A field whose annotation says nothing that can be checked takes any value.
+An annotation has the type of a value (an int passes for a float, a bool for neither, a list for a
+tuple), its bounds and its choices; errors, `kvsim policies` and the documentation read them. A
+field with another annotation takes any value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvsim.errors import KvsimError, PolicyError
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition on a number, never met by NaN; as text, its words in "an integer ..."."""
+    """A condition on a number, false for NaN; its text completes "an integer ..."."""
 
     limit: float = 0
     most: float = math.inf
@@ -85,7 +85,7 @@ class Between(Bound):
 
 
 class Finite(Bound):
-    """Any real number that a double can hold, neither infinite nor NaN."""
+    """Any finite real number that a double can hold."""
 
     words, allows = "finite", lambda _, value: abs(value) <= sys.float_info.max
 
@@ -112,7 +112,7 @@ class Parameter:
         return f"{', '.join(most)}{comma} or {last}" if most else last
 
     def value(self, given: object, label: str, error: type[KvsimError] = PolicyError) -> Any:
-        """The value as a plain number; raises `error`, beginning with `label`, for a bad one."""
+        """Return the value as a plain number; raise `error`, led by `label`, for a bad one."""
         fitted = _fitted(self.hint, given)
         if fitted is _UNFIT:
             shown = repr(given) if isinstance(given, str) else reprlib.repr(given)
@@ -122,7 +122,7 @@ class Parameter:
 
 
 def parameters(kind: type) -> dict[str, Parameter]:
-    """The parameters of a dataclass by name, in order; any other class has none."""
+    """The parameters of a dataclass by name, in order; empty for any other class."""
     return _parameters(kind)
 
 
@@ -133,17 +133,17 @@ def _parameters(kind: type) -> dict[str, Parameter]:
         return {}
     try:
         hints = get_type_hints(kind, include_extras=True)
-    except NameError:  # a name that only a type checker sees, in a piece of a user's own
+    except NameError:  # a name only for type checkers, in a user-defined piece
         hints = {}
     return {f.name: Parameter(f.name, hints.get(f.name, Any), f.default) for f in fields(kind)}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Parametrised:
-    """Base of classes that are frozen dataclasses without saying so: annotated fields, parameters.
+    """Base of implicit frozen dataclasses, whose annotated fields are parameters.
 
-    A class becomes one where it is first built, read or inherited, so that a decorator, too, may do
-    it. What lists ABC among its bases, or has an `__init__`, declares no parameters.
+    A class becomes one when it is first built, read or inherited; a decorator may do it before.
+    Classes with ABC among their bases, or an `__init__`, declare no parameters.
     """
 
     #: name in errors
@@ -155,24 +155,22 @@ class Parametrised:
             _as_dataclass(base)
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """An object of a class that is a dataclass by now."""
+        """Make the class a dataclass before its first object."""
         _as_dataclass(cls)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
         check_fields(self, self.label)
 
 
 def _as_dataclass(kind: type) -> None:
-    """Make a frozen dataclass of a class of parameters that is none yet."""
     done = vars(kind).keys() & {"__init__", "__dataclass_fields__"} or ABC in kind.__bases__
     if issubclass(kind, Parametrised) and kind is not Parametrised and not done:
         dataclass(frozen=True)(kind)
 
 
 def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyError) -> None:
-    """Raise `error` where a field of a dataclass holds what its annotation rules out."""
+    """Raise `error` for a field of a dataclass with a value that its annotation excludes."""
     for name, parameter in parameters(type(piece)).items():
         given = getattr(piece, name)
         if (fitted := parameter.value(given, label, error)) is not given:
@@ -180,7 +178,7 @@ def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyErro
 
 
 def integer(value: Any) -> int | None:
-    """An integer as an int, numpy's included; None for anything else, True and False included."""
+    """Return an integer, also numpy's, as an int; None for anything else and for bools."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -188,7 +186,7 @@ def integer(value: Any) -> int | None:
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a real number, neither NaN nor infinite; False for True and False."""
+    """Whether a value is a finite real number; False for bools."""
     try:
         real = not isinstance(value, bool) and isinstance(value, numbers.Real)
         return real and math.isfinite(value)  # type: ignore[arg-type]
@@ -200,7 +198,7 @@ _UNFIT = object()
 
 
 def _fitted(hint: Any, value: Any) -> Any:
-    """The value if it fits an annotation, as a plain number where it is a number; else _UNFIT."""
+    """Return the value if it fits an annotation, numbers as plain ones; else _UNFIT."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         fitted = _fitted(arguments[0], value)
@@ -226,7 +224,6 @@ def _fitted(hint: Any, value: Any) -> Any:
 
 
 def _each(arguments: tuple[Any, ...], value: Any) -> Any:
-    """A tuple of values that fit, itself if they do as they are."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         return _UNFIT
     values = tuple(value)
@@ -247,7 +244,6 @@ _NOUNS: Mapping[Any, str] = {
 
 
 def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
-    """Allowed values, one phrase for each alternative."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner = tuple(bound for bound in arguments[1:] if isinstance(bound, Bound))
@@ -263,15 +259,15 @@ def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
     return [" ".join([noun, " and ".join(map(str, bounds))]).strip()]
 
 
-#: Rows of the smallest window of any paper in the catalogue.
+#: The smallest window of any paper in the catalogue.
 _WINDOW = 8
 
 
 class Length(NamedTuple):
-    """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
+    """A parameter in entries or rows: its value, and the budget it is meant for.
 
-    depth: of its piece among `Policy.levels`. alike: layers have equal budgets, so that a length
-    which fits the budget fits every layer's. scaled: it shrinks where it does not fit.
+    depth: of its piece among `Policy.levels`. alike: whether layers have equal budgets, so that a
+    length fits all or none. scaled: whether it shrinks to fit.
     """
 
     depth: int
@@ -282,10 +278,10 @@ class Length(NamedTuple):
     scaled: bool = False
 
     def at(self, budget: int) -> int:
-        """The value where half of the budget holds it, else the same share of a smaller budget.
+        """Return the value if it fits half of the budget, else the same share of a smaller budget.
 
-        At least 1, and of a window 8 rows as far as half of the budget holds them: the smallest
-        that a paper uses (R-KV, PyramidKV, FastKV, DropKV); fewer rows say little.
+        At least 1, and at least 8 rows of a window if half of the budget holds them: the smallest
+        window of a paper (R-KV, PyramidKV, FastKV, DropKV).
         """
         if self.alike and 2 * self.value <= budget:
             return self.value
@@ -294,6 +290,6 @@ class Length(NamedTuple):
 
     @property
     def share(self) -> str:
-        """The value at any smaller budget, in words."""
+        """The scaled value in words."""
         where = f" if {self.value} > budget / 2" if self.alike else ""
         return f"{self.value} * budget / {self.entries}{where}"

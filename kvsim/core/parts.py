@@ -1,4 +1,4 @@
-"""Parts of a trace: by query head, in memory, and with some rows of its prompt."""
+"""Derived traces: by query head, in memory, and with some rows of the prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsim.core.trace import Trace, derived
 
 
 def by_query_head(trace: Trace) -> Trace:
-    """Return the trace with a KV head for each query head; nothing is copied before it is read."""
+    """Return the trace with a KV head for each query head, copied only on reading."""
     if trace.group == 1:
         return trace
     return derived(trace, PerQueryHead(trace.source, trace.group), base=trace)
@@ -21,8 +21,7 @@ def by_query_head(trace: Trace) -> Trace:
 def loaded(trace: Trace, layers: slice = slice(None)) -> Trace:
     """Return the trace with some layers held in memory, each array as soon as it is read.
 
-    For callers that read them many times: what is stored is read and converted once, and full
-    attention, once computed, is kept.
+    For repeated reading: stored arrays are read and converted once, and full attention is kept.
     """
     source = Loaded(trace.source, layers, trace.dtype, trace.header.held)
     same = derived(trace, source, fingerprint=trace.fingerprint)
@@ -31,11 +30,11 @@ def loaded(trace: Trace, layers: slice = slice(None)) -> Trace:
 
 
 def of_rows(trace: Trace, prompt_rows: Tensor) -> Trace:
-    """Return the trace of layers to which only some rows of the prompt go.
+    """Return the trace of layers that only some rows of the prompt reach.
 
     prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. The new trace
-    counts these rows; its `positions` are those in the sequence. Nothing is copied before it is
-    read; attention is that of these rows among themselves, with the recorded q, k, v.
+    counts these rows; its `positions` are those in the sequence. Arrays are copied only on reading;
+    attention is among these rows, with the recorded q, k, v.
     """
     after = torch.arange(trace.prompt_len, trace.n_pos)
     rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])

@@ -1,6 +1,6 @@
 """The pieces of a policy: scorer, allocator, budgets of the layers, protection and schedule.
 
-A piece is a frozen dataclass without a decorator that says so. Its annotated fields are parameters
+A piece is implicitly a frozen dataclass. Its annotated fields are parameters
 (`kvsim.core.parameters`), checked when it is built.
 """
 
@@ -22,32 +22,32 @@ from kvsim.schema import GUIDE, NEVER, REPETITION, Compress, Spans
 
 Scores = setting.Scores
 
-#: What a budget does: heads hold exactly as much, about as much, only some heads do, it plays no
-#: part in a rule that acts at every event, or none at all; the later, the less.
+#: Effects of a budget, from strong to weak: heads hold exactly as much, about as much, only some
+#: heads do, a rule that acts at every event ignores it, or everything does.
 Effect = Literal["exact", "near", "some", "rule", "none"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
 #: Effects of a budget that bounds all heads.
 BOUNDED = EFFECTS[:2]
 
-#: Which of the heads of all layers share one budget: none, those of a layer, those of the same
-#: place in all layers, or all.
+#: Heads that share one budget: none, those of a layer, those of the same place in all layers, or
+#: all.
 Shared = Literal["none", "heads", "layers", "all"]
-#: Layers share it, so that an event acts on all of them, or none.
+#: Layers share it, so an event acts on all of them or none.
 ACROSS_LAYERS = ("layers", "all")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a piece reads of a run; `a | b` is what both read together.
+    """Inputs of a piece; `a | b` is their union.
 
-    rows: most rows whose attention is read at once, which memory budgets count. first, last: rows
-    whose queries an event in decoding reads, at the beginning of the text and most recent ones,
-    beside `rows` and those since the last event that acted; a live run keeps no others. least:
-    fewest rows that must exist at an event that acts. arrays: of a trace, beyond q, k and v.
-    copies: of the keys that a score makes; 0 of attention alone. every_key: choosing what is read
-    reads the key of every entry, which counts as read. future: rows after the event, or what a
-    cache need not know: a bound, and no policy to deploy. trace: rows of the trace itself, which a
-    running model does not have.
+    rows: most rows whose attention is read at once, for memory budgets. first, last: rows at the
+    beginning of the text and most recent ones whose queries an event in decoding reads, in addition
+    to `rows` and those since the last event that acted; a live run keeps no others. least: fewest
+    rows that must exist at an event that acts. arrays: of a trace, beyond q, k and v. copies:
+    number of copies of the keys in a score; 0 if it uses only attention. every_key: the choice of
+    entries reads every key, which counts as read. future: reads rows after the event, or other
+    facts that a cache cannot have: a bound, not deployable. trace: reads rows of the trace itself,
+    which a running model does not have.
     """
 
     rows: int = 1
@@ -62,7 +62,7 @@ class Inputs:
 
     @property
     def context_again(self) -> bool:
-        """Whether it reads rows that repeat the context, which a model runs besides."""
+        """Whether it reads rows that repeat the context, which a model runs in addition."""
         return not self.arrays.isdisjoint(REPETITION)
 
     def __or__(self, other: Inputs) -> Inputs:
@@ -71,9 +71,9 @@ class Inputs:
 
 
 class Run(NamedTuple):
-    """What a check knows of a run; for sparse attention, `trace.prompt_len` is where it begins.
+    """The run to check; for sparse attention, `trace.prompt_len` is its first row.
 
-    trace: None where sizes alone are known, so that only what drops rows is checked.
+    trace: None if only sizes are known; then only propagations are checked.
     """
 
     n_layers: int
@@ -87,18 +87,18 @@ class Run(NamedTuple):
 
 
 class Piece(Parametrised):
-    """Base of all pieces; `label` is the file of a policy of kvsim, the class of a user's own.
+    """Base of all pieces; `label` is the file of a kvsim policy, or the class of a user's piece.
 
-    A subclass that checks how its parameters go together calls `super().__post_init__()` first.
+    A subclass that checks combinations of parameters calls `super().__post_init__()` first.
     """
 
     @property
     def reads(self) -> Inputs:
-        """What it reads of a run; also an attribute, `reads = Inputs(...)`."""
+        """Its inputs; also an attribute, `reads = Inputs(...)`."""
         return Inputs()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a name to errors. Raise PolicyError for a value that no contract has."""
+        """Name the class in errors. Raise PolicyError for an attribute outside its contract."""
         super().__init_subclass__(**options)
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
         for name, value in vars(cls).items() if ABC not in cls.__bases__ else ():
@@ -113,7 +113,7 @@ class Piece(Parametrised):
             cls.label = file if package == "kvsim.policies" else cls.__name__
 
     def check(self, run: Run) -> None:
-        """Raise PolicyError for a run that the piece has no rule for."""
+        """Raise PolicyError for a run outside the piece's rule."""
 
 
 class Protection(Parametrised):
@@ -130,18 +130,18 @@ class Protection(Parametrised):
 
     def __or__(self, other: Protection) -> Protection:
         for each, rest in ((self, other), (other, self)):
-            if rest == _NOTHING:  # at every event; building a new one takes much longer
+            if rest == _NOTHING:  # called at every event; building one takes much longer
                 return each
         return Protection(
             max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
         )
 
     def first(self, prompt_len: int) -> int:
-        """First positions that are always protected."""
+        """Number of protected first positions."""
         return max(self.sink, prompt_len if self.prompt else 0)
 
     def size(self, prompt_len: int) -> int:
-        """Entries that it protects once that many exist."""
+        """Number of protected entries once that many exist."""
         return self.first(prompt_len) + self.recent
 
     def mask(self, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
@@ -156,7 +156,6 @@ _NOTHING = Protection()
 
 
 def _named(piece: Piece) -> Protection:
-    """The entries that parameters `sink`, `recent` and `protect_prompt` name."""
     names = {"sink": "sink", "recent": "recent", "prompt": "protect_prompt"}
     ends = {end: getattr(piece, name) for end, name in names.items() if hasattr(piece, name)}
     return Protection(**ends) if ends else _NOTHING
@@ -165,7 +164,7 @@ def _named(piece: Piece) -> Protection:
 def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     """Mask of the entries that are protected at this event, bool [L, H, n].
 
-    protection: of a budget, such as a scorer's; layers may have different budgets.
+    protection: returns the protection at a budget; layers may have different budgets.
     """
     budgets = view.budget.flatten().tolist()
     by_budget = {b: protection(b) for b in set(budgets)}
@@ -179,14 +178,14 @@ class Schedule(Parametrised):
     """When a policy acts: after rows prompt_len - 1 + m * interval.
 
     Attributes:
-        interval: rows between decode-time events; None where only the prefill event (m = 0) fires.
+        interval: rows between decode-time events; None for only the prefill event (m = 0).
         prefill: whether m = 0 fires.
-        compress: what the prefill event compresses. With "context" it fires after row
-            context_len - 1, before the question: the policy takes the context for the prompt, and
-            the question for rows after it; with "both" after both. With "questions", or
-            "context+questions", events follow the questions of later turns, too.
-        prefill_chunk: rows between prefill events, of which the last is as `compress` says; each
-            takes the tokens so far for the prompt.
+        compress: target of the prefill event. With "context" it fires after row context_len - 1,
+            before the question: the policy treats the context as the prompt, and the question as
+            rows after it. With "both" it fires after both. With "questions", or
+            "context+questions", events also follow the questions of later turns.
+        prefill_chunk: rows between prefill events, the last of which follows `compress`; each
+            treats the tokens so far as the prompt.
     """
 
     interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
@@ -197,7 +196,7 @@ class Schedule(Parametrised):
     label = "schedule"
 
     def ends(self, prompt_len: int, context_len: int | None = None) -> list[int]:
-        """Tokens before each prefill event, ascending; without a context it is the prompt."""
+        """Tokens before each prefill event, ascending; without a context, those of the prompt."""
         names = self.compress.replace("both", "context+prompt").split("+")
         ends = sorted({(name == "context" and context_len) or prompt_len for name in names})
         n = self.prefill_chunk or max(1, prompt_len)
@@ -216,9 +215,9 @@ class Schedule(Parametrised):
         return sorted(rows)
 
     def longest(self, prompt_len: int, budget: int, n: int, context_len: int | None = None) -> int:
-        """The most entries that a head holds before an event in n tokens, if cut to the budget.
+        """Largest cache of a head just before any event in n tokens, with cuts to the budget.
 
-        Later events play no part, so that a plan does not depend on the future; nor later turns.
+        Ignores later events and turns, so that a plan does not depend on the future.
         """
         ends = self.ends(prompt_len, context_len) if self.prefill else []
         sizes = [min(end, budget + end - start) for start, end in pairwise((0, *ends)) if end <= n]
@@ -231,31 +230,32 @@ class Schedule(Parametrised):
     def override(
         self, interval: int | None = None, prefill: bool | None = None, *more: Any
     ) -> Schedule:
-        """Return this schedule with the values, in the order of its fields, that are not None."""
+        """Return this schedule with each field replaced whose value is not None."""
         given = zip(fields(self), (interval, prefill, *more), strict=False)
         return replace(self, **{x.name: value for x, value in given if value is not None})
 
 
 class Scorer(Piece, ABC):
-    """Which entries matter.
+    """Scores of entries.
 
-    Subclasses take these defaults and replace what differs; a scorer without parameters, state or
-    protection is one function, `score`.
+    Subclasses override these defaults; a scorer without parameters, state or protection is one
+    function, `score`.
     """
 
-    #: carried with each entry: name -> value of an entry that has no history
+    #: columns of each entry: name -> value of an entry without history
     columns: ClassVar[Mapping[str, float]] = {}
-    #: scores by the last row and columns alone: in blocks of rows, evicted entries remain as holes
+    #: scores depend only on the last row and columns: rows can run in blocks with evicted entries
+    #: as holes
     per_row: ClassVar[bool] = False
 
     @property
     def scale(self) -> Literal["positive", "signed", "log"]:
-        """Whether scores are 0 or more, of any sign, or logarithms, as a parameter `log` says."""
+        """Whether scores are 0 or more, of any sign, or logarithms (parameter `log`)."""
         return "log" if getattr(self, "log", False) else "positive"
 
     @property
     def across_layers(self) -> bool:
-        """Whether a score depends on other layers: an event then acts on all of them, or none."""
+        """Whether a score depends on other layers; then an event acts on all of them or none."""
         return False
 
     @abstractmethod
@@ -263,49 +263,48 @@ class Scorer(Piece, ABC):
         """Scores of the view's entries, [L, H, n]."""
 
     def protection(self, budget: int) -> Protection:
-        """Entries that the scorer cannot score; by default those that parameters name."""
+        """Entries that the scorer cannot score; by default the protection by parameters."""
         return _named(self)
 
 
 class Wrapper(Scorer):
-    """A scorer around another, whose needs it has; subclasses add `score` and parameters."""
+    """A scorer around another, with its needs; subclasses add `score` and parameters."""
 
     scorer: Scorer
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorer.scale == "log":  # they rank, but have no ratios, and -inf has no differences
+        if self.scorer.scale == "log":  # they have no ratios, and -inf no differences
             raise PolicyError(
                 f"{self.label}: log is True for {self.scorer.label} inside; expected False, "
                 "because a wrapper computes with the scores themselves"
             )
 
-    #: columns beside those of the scorer inside
+    #: columns in addition to those of the inner scorer
     adds: ClassVar[Mapping[str, float]] = {}
 
-    #: those of the scorer inside, and what this adds
+    #: those of the inner scorer and `adds`
     columns: ClassVar[Any] = property(lambda self: {**self.scorer.columns, **self.adds})
-    # those of the scorer inside
     reads: ClassVar[Any] = property(attrgetter("scorer.reads"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
     protection: ClassVar[Any] = property(attrgetter("scorer.protection"))
 
     def inner(self, view: View) -> Scores:
-        """The scores of the scorer inside."""
+        """The scores of the inner scorer."""
         return view.scored(self.scorer)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many entries stay at an event, and from where.
+    """Quotas of an event, by head or group.
 
     Attributes:
-        quotas: int [L, H], or [L, H, S] where each of S groups is chosen from by itself.
+        quotas: int [L, H], or [L, H, S] for a choice within each of S groups.
         groups: the group of each entry, int [L, H, n].
         eligible: bool [L, H, n]; other entries leave unless they are protected.
         columns: new values of the allocator's columns, [L, H, n].
-        notes: what figures may show, by name; [L, H, ...].
+        notes: arrays for figures, by name; [L, H, ...].
     """
 
     quotas: Tensor
@@ -316,32 +315,32 @@ class Plan:
 
 
 class Sizing(Piece, ABC):
-    """How much stays: an allocator, or the budgets of layers."""
+    """Base of allocators and budgets of layers."""
 
     @property
     def effect(self) -> Effect:
-        """What the budget does, all layers together."""
+        """Effect of the budget over all layers."""
         return "exact"
 
     @property
     def shared(self) -> Shared:
-        """Which heads share a budget; an event acts on all layers that share one, or on none."""
+        """Heads that share a budget; an event acts on all layers that share one, or on none."""
         return "none"
 
 
 class Allocator(Sizing, ABC):
-    """How many entries stay, and from where."""
+    """Allocates quotas to heads, or to groups of entries."""
 
-    #: carried with each entry, as a scorer's
+    #: columns of each entry, as a scorer's
     columns: ClassVar[Mapping[str, float]] = {}
 
     @property
     def enforces(self) -> bool:
-        """False where protection only shows in the plan and is not enforced."""
+        """False if protection only marks the plan and is not enforced."""
         return True
 
     def protection(self, budget: int) -> Protection:
-        """Protection of the allocator itself, as a scorer's."""
+        """The allocator's protection, as a scorer's."""
         return _named(self)
 
     @abstractmethod
@@ -358,7 +357,7 @@ class Uniform(Allocator):
 
 
 class Everything(Allocator):
-    """Every head keeps all it has, whatever the budget."""
+    """Every head keeps all its entries at any budget."""
 
     effect = "none"
 
@@ -368,17 +367,17 @@ class Everything(Allocator):
 
 
 class LayerBudgets(Sizing, ABC):
-    """How much each layer gets, in entries per head."""
+    """Budgets by layer, in entries per head."""
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
-        """Budgets of the layers as far as they are fixed; a head holds at most `longest` entries.
+        """Fixed budgets of layers for caches of at most `longest` entries per head.
 
-        One for each layer, one for all of them, or none.
+        One for each layer, one for all, or an empty tuple.
         """
         return (budget,)
 
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
-        """Entries of a head after n_pos tokens where no budget plays a part; None if unknown."""
+        """Entries of a head after n_pos tokens if the budget is ignored; None if unknown."""
         return None
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
+"""A policy is composed of pieces: scorer, allocator, schedule, protection, budgets of layers.
 
-Some propagate a part of the prompt to deeper layers (a propagation), or read or store what stays in
-another way (sparse attention, a quantizer, a merger). Pieces are defined in `kvsim.core.pieces`,
-which can be imported from here, `propagation`, `reading`, `storing` and `merging`.
+It may also have a propagation, sparse attention, a quantizer or a merger. Pieces are defined in
+`pieces`, `propagation`, `reading`, `storing` and `merging`; those of `pieces` can be imported from
+here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def chain_of(scorer: Any) -> tuple[Scorer, ...]:
 
 
 def keyed(levels: Iterable[Iterable[str]]) -> Iterator[tuple[int, str, str]]:
-    """The depth and name of each parameter, and its key: `scorer__` reaches one that others hide.
+    """Map depth and name of each parameter to its key; `scorer__` reaches a hidden one.
 
     levels: the names of the parameters, from the outside in.
     """
@@ -88,23 +88,23 @@ class Policy:
 
     Attributes:
         name: for tables and errors.
-        scorer: which entries matter.
-        allocator: how many stay, and from where.
-        schedule: after which rows it acts.
-        protect: entries protected beside those that scorer and allocator protect by definition.
-        layer_budgets: how much each layer gets.
-        positions: "slot" where keys are rotated to their slot in the cache instead of their
-            position in the sequence; the kept sets stay, the attention output changes.
+        scorer: scores entries.
+        allocator: sets quotas of heads or groups.
+        schedule: the rows after which events fire.
+        protect: entries protected in addition to those of scorer and allocator.
+        layer_budgets: budgets by layer.
+        positions: "slot" to rotate keys to their slot in the cache instead of their position in the
+            sequence; changes attention output, not kept sets.
         per_query_head: keep one set per query head, which a grouped cache cannot store.
-        propagation: which rows of the prompt reach deeper layers; None for all of them.
-        sparse: which resident entries a row reads; None for all of them.
-        storage: as what entries are stored, or how others merge into them; None for as recorded.
-        so_far: the share of the tokens before an event that is its budget; None: the same for all.
-        lengths: parameters that are lengths; scaled ones shrink where they do not fit the budget.
-        default: the policy of this name with default parameters; None where it is not known.
+        propagation: selects rows of the prompt for deeper layers; None for all rows.
+        sparse: selects the resident entries that a row reads; None for all.
+        storage: quantizer or merger; None to store entries as recorded.
+        so_far: budget as a share of the tokens before an event; None for one fixed budget.
+        lengths: parameters that are lengths; scaled ones shrink to fit the budget.
+        default: the policy of this name with default parameters, if known.
 
     Raises:
-        PolicyError: a field out of its bounds, or pieces that do not go together.
+        PolicyError: a field out of its bounds, or incompatible pieces.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def scaled(self) -> list[Length]:
-        """Lengths that shrink with the budget where they do not fit it."""
+        """Lengths that shrink to fit the budget."""
         return [each for each in self.lengths if each.scaled]
 
     @property
@@ -173,14 +173,14 @@ class Policy:
 
     @property
     def reads(self) -> Inputs:
-        """What its pieces read."""
+        """The union of its pieces' inputs."""
         inner = self.scorer, self.allocator, self.layer_budgets
         pieces = *inner, self.propagation, self.sparse, self.storage
         return reduce(or_, (piece.reads for piece in pieces if piece is not None))
 
     @property
     def effect(self) -> Effect:
-        """What the budget does: the least that it does with one of the pieces."""
+        """Effect of the budget: the weakest over the pieces."""
         if self.propagation is not None and self.propagation.caches != "chosen":
             return self.propagation.effect
         effects = [self.allocator.effect, self.layer_budgets.effect]
@@ -189,26 +189,26 @@ class Policy:
 
     @property
     def bounded(self) -> bool:
-        """Whether the budget bounds what every layer holds."""
+        """Whether the budget bounds every layer's cache."""
         return self.effect in BOUNDED
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers share a budget or a ranking, so that events act on all of them or none."""
+        """Whether layers share a budget or a ranking, so that events act on all or none."""
         shares = self.layer_budgets.shared, self.allocator.shared
         return self.scorer.across_layers or not {*shares}.isdisjoint(ACROSS_LAYERS)
 
     @property
     def rounds(self) -> bool:
-        """Whether entries are rounded once they leave an exact window."""
+        """Whether entries are rounded when they leave an exact window."""
         return isinstance(self.storage, Quantizer)
 
     def protection(self, budget: int, *, enforced: bool = True) -> Protection:
-        """Return the union of what the policy, its scorer and its allocator ask to protect.
+        """Return the union of the protections of the policy, its scorer and its allocator.
 
         Args:
             budget: of a layer. Scaled lengths are those of the whole budget: call `at` first.
-            enforced: nothing if the allocator only marks it in its plan (`Allocator.enforces`).
+            enforced: return no protection if the allocator only marks it (`Allocator.enforces`).
         """
         if enforced and not self.allocator.enforces:
             return Protection()
@@ -221,11 +221,11 @@ class Policy:
 
     @cached_property
     def _requests(self) -> dict[int, Protection]:
-        """Requested protection by budget: read at every event, and the policy is frozen."""
+        """Cached protection by budget: read at every event, and the policy is frozen."""
         return {}
 
     def at(self, budget: int) -> Policy:
-        """The policy with the values that its scaled lengths have at a budget."""
+        """Return the policy with its lengths scaled to a budget."""
         if not self.scaled:
             return self
         depths = {id(piece): depth for depth, level in enumerate(self.levels) for piece in level}
@@ -245,8 +245,8 @@ class Policy:
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then sparse attention and quantizer. Pieces of one level share their parameters; an
-        allocator that has the label of the innermost scorer is of its level.
+        Then sparse attention and quantizer. Pieces of one level share parameters; an allocator with
+        the innermost scorer's label is at its level.
         """
         *wrappers, innermost = chain_of(self.scorer)
         outer: list[Any] = [] if self.propagation is None else [self.propagation]
@@ -263,7 +263,7 @@ class Policy:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
+        """The parameters of all pieces, by their keys in `kvsim.policy`."""
         scaled = {(each.depth, each.name): each.share for each in self.scaled}
         levels = self.levels
         out = {}
@@ -275,5 +275,5 @@ class Policy:
         return out
 
 
-#: A policy, its name, or a scorer alone.
+#: A policy, its name, or a bare scorer.
 PolicyLike = Policy | Scorer | str

@@ -1,7 +1,7 @@
-"""A probe: tokens that a model reads after the context, to see what it attends to there.
+"""A probe: tokens that a model reads after the context, to measure its attention to the context.
 
-They are no rows of the sequence. The trace holds their queries and keys (`probe_q`, `probe_k`), and
-`meta.probe` says what they are (docs/trace-format.md).
+They are not rows of the sequence. The trace holds their queries and keys (`probe_q`, `probe_k`),
+and `meta.probe` describes them (docs/trace-format.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = "probe"
 
 
 class Chunk(NamedTuple):
-    """Positions start..stop-1 of the context, and how many rows of the probe ask for them."""
+    """Positions start..stop-1 of the context, and the number of probe rows for them."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Probe:
     """The chunks and tokens of a probe.
 
     kind: "repeat", rows that repeat the context. chunks: the parts of the context in order. tokens:
-    of the rows, chunk after chunk; those of each chunk follow the context directly.
+    of the rows, chunk by chunk; rows of each chunk directly follow the context.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Probe:
 
     @property
     def longest(self) -> int:
-        """Rows of the longest chunk, which follow the context in the model."""
+        """Rows of the longest chunk."""
         return max(chunk.rows for chunk in self.chunks)
 
     def document(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Probe:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Probe | None:
-        """Return the probe of a trace; None without one, or where it is none."""
+        """Return the probe of a trace; None without a valid one."""
         document: Any = object_at(meta, KEY)
         chunks, tokens = document.get("chunks"), document.get("tokens")
         listed = isinstance(chunks, list | tuple) and _whole(tokens)
@@ -60,7 +60,7 @@ class Probe:
         return cls(str(document.get("kind")), tuple(Chunk(*x) for x in chunks), tuple(tokens))
 
     def fits(self, end: int) -> bool:
-        """Whether its chunks are the `end` tokens of a context, and its rows have a token each."""
+        """Whether its chunks cover the `end` tokens of a context, and each row has a token."""
         joins = [0, *(part.stop for part in self.chunks)]
         return (
             self.kind == "repeat"

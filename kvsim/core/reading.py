@@ -1,7 +1,7 @@
 """Sparse attention: the pages of resident entries that a row reads, and accounts of them.
 
 A page is a run of consecutive resident entries of a head, in position order: entries `page * i` to
-`page * (i + 1) - 1`. Only entries that were read enter a row's attention.
+`page * (i + 1) - 1`. Only read entries enter a row's attention.
 
 Shape letters: L layers, H KV heads, G query heads of a group, w rows, P pages, s entries of a page,
 d head dimension, n entries, T tokens.
@@ -27,18 +27,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Which query heads read the same pages: each its own, those of a KV head, or all of a layer.
+#: Query heads that read the same pages: each its own, those of a KV head, or all of a layer.
 Heads = Literal["query", "kv", "layer"]
 
 
 @dataclass
 class Pages:
-    """The resident entries of a layer, page by page; the last pages of a head may not be full.
+    """The resident entries of a layer by page; the last pages of a head may not be full.
 
-    keys, values [H, P, s, d], 0 on pads; live [H, P, s]; layer: its index in the trace. pos
-    [H, P, s]: positions in the text, 0 on pads. trace: from which a piece learns what it knows
-    before it reads; a row must not depend on later ones. budget: of the policy. of_layer: what was
-    computed once for all pages of the layer.
+    keys, values [H, P, s, d], 0 on pads; live [H, P, s]; layer: its index in the trace. pos [H, P,
+    s]: positions in the text, 0 on pads. trace: for calibration; a row must not depend on later
+    ones. budget: of the policy. of_layer: cached results for all pages of the layer.
     """
 
     keys: Tensor
@@ -53,7 +52,7 @@ class Pages:
     _memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], T], *, of_layer: bool = False) -> T:
-        """Return `compute()`, of these pages or all of the layer, computed when first read."""
+        """Return `compute()`, cached for these pages or for all of the layer."""
         memo = self.of_layer if of_layer else self._memo
         if key not in memo:
             memo[key] = compute()
@@ -61,13 +60,13 @@ class Pages:
 
 
 class SparseAttention(Piece, ABC):
-    """Which pages each row after the prompt reads; the rows of the prompt read everything.
+    """Selects the pages that each row after the prompt reads; rows of the prompt read everything.
 
-    Where the context is compressed before its question, the rows of the question read as those
-    after the prompt, and `trace.prompt_len` is where the context ends.
+    If the context is compressed before the question, rows of the question count as rows after the
+    prompt, and `trace.prompt_len` is the end of the context.
 
-    Subclasses are frozen dataclasses, and have the field `heads` where methods of their kind
-    differ. Several query heads that read the same pages have the mean of their scores.
+    Subclasses are frozen dataclasses; a field `heads` replaces the default. Query heads that read
+    the same pages use their mean score.
     """
 
     #: entries of a page
@@ -79,47 +78,46 @@ class SparseAttention(Piece, ABC):
 
     @property
     def effect(self) -> Literal["exact", "none"]:
-        """Whether the budget says how much is read."""
+        """Effect of the budget on reads."""
         return "exact"
 
     @property
     def weights(self) -> Any:
-        """Weights with which entries of pages of one enter a row's attention; None for 1.
+        """Weights of entries (pages of one) in a row's attention; None for 1.
 
-        An object with `learned` and `log_weights`, as `kvsim.policies.magicpig.MagicPIG` has them.
+        An object with `learned` and `log_weights` (`kvsim.policies.magicpig.MagicPIG`).
         """
         return None
 
     def at(self, trace: Trace, budget: int) -> SparseAttention:
-        """The piece with the values that its parameters have for this trace and budget."""
+        """Return the piece with parameters for this trace and budget."""
         return self
 
     @abstractmethod
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
-        """Scores [H, G, w, P], higher is read, of pages for queries [H, G, w, d] after RoPE.
+        """Score pages [H, G, w, P] for queries [H, G, w, d] after RoPE; the highest are read.
 
-        visible [H, 1, w, P]: the pages that exist at each row; the scores of others have no effect.
+        visible [H, 1, w, P]: existing pages at each row; scores of others have no effect.
         """
 
     def chosen(self, scores: Tensor, entries: Tensor, budget: int) -> Tensor:
-        """Which pages rows read, bool [H, G, w, P] of scores [H, G, w, P].
+        """Mark the pages that rows read, bool [H, G, w, P], by scores [H, G, w, P].
 
-        By default the `best`, as many as fit the budget, or a parameter `share` of it.
+        By default the `best` that fit the budget, or the parameter `share` of it.
 
-        G is 1 in what is returned where the heads of a group read the same pages, and H is 1, too,
-        where all heads do. entries [H, 1, w, P]: how many a page has at each row, 0 where it does
-        not exist yet.
+        The result has G = 1 if the heads of a group read the same pages, and also H = 1 if all
+        heads do. entries [H, 1, w, P]: number in a page at each row, 0 before it exists.
         """
         budget = int(getattr(self, "share", 1.0) * budget)
         return best(self.heads, scores, entries, budget // self.page)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
-        """Bits that a page's summary takes in memory, and that choosing reads of it for a row."""
+        """Bits of a page's summary in memory, and bits of it that a row's choice reads."""
         return 0.0, 0.0
 
 
 def shared(heads: Heads, scores: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores of the query heads that read the same pages, and which of these exist, bool as scores.
+    """Scores of query heads that read the same pages, and which pages exist, bool like scores.
 
     Shapes as in `SparseAttention.chosen`.
     """
@@ -132,7 +130,7 @@ def shared(heads: Heads, scores: Tensor, entries: Tensor) -> tuple[Tensor, Tenso
 
 
 def best(heads: Heads, scores: Tensor, entries: Tensor, count: int) -> Tensor:
-    """Mark the `count` pages of the highest scores, one at least; of equal ones the earlier page.
+    """Mark the `count` pages with the highest scores, at least one; ties to the earlier page.
 
     Shapes as in `SparseAttention.chosen`.
     """
@@ -141,7 +139,7 @@ def best(heads: Heads, scores: Tensor, entries: Tensor, count: int) -> Tensor:
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Mark the `count` highest scores along the last dimension; of equal ones the first."""
+    """Mark the `count` highest scores along the last dimension; ties to the first."""
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
     if scores.device.type == "cpu":  # several times faster than torch's topk
@@ -159,14 +157,14 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """The account of sparse attention: which pages each row read.
+    """The account of sparse attention: the pages that each row read.
 
     bits: uint8 [layer, head, row, byte], row 0 the first after the prompt; page i of a row is a bit
-    of byte i // 8, from the highest on; a large account is a file, mapped into memory. Layers in
-    which everything is read have all bits set. The head axis counts query heads, KV heads or 1, as
-    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. sparse: chose them, at
-    this budget. summary: bits that the summary of a page takes, and that a row reads. keys: whether
-    rows read every key to choose. weighted: whether what is read has weights.
+    of byte i // 8, from the highest on; a large account is a file, mapped into memory. Dense layers
+    have all bits set. The head axis counts query heads, KV heads or 1, as `heads` says. page:
+    entries of a page. first: the row of bits[:, :, 0]. sparse: chose them, at this budget. summary:
+    bits of a page's summary, stored and read by a row. keys: whether rows read every key to choose.
+    weighted: whether read entries have weights.
     """
 
     bits: NDArray[np.uint8]
@@ -185,7 +183,7 @@ class Reads:
         return cls(bits, sparse.page, sparse.heads, first, sparse, *terms)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:
-        """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""
+        """Raise ValueError for rows, heads or pages unlike those of a record's `evicted_at`."""
         layers, heads, n_pos = evicted_at.shape
         of_layers, of_heads, rows, size = self.bits.shape
         fewer, more = sorted((heads, of_heads))
@@ -203,15 +201,15 @@ class Reads:
         return bool(self.bits[at].min(initial=255) == 255)
 
     def pages(self, at: int, rows: slice, count: int) -> Tensor:
-        """Which of the first `count` pages rows read in a layer; bool [head, row, page]."""
+        """Read pages in a layer, among the first `count`; bool [head, row, page]."""
         packed = self.bits[at, :, rows.start - self.first : rows.stop - self.first]
         return torch.from_numpy(np.unpackbits(packed, axis=-1, count=count)).bool()
 
     def entries(self, at: int, rows: slice, gone: Tensor) -> Tensor:
-        """Which entries rows read in a layer; bool [head, row, rows.stop].
+        """Read entries in a layer; bool [head, row, rows.stop].
 
-        at: the layer's place in the record. gone: after which row each entry has left, int [H, T].
-        The head axis is the longer one of the account's and of gone's.
+        at: the layer's place in the record. gone: the row after which each entry left, int [H, T].
+        The head axis is the longer of the account's and gone's.
         """
         pages = self.pages(at, rows, -(-rows.stop // self.page)).to(gone.device)
         heads = max(len(pages), len(gone))
@@ -233,7 +231,7 @@ class Reads:
 
 
 def visible(gone: Tensor, rows: slice) -> Tensor:
-    """Which entries are resident when rows attend; bool [H, row, rows.stop] of gone [H, T]."""
+    """Entries resident when rows attend; bool [H, row, rows.stop] from gone [H, T]."""
     row = torch.arange(rows.start, rows.stop, device=gone.device).unsqueeze(-1)
     gone = gone[:, None, : rows.stop]
     return (torch.arange(rows.stop, device=gone.device) <= row) & (gone >= row)

@@ -1,4 +1,4 @@
-"""The outcome of a replay: when each entry left, and of which policy on which trace."""
+"""The outcome of a replay: when each entry left, with policy and trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plans:
         budgets: of the layers, [L].
         quotas: entries that stay, [L, H], or [L, H, S] by group.
         groups: the group of each entry, [L, H, n].
-        eligible: where only some entries may stay, [L, H, n].
+        eligible: entries that may stay, if not all, [L, H, n].
         notes: arrays of the allocator by name, such as the mass of `ams`.
     """
 
@@ -47,7 +47,7 @@ class Plans:
     notes: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def brief(self, names: Collection[str]) -> Plans:
-        """Keep only the notes of these names: no entries (n is 0) and no quotas (S is 0)."""
+        """Keep only the notes with these names: no entries (n is 0) and no quotas (S is 0)."""
         empty = np.empty((*self.pos.shape[:2], 0))
         return replace(
             self,
@@ -62,11 +62,11 @@ class Plans:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows of one prompt that a policy drops on the way down.
+    """Rows of one prompt that a policy drops between layers.
 
-    dropped: layers after which rows were dropped, ascending. counts: rows of the prompt that each
-    layer computes, first to last. restarted: these rows went through all layers once more, at
-    new contiguous positions. notes: by name, one number per layer, or one for all.
+    dropped: layers after which rows were dropped, ascending. counts: rows of the prompt in each
+    layer. restarted: these rows ran through all layers again, at new contiguous positions. notes:
+    by name, one number per layer, or one for all.
     """
 
     dropped: tuple[int, ...]
@@ -82,12 +82,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class Response:
-    """Response of a running model under a policy, and that with the full cache.
+    """Response of a running model under a policy, and with the full cache.
 
     Attributes:
-        tokens: ids, the one that ends the response included.
+        tokens: ids, end token included.
         text: without special tokens; None without a tokenizer.
-        right: whether it has the right answer; None where nothing says what is right.
+        right: whether it has the right answer; None if the right answer is unknown.
         full_tokens, full_text, full_right: the same with the full cache, at most as many tokens.
 
     Raises:
@@ -114,15 +114,15 @@ class Response:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the policy of a record, and about how it was requested.
+    """Facts about a record's policy and request.
 
     Attributes:
-        looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.
-        bounds: what the budget bounds, as `bounds_of`; nothing where it has no effect.
-        access: "read" where rows read a part of what is held, "stored" where entries are stored in
+        looks_ahead: the policy reads facts that a cache cannot have: a bound, not deployable.
+        bounds: as `bounds_of` returns; empty if the budget has no effect.
+        access: "read" if rows read only some held entries, "stored" if entries are stored in
             another form.
-        changed: names of the parameters that differ from their defaults; None where these are not
-            known, as for a policy of the user's own.
+        changed: names of the parameters that differ from their defaults; None if these are unknown,
+            as for a user-defined policy.
         share: the budget as requested, such as "25%" or "64MiB", if not in entries.
         own_schedule: whether the events follow the policy's own schedule.
     """
@@ -143,23 +143,22 @@ class Record:
 
     Attributes:
         evicted_at: int32 [layer, head, pos]; the int32 maximum for an entry that never leaves. In
-            layers that a row p of the prompt was not propagated to it is p - 1: no row sees it.
+            layers that row p of the prompt does not reach it is p - 1: no row sees it.
         policy, params: name of the policy, and its parameters by name.
         budget: entries per head.
         schedule: after which rows its events fired.
         prompt_len: tokens of the prompt.
-        layers: the layers of the trace that were replayed, in order; layer_ids: their numbers in
-            the model.
+        layers: the replayed layers of the trace, in order; layer_ids: their numbers in the model.
         trace, digest: name of the trace, and its fingerprint; empty in memory.
-        positions: "slot" where keys are rotated to their slot in the cache, else "absolute".
+        positions: "slot" if keys are rotated to their slot in the cache, else "absolute".
         per_query_head: the head axis counts query heads.
         facts: about the policy and the request.
-        remark: what readers of numbers at this budget should know; empty for nothing.
-        selection: which rows of the prompt were propagated; None where all layers have all rows.
-        closed: a running model decided on what its own evictions had made of it.
-        response: what that model wrote; None where it wrote nothing of its own.
-        reads: what rows read; None where rows read all that is resident.
-        storage: as what entries are stored; None for as recorded.
+        remark: a caveat for numbers at this budget, or empty.
+        selection: propagated rows of the prompt; None if all layers have all rows.
+        closed: a live run, whose decisions depend on its own evictions.
+        response: text of the live model, if it wrote one.
+        reads: account of sparse attention; None if rows read all resident entries.
+        storage: quantizer or merger of entries; None if stored as recorded.
         internals: decisions of the events, on request.
     """
 
@@ -201,7 +200,7 @@ class Record:
 
     @cached_property
     def gone_after(self) -> NDArray[np.int32]:
-        """`evicted_at`; an entry that never entered a layer is gone after the last prompt row."""
+        """`evicted_at`, but the last prompt row for entries that never entered a layer."""
         if self.selection is None:
             return self.evicted_at
         absent = self.evicted_at < np.arange(self.n_pos)
@@ -212,21 +211,21 @@ class Record:
     def events(self) -> list[int]:
         """Rows after which at least one entry left, ascending.
 
-        The last row of the prompt is among them where rows were not propagated to all layers.
+        Includes the last row of the prompt if some rows were not propagated to all layers.
         """
         rows = np.unique(self.gone_after)
         return [int(r) for r in rows[rows != NEVER]]
 
     def kept(self, row: int) -> NDArray[np.bool_]:
-        """Return which entries row `row` sees; bool [layer, head, pos]."""
+        """Return the entries visible to row `row`; bool [layer, head, pos]."""
         return self._leaving_after(row, -1)
 
     def retained(self, row: int) -> NDArray[np.bool_]:
-        """Return which entries stay after the event after row `row`; bool [layer, head, pos]."""
+        """Return the entries kept by the event after row `row`; bool [layer, head, pos]."""
         return self._leaving_after(row, 0)
 
     def _leaving_after(self, row: int, later: int) -> NDArray[np.bool_]:
-        """Return which entries of rows up to `row` leave after row `row + later`, or never."""
+        """Return the entries of rows up to `row` that leave after row `row + later`, or never."""
         number = integer(row)
         if number is None or not 0 <= number < self.n_pos:
             raise PositionError(f"row is {reprlib.repr(row)}; expected 0..{self.n_pos - 1}")
@@ -234,7 +233,7 @@ class Record:
 
 
 def bounds_of(policy: Policy) -> tuple[str, ...]:
-    """What the budget bounds; empty where it has no effect.
+    """Return what the budget bounds; empty if it has no effect.
 
     "heads": the entries of some heads. "held": the entries of all heads, or the rows that propagate
     to deeper layers. "read": the entries that a row reads.
@@ -264,7 +263,7 @@ def facts_of(policy: Policy, schedule: Schedule) -> Facts:
 
 
 def record_document(record: Record) -> dict[str, Any]:
-    """Return what is stored of a record next to `evicted_at`, ready for JSON."""
+    """Return the stored fields of a record other than `evicted_at`, ready for JSON."""
     attributes = vars(record) | vars(record.schedule) | vars(record.facts)
     document = {name: attributes[name] for name in _STORED} | {"params": dict(record.params)}
     for name in ("selection", "response"):
@@ -284,7 +283,7 @@ def record_of(
     evicted_at: NDArray[np.int32],
     bits: NDArray[np.uint8] | None = None,
 ) -> Record:
-    """Return the record of a `record_document`; bits: of what was read, if anything says so."""
+    """Return the record of a `record_document`; bits: the account of reads, if there is one."""
     stored = _tupled({name: document[name] for name in _STORED if name in document})
     for name, part in _PARTS.items():
         known = [x.name for x in fields(part) if x.name in stored]
@@ -304,7 +303,6 @@ def record_of(
 
 
 def _tupled(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with tuples in place of its lists."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in document.items()}
 
 

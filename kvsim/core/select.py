@@ -1,6 +1,6 @@
-"""Choosing, in one place: which entries stay, and how whole numbers of them are shared out.
+"""Selection of entries, and allocation of whole numbers of them.
 
-No policy ranks or rounds by itself. Everything here is exact and ends for every input.
+All policies rank and round here. Everything is exact and ends for every input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 
-# Fractions that differ by less than this are equal: what rounding left of a tie.
+# Fractions that differ by less tie, up to rounding.
 _FRACTION = 2.0**-32
 
 
@@ -25,9 +25,9 @@ def select(
 
     values [L, H, n] scores, higher = keep; quotas [L, H] entries to keep, at least the protected
     ones; protected, live bool [L, H, n]; entries are in position order. Returns bool [L, H, n]. A
-    head with fewer live entries than its quota keeps them all. With groups int [L, H, n], quotas
-    are [L, H, S] and each group is chosen from by itself. Where eligible bool [L, H, n] is False an
-    entry stays only if it is protected. Linear in n apart from one sort, without groups.
+    head with fewer live entries than its quota keeps all. With groups int [L, H, n], quotas are [L,
+    H, S], one selection per group. Entries that are not eligible, bool [L, H, n], stay only if
+    protected. Linear in n apart from one sort, without groups.
     """
     if eligible is not None:
         live = live & (eligible | protected)
@@ -45,15 +45,14 @@ def select(
 
 
 def _sorted(numbers: Tensor) -> Tensor:
-    """Ascending along the last axis."""
     if numbers.device.type != "cpu":
         return numbers.sort(dim=-1).values
-    # vectorised, and several times as fast as torch's, which carries indices along
+    # vectorised, and several times as fast as torch's, which also sorts indices
     return torch.from_numpy(np.sort(numbers.numpy(), axis=-1))
 
 
 def _at_cut(score: Tensor, need: Tensor) -> Tensor:
-    """The need-th largest score of each row [..., 1]; above all of them where none is needed."""
+    """The need-th largest score of each row [..., 1]; above all scores if need is 0."""
     n = score.shape[-1]
     cut = _sorted(score).gather(-1, (n - need).clamp(min=0, max=n - 1).unsqueeze(-1))
     return cut.masked_fill((need <= 0).unsqueeze(-1), torch.inf)
@@ -62,7 +61,6 @@ def _at_cut(score: Tensor, need: Tensor) -> Tensor:
 def _select_in_groups(
     values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor, groups: Tensor
 ) -> Tensor:
-    """The best `quotas` of every group; what is not live is a last group."""
     last = quotas.shape[-1]
     groups = groups.where(live, last)
     order = _group_order(values, protected, groups, last)
@@ -80,7 +78,8 @@ def _group_order(values: Tensor, protected: Tensor, groups: Tensor, last: int) -
     """Slots group by group; in a group protected first, then score descending, then the slot."""
     slot_bits = max(1, (values.shape[-1] - 1).bit_length())
     if values.dtype == torch.float32 and last.bit_length() + 32 + slot_bits < 64:
-        # one number holds all three: a float's bits are in its order once negative ones are turned
+        # one number holds all three: a float's bits sort like the float once negative ones are
+        # inverted
         bits = (values + 0.0).view(torch.int32).long()  # -0.0 is 0.0
         worse = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF))
         worse = worse.masked_fill_(protected, 0)
@@ -94,11 +93,11 @@ def _group_order(values: Tensor, protected: Tensor, groups: Tensor, last: int) -
 def compete(
     values: Tensor, floor: Tensor, total: Tensor, protected: Tensor, live: Tensor, pos: Tensor
 ) -> Tensor:
-    """Entries of all heads of a layer compete for `total` places; how many each head gets, [L, H].
+    """Return how many of `total` places each head of a layer gets in one competition, [L, H].
 
-    values [L, H, n]; floor [L, H] places that a head fills from its own best, protected entries
-    first and included; total [L], at least the sum of floor. Of entries with equal scores the one
-    at the lower position comes first, then the one of the lower head; pos [L, H, n].
+    values [L, H, n]; floor [L, H]: guaranteed places, protected entries included and first; total
+    [L], at least the sum of floor. Ties go to the lower position pos [L, H, n], then to the lower
+    head.
     """
     safe = select(values, floor, protected, live)
     rest = (live & ~safe).flatten(1)
@@ -111,18 +110,18 @@ def compete(
         heads = values.shape[1]
         head = torch.arange(heads, device=pos.device).unsqueeze(-1)
         turn = (pos * heads + head).flatten(1).masked_fill(~tied, torch.iinfo(pos.dtype).max)
-        before = turn.argsort(dim=-1).argsort(dim=-1)  # the turns of what is tied are all different
+        before = turn.argsort(dim=-1).argsort(dim=-1)  # tied entries have different turns
         tied = tied & (before < room.unsqueeze(-1))
     return (safe | (above | tied).view_as(safe)).sum(-1)
 
 
 def apportion(total: Tensor, weight: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
-    """Whole shares of `total`: floor + min(cap - floor, mu * weight), with mu such that it is used.
+    """Whole shares of `total`: floor + min(cap - floor, mu * weight), where mu uses all of it.
 
     total int [...]; weight >= 0, floor and cap int [..., S]. Returns int [..., S], whose sum is
-    exactly total where sum(floor) <= total <= sum(cap). Units that rounding down leaves go to the
-    largest fractional parts, of equal ones to the lower index. Where every weighted share is at its
-    cap, or no weight is positive, the shares without weight divide the rest equally.
+    exactly total where sum(floor) <= total <= sum(cap). Units left by rounding down go to the
+    largest fractional parts, ties to the lower index. If every weighted share is at its cap, or no
+    weight is positive, the shares without weight divide the rest equally.
     """
     room = (cap - floor).double()
     rest = (total - floor.sum(-1)).double().unsqueeze(-1)
@@ -130,7 +129,7 @@ def apportion(total: Tensor, weight: Tensor, floor: Tensor, cap: Tensor) -> Tens
     share = _fill(rest, weighted, room)
     rest = rest - share.sum(-1, keepdim=True)
     share = share + _fill(rest, (weighted == 0).double(), room)
-    # a share that is whole but for rounding is whole
+    # a share within rounding of an integer is that integer
     share = torch.where((share - share.round()).abs() < _FRACTION, share.round(), share)
     whole = share.floor()
     over = (total - floor.sum(-1)).unsqueeze(-1) - whole.long().sum(-1, keepdim=True)
@@ -140,16 +139,16 @@ def apportion(total: Tensor, weight: Tensor, floor: Tensor, cap: Tensor) -> Tens
 
 
 def _fill(total: Tensor, weight: Tensor, room: Tensor) -> Tensor:
-    """min(room, mu * weight) with the sum `total` [..., 1], or all the room there is.
+    """min(room, mu * weight) with the sum `total` [..., 1], or all the room.
 
-    mu is found at its breakpoints: shares are at their cap in the order of room / weight.
+    mu is computed at breakpoints: shares reach their cap in the order of room / weight.
     """
     open_ = (weight > 0) & (room > 0)
     weight = weight.where(open_, 0.0)
     ratio = torch.where(open_, room / weight, torch.inf)
     ratio, order = ratio.sort(dim=-1, stable=True)
     capped = room.where(open_, 0.0).gather(-1, order)
-    capped = capped.cumsum(-1) - capped  # what those before hold
+    capped = capped.cumsum(-1) - capped  # sum of earlier shares
     heavier = weight.gather(-1, order).flip(-1).cumsum(-1).flip(-1)  # weight from here on
     mu = (total - capped) / heavier.clamp(min=torch.finfo(torch.double).tiny)
     holds = (mu <= ratio) & (heavier > 0)
@@ -160,7 +159,7 @@ def _fill(total: Tensor, weight: Tensor, room: Tensor) -> Tensor:
 
 
 def in_rounds(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
-    """Allocate one unit per round to each share below its cap, until none is left or all are full.
+    """Allocate one unit per round to each share below its cap, until all is used or all are full.
 
     total int [...]; cap int [..., S], most units of each share; priority [..., S], the order within
     a round, the highest first, ties by lower index. Returns int [..., S]. Whole rounds are found by

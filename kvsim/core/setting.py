@@ -1,4 +1,4 @@
-"""Surroundings of an event: the source of a View, and the setting of all events.
+"""The source of a View, and the setting of all events.
 
 Shape letters: L layers of the block, H KV heads, G query heads of a group, w rows, T rows of the
 whole sequence, d head dimension, D of the residual stream.
@@ -21,11 +21,11 @@ class Source(ABC):
     """Keys, values and queries of a block of layers, of one formula and one rotary embedding.
 
     Attributes:
-        compacted: only live entries are held, in the slots of `Entries`; else all positions.
+        compacted: holds only live entries, in the slots of `Entries`; else all positions.
         rope: the model's rotary embedding.
         formula: attention formula of the layers.
         n_rows: rows of the whole sequence, those after the event included.
-        positions: of each row in the text, by which RoPE rotated it; int [T].
+        positions: each row's RoPE position; int [T].
     """
 
     compacted: bool = False
@@ -52,21 +52,21 @@ class Source(ABC):
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, Source]]] | None:
-        """Yields places and sources of layers that are held at once; None where all are."""
+        """Yield places and sources of layers that are held together; None if all are."""
         return None
 
     def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
-        """First rows, and what was summed over them; None where the queries of all are held.
+        """The number of first rows, and a sum over them; None if the queries of all rows are held.
 
-        NeedsError where there are more of them than `stop`. name: `received` [L, H, G, n] or
-        `moments` [L, H, G, 1 + d, d].
+        NeedsError if there are more of them than `stop`. name: `received` [L, H, G, n] or `moments`
+        [L, H, G, 1 + d, d].
         """
         return None
 
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
-        """Return `compute()`, kept unless other replays may share it (`View.memo`)."""
+        """Return `compute()`, cached unless other replays may share it (`View.memo`)."""
         if shared:
             return compute()
         if key not in self._memo:
@@ -80,7 +80,7 @@ class Source(ABC):
 
         o_proj [L, H, G, d, D]: output projections, times the prompt's mean gate if there is one.
         probe_q [L, H, G, P, d], probe_k [L, H, P, d]: of rows that repeat the context in chunks;
-        chunks [chunk, 3]: the first position of each, the one behind it, and its rows.
+        chunks [chunk, 3]: start, stop and rows of each.
         """
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Source(ABC):
 
     @abstractmethod
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
-        """Drop what left at an event.
+        """Drop the entries evicted at an event.
 
         Args:
-            slots: the slot that each entry had before the event, int [L, H, n].
-            live: where there is an entry after it, bool [L, H, n].
+            slots: the previous slot of each entry, int [L, H, n].
+            live: False on pads, bool [L, H, n].
             evicted_at: the row after which each position left, int32 [L, H, T].
         """
 
@@ -115,28 +115,28 @@ class Scores:
 
     @staticmethod
     def of(returned: Tensor | Scores) -> Scores:
-        """The scores of a scorer; a stateless one returns its values alone."""
+        """Wrap the result of a scorer; a stateless one returns only values."""
         return returned if isinstance(returned, Scores) else Scores(returned)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What events know of their replay; budget, prompt_len and protected are those of an event.
+    """The setting of a replay; budget, prompt_len and protected belong to one event.
 
     Attributes:
         budget: the policy's, in entries per head.
-        prompt_len: tokens that the event takes for the prompt.
-        ends: of each prefill event, ascending; the last ones are those of all later events.
+        prompt_len: tokens that the event treats as the prompt.
+        ends: of each prefill event, ascending; the last also applies to all later events.
         interval: rows between events after the prompt, None without any.
         n_layers: layers of the trace.
         clairvoyant: the scorer may read rows after the event.
         protected: protected entries of a head, once they exist.
-        longest: returns, for a number of tokens, the most entries that a head holds before an
-            event, if every layer gets the budget.
-        windowed: layers whose window or chunks are shorter than the text; they are not replayed.
-        scorer_protection: returns what the scorer protects at a budget, for the allocator.
-        events: rows after which events fire, of which clairvoyant scorers may know.
-        protected_ends: how many first and how many most recent positions are protected, likewise.
+        longest: returns, for a number of tokens, the largest cache of a head before an event, if
+            every layer gets the budget.
+        windowed: layers with a window or chunks shorter than the text, which are not replayed.
+        scorer_protection: returns the scorer's protection at a budget, for the allocator.
+        events: rows after which events fire, for clairvoyant scorers only.
+        protected_ends: numbers of protected first and most recent positions, likewise.
         response: the first row after the prompt, likewise.
         policy: its name, for errors.
     """

@@ -1,4 +1,4 @@
-"""Results that replays of one trace share, whatever they keep; bounded in bytes."""
+"""Results that all replays of one trace share; bounded in bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kvsim.core.lazy import Tensor
 
 T = TypeVar("T")
 
-#: Bytes of keys, values and working space that one block of layers may take by default.
+#: Default memory of a block of layers: keys, values and working space.
 DEFAULT_MEMORY = 2 << 30
-#: Bytes of tensors that a trace keeps for later replays, if these may take 2 GiB.
+#: Bytes that a trace caches for later replays, if these may take 2 GiB.
 MEMO_BYTES = 128 << 20
 
 
 class Memo:
-    """Results by key, of which the first part is their kind; threads may share a memo.
+    """Results by key, whose first part is their kind; threads may share a memo.
 
-    When it is full, results of other kinds are dropped. Those of the same kind stay: replays ask
-    for them in the same order again, and each would be missing when it is needed.
+    When full, it drops results of other kinds. Those of the same kind stay: replays request them in
+    the same order, so each would be dropped just before its use.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Memo:
         self._bytes = 0
 
     def __call__(self, key: tuple[Hashable, ...], compute: Callable[[], T], most: int) -> T:
-        """Return the tensor, or tuple, that `compute` gave for the key; most: bytes to be kept."""
+        """Return the cached or computed tensor, or tuple, of the key; most: bytes to keep."""
         kept = self._results.get(key)
         if kept is not None:
             before: T = kept[0]

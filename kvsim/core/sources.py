@@ -1,4 +1,4 @@
-"""Sources: where a trace reads its arrays from. Those of stored traces are in `kvsim.store`."""
+"""Sources of a trace's arrays; `kvsim.store` has those of stored traces."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ArraySource(Protocol):
         """Position of each row in the sequence, int64 [pos]."""
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array; `layers` or `pos` is ignored for arrays without such an axis."""
+        """Read part of an array; arrays without such an axis ignore `layers` or `pos`."""
 
 
 class InMemory:
-    """Arrays in memory, which `read` gives views of."""
+    """Arrays in memory; `read` returns views."""
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         self.arrays = dict(arrays)
@@ -44,13 +44,13 @@ class InMemory:
 
 
 class Loaded:
-    """Another source of which some layers are read once and held in memory; `read` returns views.
+    """Another source with some layers read once and held in memory; `read` returns views.
 
     Args:
         base: the other source.
-        layers: the layers that are held, each array as soon as it is read; others are read anew.
-        dtype: the dtype in which they are held.
-        held: returns the runs of positions that the source has of an array (`Header.held`).
+        layers: held layers, each array from its first reading on; others are read anew.
+        dtype: of the held arrays.
+        held: returns the source's runs of positions of an array (`Header.held`).
     """
 
     def __init__(
@@ -77,10 +77,9 @@ class Loaded:
         for run, array in self._runs(name):
             if run.start <= start and stop <= run.stop:
                 return _part(name, array, layers_at, slice(start - run.start, stop - run.start))
-        return self.base.read(name, layers, pos)  # its error names the rows that it has not
+        return self.base.read(name, layers, pos)  # its error names the missing rows
 
     def _runs(self, name: str) -> list[tuple[slice, Tensor]]:
-        """The runs of positions that there are of an array."""
         if name not in self._arrays:
             layers = slice(self._layers.start, self._layers.stop)
             self._arrays[name] = [
@@ -91,7 +90,6 @@ class Loaded:
 
 
 def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
-    """A view of part of an array; `layers` or `pos` is ignored without such an axis."""
     if AXES[name][0] != "layer":
         return array[pos]
     if "pos" not in AXES[name]:
@@ -118,30 +116,30 @@ class PerQueryHead:
 
 
 def of_kv_heads(name: str) -> bool:
-    """Whether an array has numbers of each KV head."""
+    """Whether an array has an axis of KV heads."""
     return AXES[name][1:2] == ("head",)
 
 
 def is_sized(name: str) -> bool:
-    """Whether an array has an axis of heads, or of their dimensions."""
+    """Whether an array has an axis of heads or of head dimensions."""
     return not {"qhead", "head", "dim"}.isdisjoint(AXES[name])
 
 
 def sized(name: str, shape: Sequence[int], size: Size) -> tuple[int, ...]:
-    """Return the shape of an array with a layer axis, of layers of a size."""
+    """Return the shape of an array of layers of this size."""
     qheads, heads, dim, value_dim = size
     lengths = {"qhead": qheads, "head": heads, "dim": value_dim if name in OF_VALUES else dim}
     return tuple(lengths.get(axis, n) for axis, n in zip(AXES[name], shape, strict=True))
 
 
 def narrowed(name: str, array: Tensor, size: Size) -> Tensor:
-    """Return layers of a size of an array, which is padded to the largest."""
+    """Remove the padding of an array for layers of this size."""
     shape = sized(name, array.shape, size)
     return array if shape == array.shape else array[tuple(map(slice, shape))].contiguous()
 
 
 def padded(name: str, array: Tensor, size: Size) -> Tensor:
-    """Return layers of an array, padded with zeros to a size."""
+    """Pad layers of an array with zeros to a size."""
     out = array.new_zeros(sized(name, array.shape, size))
     out[tuple(map(slice, array.shape))] = array
     return out
@@ -169,16 +167,16 @@ class OneSize:
 
 
 def dtype_of(source: ArraySource) -> torch.dtype:
-    """Return the dtype in which a source, or the one behind it, has queries, keys and values."""
+    """Return the dtype of queries, keys and values in the innermost source."""
     while isinstance(source, Loaded | OneSize):
         source = source.base
     return source.read("q", slice(0, 1), slice(0, 0)).dtype
 
 
 class SharedEntries:
-    """One layer of another source, with the query heads of all layers that read its entries.
+    """One layer of another source, with the query heads of all layers that share its entries.
 
-    layers: these, by their place, the one with the entries first.
+    layers: the places of these layers, the owner first.
     """
 
     def __init__(self, base: ArraySource, layers: Sequence[int]) -> None:
@@ -190,7 +188,7 @@ class SharedEntries:
         }
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array, the query heads of each KV head together."""
+        """Read part of an array, query heads grouped by KV head."""
         if AXES[name][1] != "qhead":
             return self.base.read(name, slice(self.layers[0], self.layers[0] + 1), pos)[layers]
         parts = [self.base.read(name, slice(layer, layer + 1), pos) for layer in self.layers]
@@ -199,9 +197,9 @@ class SharedEntries:
 
 
 class SelectedRows:
-    """Some rows of another source, as a model sees them that runs on these rows alone.
+    """Some rows of another source, for a model that runs only on these rows.
 
-    Arrays that depend on all rows (attention and what follows from it) are left out.
+    Leaves out arrays that depend on all rows, such as attention.
 
     Args:
         base: the other source.

@@ -1,8 +1,7 @@
-"""As what resident entries are stored: a quantizer, and when an entry leaves the exact window.
+"""Quantizers of resident entries, and the clock by which entries leave the exact window.
 
-An entry is exact when it arrives. After some row it is rounded once, and stays as it is then; rows
-behind that one see the rounded key or value. Keys and values have a clock each. Channels of keys
-that a quantizer prunes are 0 from then on.
+An entry is exact when it arrives. After some row it is rounded once; later rows see the rounded key
+or value. Keys and values have a clock each. Pruned channels of keys are 0 from then on.
 
 Shape letters: L layers, H KV heads, T tokens, d head dimension, g entries of a group.
 """
@@ -21,16 +20,16 @@ from kvsim.core.pieces import Piece, Run
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
 
-#: Bits of a number that is stored as recorded.
+#: Bits of an unrounded number.
 EXACT = 16
 _PLAN = re.compile(r"\d{1,2}(x[1-9]\d{0,3})?(/\d{1,2}(x[1-9]\d{0,3})?)*")
 
 
 class Clock(NamedTuple):
-    """The `step` oldest exact entries of a head leave its window once at least `exact` stay.
+    """When entries leave the exact window: the `step` oldest, once at least `exact` stay.
 
-    once: only after the first row that any may leave, so that later entries stay exact. group:
-    entries that are rounded together, a divisor of step.
+    once: only at the first row at which any may leave, so that later entries stay exact. group:
+    entries rounded together, a divisor of step.
     """
 
     exact: int = 0
@@ -53,13 +52,13 @@ class Quantizer(Piece, ABC):
 
     @property
     def clocks(self) -> tuple[Clock, Clock]:
-        """When keys leave the exact window, and when values do: one by one, behind `window`."""
+        """Clocks of keys and of values; by default entries leave one by one after `window`."""
         return (Clock(getattr(self, "window", 0)),) * 2
 
     def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The channels of a layer's keys that are stored, bool [H, d], where `reads.last` is not 0.
+        """Stored channels of a layer's keys, bool [H, d]; called if `reads.last` is not 0.
 
-        queries [H, G, w, d] of so many rows before rounding begins, after RoPE; keys [H, n, d], 0
+        queries [H, G, w, d] after RoPE, of the last rows before rounding begins; keys [H, n, d], 0
         where nothing is held.
         """
         return torch.ones_like(keys[:, 0], dtype=torch.bool)
@@ -77,9 +76,9 @@ class Quantizer(Piece, ABC):
         """Bits of a stored key and of a stored value, with their share of scales."""
 
     def of_layer(self, layer: int) -> Quantizer:
-        """The quantizer of a layer, by its place in the trace: the same clocks, maybe other bits.
+        """Return the quantizer of a layer, by its place: the same clocks, perhaps other bits.
 
-        Of a layer that reads the entries of another, the other's.
+        A layer that reads another's entries has the other's quantizer.
         """
         return self
 
@@ -87,9 +86,9 @@ class Quantizer(Piece, ABC):
 class SplitQuantizer(Quantizer):
     """A quantizer that takes bits of keys and of values.
 
-    `k_bits`, `v_bits`: of a number, by default `bits_per_number` or the only ones that there are;
-    16: as recorded. A text is a plan by layer: `8x2/4x26/8x2` has 8 bits in the first two layers, 4
-    in the next 26, and 8 in the last two.
+    `k_bits`, `v_bits`: of a number, by default `bits_per_number` or the only choice; 16: as
+    recorded. A text is a plan by layer: `8x2/4x26/8x2` has 8 bits in the first two layers, 4 in the
+    next 26, and 8 in the last two.
     """
 
     k_bits: int | str | None = field(default=None, kw_only=True)
@@ -107,12 +106,12 @@ class SplitQuantizer(Quantizer):
 
     @property
     def choices(self) -> Sequence[int]:
-        """Bits to which it rounds."""
+        """Supported bits."""
         return range(1, EXACT)
 
     @property
     def block(self) -> int:
-        """Channels that are rounded together; a smaller head is one block."""
+        """Channels rounded together; a smaller head is one block."""
         return 1
 
     @property
@@ -126,7 +125,7 @@ class SplitQuantizer(Quantizer):
         return int(self.k_bits or own), int(self.v_bits or own)
 
     def check(self, run: Run) -> None:
-        """Raise PolicyError for a plan of other layers, and heads that are no whole blocks."""
+        """Raise PolicyError for a plan of other layers, and for heads with partial blocks."""
         for name, plan in self._given.items():
             if isinstance(plan, str) and (n := len(_planned(plan))) != run.n_layers:
                 raise PolicyError(
@@ -137,7 +136,7 @@ class SplitQuantizer(Quantizer):
             check_channels(self.label, dim, min(self.block, dim))
 
     def of_layer(self, layer: int) -> Quantizer:
-        """The same with the bits that plans have for a layer."""
+        """Return the quantizer with a layer's bits."""
         plans = {name: plan for name, plan in self._given.items() if isinstance(plan, str)}
         bits: dict[str, Any] = {name: _planned(plan)[layer] for name, plan in plans.items()}
         return replace(self, **bits) if bits else self
@@ -157,7 +156,7 @@ class SplitQuantizer(Quantizer):
 
     @abstractmethod
     def round_keys(self, groups: Tensor, bits: int) -> Tensor:
-        """Keys [N, g, d] after the round trip through so many bits, in the same dtype."""
+        """Keys [N, g, d] after the round trip through `bits`, in the same dtype."""
 
     def round_values(self, groups: Tensor, bits: int) -> Tensor:
         """Values [N, g, d] after the round trip; by default as keys."""
@@ -165,26 +164,26 @@ class SplitQuantizer(Quantizer):
 
     @abstractmethod
     def size(self, dim: int, bits: int) -> tuple[float, float]:
-        """`bits` of this quantizer where numbers of keys and values have so many bits."""
+        """Return `bits` of this quantizer for these bits per number of keys and values."""
 
 
 def _planned(given: int | str) -> list[int]:
-    """The bits of each layer of a plan; of a number itself."""
+    """Bits of each layer of a plan; a number is returned unchanged."""
     runs = (x.partition("x") for x in str(given).split("/"))
     return [int(bits) for bits, _, count in runs for _ in range(int(count or 1))]
 
 
 def check_channels(label: str, dim: int, unit: int) -> None:
-    """Raise PolicyError where the channels of a head are no whole units."""
+    """Raise PolicyError if a head's channels are not a multiple of the unit."""
     if dim % unit:
         raise PolicyError(f"{label}: a head has {dim} channels; expected a multiple of {unit}")
 
 
 def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int) -> Tensor:
-    """Round what is due after rows start..stop-1, before which nothing leaves after `start`.
+    """Mark entries due for rounding after rows start..stop-1, without evictions in between.
 
-    out: `stored_after` of earlier rows [L, H, T], overwritten. Returns which entries are rounded
-    now, bool as out.
+    out: `stored_after` of earlier rows [L, H, T], overwritten. Returns the entries to round now,
+    bool like out.
     """
     exact = (out[..., :stop] == NEVER) & (evicted_at[..., :stop] > start)
     rank = exact.cumsum(-1) - 1
@@ -193,7 +192,7 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
     pos = torch.arange(stop, device=out.device).expand_as(rank)
     arrival = rank.new_full((*rank.shape[:-1], stop + clock.step + clock.exact), NEVER)
     arrival.scatter_(-1, rank.where(exact, arrival.shape[-1] - 1), pos)
-    arrival[..., -1] = NEVER  # where entries that are not exact went
+    arrival[..., -1] = NEVER  # place for entries that are no longer exact
     row = arrival.gather(-1, due.clamp(min=0)).clamp_(min=start)
     now = exact & (row < stop)
     part = out[..., :stop]
@@ -206,9 +205,9 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
 def round_marked(
     quantizer: Quantizer, which: int, stored: Tensor, marked: Tensor, channels: Tensor | None = None
 ) -> None:
-    """Overwrite keys (0) or values (1) [..., T, d] where marked, in groups of neighbours.
+    """Round marked keys (0) or values (1) [..., T, d] in place, in groups of neighbours.
 
-    channels: of keys that are stored, bool [..., d], the others become 0; None for all of them.
+    channels: stored ones of keys, bool [..., d], others become 0; None for all.
     """
     entries = stored[marked]
     if len(entries):
@@ -223,7 +222,7 @@ def round_marked(
 
 
 class Spec(NamedTuple):
-    """A piece as a stored record names it (`kvsim.policies.naming` builds it)."""
+    """A piece by name in a stored record (`kvsim.policies.naming` builds it)."""
 
     name: str
     params: Mapping[str, Any]

@@ -1,8 +1,8 @@
-"""A trace: one token sequence through one model, with everything its attention depends on.
+"""A trace: one token sequence through one model, with all inputs of its attention.
 
-`Trace` has the same interface whether its arrays are in memory (`Trace.from_arrays`) or on disk
-(`kvsim.open_trace`): it reads them from a `Source` and knows nothing of files. Layers are counted
-0, 1, 2, ... among those of the trace; `layer_ids` has the model's numbers. Axes: `schema.AXES`.
+`Trace` has the same interface for arrays in memory (`Trace.from_arrays`) and on disk
+(`kvsim.open_trace`): it reads them from a `Source`. Its layers are numbered 0, 1, 2, ...;
+`layer_ids` has the model's numbers. Axes: `schema.AXES`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ALL = slice(None)
 
 
 class _OfSize:
-    """A number of the size that all layers of a trace share; else NeedsError."""
+    """A size that all layers of a trace share; else NeedsError."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -70,15 +70,15 @@ class Trace:
         dtype: the dtype that `read` returns: float64 for float64 arrays, float32 for all others.
         token_text: the text of each token, or None.
         fingerprint: the recorded one; computed from the arrays by default.
-        path: where the trace is stored, its URL if it is not on this machine; None in memory.
-        base: the trace whose KV heads `source` repeats, if it does.
+        path: of the stored trace, or its URL; None in memory.
+        base: the trace whose KV heads `source` repeats, if any.
 
     Attributes:
         n_layers, n_qheads, n_heads: number of layers, of query heads and of KV heads.
         n_pos: number of tokens, prompt and response.
         dim, value_dim: dimensions of a key, and of a value.
-        sizes: query heads, KV heads, dim and value_dim of each layer. Where layers differ in them,
-            n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
+        sizes: query heads, KV heads, dim and value_dim of each layer. If layers differ, n_qheads to
+            entry_size (except n_pos) raise NeedsError, and so does reading different layers
             together; `part` returns the trace of layers of one size.
         readable: layers that can be read; others are of another size.
         prompt_len, formulas, ropes, layer_ids, name, meta: `Header`'s.
@@ -117,7 +117,7 @@ class Trace:
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
         self._fingerprint, self._base = fingerprint, base
-        #: what replays computed of it, whatever they keep
+        #: results shared by replays
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
         self.full_attention: FullAttention = FullAttention(
@@ -144,18 +144,18 @@ class Trace:
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
 
-        A tensor, or a numpy array that is not writable, stays where it is if it is in C order, in
-        the compute dtype and on the CPU. Do not write to it later.
+        A tensor, or a read-only numpy array, is not copied if it is in C order, in the compute
+        dtype and on the CPU. Do not write to it later.
 
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
             v: values [layer, head, pos, value_dim].
             prompt_len: number of rows of the prefill, 1 to pos.
-            rope: the rotary embedding that q and k went through, one for all layers or one each.
+            rope: the rotary embedding of q and k, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
-            formulas: for each layer what it computes, instead of `scale`, where that is not plain
-                causal attention: softcap, sliding window, chunks, sinks.
+            formulas: the formula of each layer, instead of `scale`, if it is not plain causal
+                attention: softcap, sliding window, chunks, sinks.
             layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
             tokens: token ids [pos].
             token_text: the text of each token.
@@ -184,7 +184,7 @@ class Trace:
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
         check_meta(meta or {}, name)
-        facts: dict[str, Any] = {  # which `check` makes tuples
+        facts: dict[str, Any] = {  # `check` converts them to tuples
             "formulas": formulas,
             "ropes": [rope] * n_layers if isinstance(rope, Rope) else rope,
             "layer_ids": range(n_layers) if layer_ids is None else layer_ids,
@@ -206,10 +206,10 @@ class Trace:
         return cls(source, header, dtype=dtype, token_text=token_text)
 
     def part(self, layers: Iterable[int] | None = None) -> Trace:
-        """Return the trace for layers of one size: places stay, and other layers cannot be read.
+        """Return the trace for layers of one size, by the same places; other layers are unreadable.
 
-        layers: those in which replays evict, not `windowed`, by default. Itself where all layers
-        have one size. Raises NeedsError where these layers have several.
+        layers: by default those with eviction (not `windowed`). Returns itself if all layers have
+        one size. Raises NeedsError if these layers have several sizes.
         """
         if not self.header.sizes:
             return self
@@ -226,20 +226,20 @@ class Trace:
 
     @property
     def group(self) -> int:
-        """Query heads of one KV head; query head i belongs to KV head i // group."""
+        """Query heads per KV head; query head i belongs to KV head i // group."""
         return self.n_qheads // self.n_heads
 
     @property
     def entry_size(self) -> int:
-        """Numbers that a cache holds of an entry in one head; a latent value is part of its key."""
+        """Numbers per entry and head in a cache; a latent value is part of its key."""
         return self.dim + (0 if self.header.latent else self.value_dim)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """Layers in which replays do not evict, by their place.
+        """Places of layers without eviction.
 
-        Their window or chunks mask something out for some row; or their size is another than that
-        of the last layer of which none does.
+        A window or chunks mask out entries of some row, or the size differs from that of the last
+        layer without such a mask.
         """
         n_pos = self.n_pos
         whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
@@ -250,7 +250,7 @@ class Trace:
     def segments(self) -> tuple[tuple[str, int, int], ...]:
         """(kind, start, stop) of `context`, then `question` and `answer` of each turn.
 
-        Empty ones, such as the answer of a prompt alone, are left out.
+        Empty ones, such as the answer of a bare prompt, are left out.
         """
         questions = self.header.questions
         ends = [0, self.header.context_len or 0, self.prompt_len, *chain(*questions), self.n_pos]
@@ -260,14 +260,14 @@ class Trace:
 
     @property
     def extent(self) -> tuple[int, int, int | None, tuple[tuple[int, int], ...]]:
-        """What `Schedule.rows` takes: prompt_len, n_pos, context_len, questions."""
+        """Arguments of `Schedule.rows`: prompt_len, n_pos, context_len, questions."""
         return self.prompt_len, self.n_pos, self.header.context_len, self.header.questions
 
     @property
     def answers(self) -> tuple[tuple[int | None, slice], ...]:
         """Number of each turn, from 1, and the rows of its answer, counted from the end.
 
-        None and all rows, whatever they are, where there is one turn.
+        With one turn: None and all rows.
         """
         if not self.header.questions:
             return ((None, slice(None)),)
@@ -276,29 +276,29 @@ class Trace:
 
     @property
     def positions(self) -> Tensor:
-        """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
+        """RoPE position of each row in the sequence; int64 [pos]."""
         return self.source.positions
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what attention depends on, the same in memory and on disk."""
+        """SHA-256 of the inputs of attention, the same in memory and on disk."""
         digest, _, rest = self.fingerprint.partition("+")
         return digest + rest[16:]
 
     @property
     def fingerprint(self) -> str:
-        """The digest and what else results depend on (`kvsim.core.digest.fingerprint`)."""
+        """The digest and other inputs of results (`kvsim.core.digest.fingerprint`)."""
         if self._base is not None:
             return f"{self._base.fingerprint}/per_query_head"
         if self._fingerprint is None:
-            from kvsim.core.digest import array_fingerprint  # noqa: PLC0415  when it is asked for
+            from kvsim.core.digest import array_fingerprint  # noqa: PLC0415 on demand
 
             facts = self.source, self.header, self.dtype, self.token_text
             self._fingerprint = array_fingerprint(*facts)
         return self._fingerprint
 
     def has(self, name: str) -> bool:
-        """Whether the array `name` is recorded; one that can be computed does not count."""
+        """Whether the array `name` is recorded; computable arrays do not count."""
         return name in self.source.shapes
 
     def __repr__(self) -> str:
@@ -316,9 +316,8 @@ class Trace:
         Args:
             name: an array of `kvsim.schema.AXES` that the trace has.
             layers: layers by their place in the trace, step 1.
-            pos: positions, step 1; for `attention`, rows; ignored for `o_proj`,
-                and for a probe.
-            stored: leave it in the dtype in which it is stored.
+            pos: positions, step 1; for `attention`, rows; ignored for `o_proj` and probes.
+            stored: keep the stored dtype.
 
         Raises:
             NeedsError: the trace has no such array, or left out some of these rows.
@@ -341,21 +340,21 @@ class Trace:
     def full(self, layers: slice = _ALL, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
         """Return full attention of rows: attn_out [layer, qhead, pos, value_dim] and lse.
 
-        As recorded, else computed; traces in memory keep what they have computed.
+        As recorded, else computed; traces in memory keep the result.
         """
         check_steps(layers, rows)
         part = self.part(range(*layers.indices(self.n_layers)))
         return part.full_attention.layers(layers, rows)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
-        """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.
+        """Return exact rows of full attention [qhead, row, pos], from the log-sum-exp.
 
         Args:
             layer: a layer by its place in the trace.
             rows: query positions.
             pos: key positions, all of them by default; masked ones have weight 0.
 
-        Raises PositionError for what the trace does not have.
+        Raises PositionError for layers, rows or positions out of range.
         """
         if integer(layer) is None or not -self.n_layers <= layer < self.n_layers:
             raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
@@ -368,7 +367,6 @@ class Trace:
 
 
 def _size_of(trace: Trace, layers: Iterable[int]) -> Size:
-    """Return query heads, KV heads, dim, value_dim of layers; NeedsError where they differ."""
     places: dict[Size, list[int]] = {}
     for layer in layers if trace.header.sizes else (0,):
         places.setdefault(trace.sizes[layer], []).append(layer)
@@ -382,6 +380,6 @@ def _size_of(trace: Trace, layers: Iterable[int]) -> Size:
 
 
 def derived(trace: Trace, source: ArraySource, header: Header | None = None, **more: Any) -> Trace:
-    """Return a trace with another source, and header if given; more: arguments of `Trace`."""
+    """Return a trace with another source, and header if given; more: as for `Trace`."""
     facts: dict[str, Any] = {"token_text": trace.token_text, "path": trace.path}
     return Trace(source, header or trace.header, dtype=trace.dtype, **facts | more)

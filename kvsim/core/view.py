@@ -1,6 +1,6 @@
 """A policy's view of one event: the live entries, recent queries, attention received.
 
-Nothing later than the event's row and nothing already evicted can be reached through a View.
+A View shows no later rows and no evicted entries.
 
 Shape letters: L layers of the block, H KV heads, G query heads of a group, w rows of a window,
 n entries (left-padded where heads hold different numbers), d head dimension.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class View:
     """A policy's view of the cache right after row `row` has attended.
 
-    Its tensors are read by others too, and must not be written to: `x * 2`, not `x.mul_(2)`.
+    Its tensors are shared and must not be changed in place: `x * 2`, not `x.mul_(2)`.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class View:
     ) -> None:
         self._source, self._entries = source, entries
         self._padded = entries.padded  # whether a slot may hold no live entry
-        #: absolute position of each entry, ascending, -1 on pads, int [L, H, n]; where only some
-        #: rows of the prompt are propagated, the place among these
+        #: absolute position of each entry, ascending, -1 on pads, int [L, H, n]; if only some rows
+        #: of the prompt propagate, the place among these
         self.pos = entries.pos
         #: False on pads; bool [L, H, n]
         self.live = entries.live
@@ -57,13 +57,12 @@ class View:
         self.formula = source.formula
         #: row of the last event that acted on each layer, -1 before the first; int [L]
         self.since = since
-        self._rounded_after = rounded_after  # the row after which each key was, int32 [L, H, T]
-        #: whether an entry may have another key at a later event: it is rounded, or others that
-        #: leave are folded into it
+        self._rounded_after = rounded_after  # row of each key's rounding, int32 [L, H, T]
+        #: whether keys may change between events, by rounding or merging
         self.rounded = rounded
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
-        #: what stays the same over the events
+        #: constants of all events
         self.setting = setting
         #: the row after which the event fires; nothing later is visible
         self.row = row
@@ -73,7 +72,7 @@ class View:
 
     @property
     def budget(self) -> Tensor:
-        """Entries that each head keeps when the layer's budget is shared equally, int [L, 1]."""
+        """Entries that each head keeps if heads share the layer's budget equally, int [L, 1]."""
         self._reads_budget = True
         return self._budget
 
@@ -82,7 +81,7 @@ class View:
         self._budget = budget
 
     def parts(self) -> Iterator[View]:
-        """Views of the layers that are held at once, one after the other; itself of all of them."""
+        """Yield views of the layers that are held at once; itself if all are."""
         if self._source.parts is None:
             yield self
             return
@@ -99,17 +98,16 @@ class View:
 
     @property
     def positions(self) -> Tensor:
-        """Position in the text of each row so far, unlike its number where rows were dropped."""
+        """Position in the text of each row so far; not its number if rows were dropped."""
         return self._source.positions[: self.row + 1]
 
     @property
     def source(self) -> Source:
-        """All that was recorded, later rows included; for clairvoyant scorers alone."""
+        """The whole recording, later rows included; only for clairvoyant scorers."""
         self._look(self.row + 2)
         return self._source
 
     def __getitem__(self, column: str) -> Tensor:
-        """A column that the policy carries with each entry, [L, H, n]."""
         if column not in self._entries.columns:
             declared = ", ".join(self._entries.columns) or "none"
             raise PolicyError(
@@ -125,12 +123,12 @@ class View:
 
     @property
     def slot(self) -> Tensor:
-        """Place of each entry among the live ones of its head, negative on pads; int [L, H, n]."""
+        """Index of each entry among the live ones of its head, negative on pads; int [L, H, n]."""
         n = self.pos.shape[-1]
         return torch.arange(n, device=self.pos.device) - (n - self.count).unsqueeze(-1)
 
     def array(self, name: str) -> Tensor:
-        """Return an array that the scorer's `reads.arrays` names, as `Source.array` has it."""
+        """Return an array named in the scorer's `reads.arrays` (`Source.array`)."""
         return self._source.array(name)
 
     @property
@@ -152,8 +150,8 @@ class View:
         """Return queries, before RoPE unless `rotated`; [L, H, G, w, d].
 
         Args:
-            rows: how many recent ones, or which; later ones only if the scorer is clairvoyant.
-            rotated: False for those before RoPE.
+            rows: a number of recent rows, or a range; later ones only for clairvoyant scorers.
+            rotated: False for pre-RoPE queries.
         """
         rows = self._rows(rows)
         queries = self._source.queries(rows.start, rows.stop)
@@ -164,7 +162,7 @@ class View:
     def moments(self, rows: range, *, covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
         """Return number, mean [L, H, G, d] and covariance [L, H, G, d, d] of queries before RoPE.
 
-        The covariance is None where it is not requested. Replays share them.
+        The covariance is None unless requested. Replays share them.
         """
 
         def compute() -> tuple[int, Tensor, Tensor | None]:
@@ -182,22 +180,22 @@ class View:
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
-        """Return `compute()`, computed at the first event that needs it and kept for later ones.
+        """Return `compute()`, cached from the first event that needs it.
 
         Args:
-            key: the kind of result, and all that it depends on beside the layers and what the view
-                reads of fixed rows.
-            compute: returns any value; if it is shared, tensors of fixed rows or of the full cache,
-                not to be written to.
+            key: the kind of result, and its inputs other than the layers and fixed rows of the
+                view.
+            compute: returns any value; if shared, read-only tensors of fixed rows or of the full
+                cache.
             shared: keep it for all replays of the trace.
         """
         return self._source.memo(key, compute, shared=shared)
 
     def scored(self, scorer: Any) -> Scores:
-        """Return the scores of a scorer, which must not be written to.
+        """Return the scores of a scorer, which are read-only.
 
-        Those of caches that nothing has left are the same for every policy with an equal scorer of
-        kvsim, whatever keeps entries by them, and at every budget unless the scorer reads it.
+        Before the first eviction, policies with equal scorers of kvsim share them, at all budgets
+        unless the scorer reads the budget.
         """
         if self._source.parts is not None:
             parts = [part.scored(scorer) for part in self.parts()]
@@ -205,7 +203,7 @@ class View:
             return Scores(torch.cat([part.values for part in parts]), of_all)
         foreign = not type(scorer).__module__.startswith("kvsim.")
         if foreign or not self._entries.complete:
-            self._reads_budget |= foreign  # or the prompt's length, or the time of day
+            self._reads_budget |= foreign  # or any other input
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget
 
@@ -224,7 +222,7 @@ class View:
         return Scores(values, dict(zip(names, columns, strict=True)))
 
     def _rows(self, rows: int | range) -> range:
-        """Return the rows that are asked for; PolicyError for later ones without the right."""
+        """Return a range of rows; PolicyError for later ones unless clairvoyant."""
         if not isinstance(rows, range):
             return range(max(0, self.row + 1 - rows), self.row + 1)
         self._look(rows.stop)
@@ -239,7 +237,7 @@ class View:
             )
 
     def logits(self, rows: int | range) -> Tensor:
-        """Scaled logits of recent rows, -inf where an entry is not visible; [L, H, G, w, n]."""
+        """Scaled logits of recent rows, -inf for invisible entries; [L, H, G, w, n]."""
         return self._weights_of(self._rows(rows), weigh=False)
 
     def attn(
@@ -247,15 +245,14 @@ class View:
     ) -> Tensor:
         """Attention of recent rows over the live entries; [L, H, G, w, n].
 
-        Each row is at its own position and sees the live entries up to it; its weights sum to 1
-        over them, less the share of a sink where the model has those, and are 0 elsewhere. That of
-        the most recent rows is memoised per event; a larger window serves a smaller one.
+        Each row is at its own position and sees the live entries up to it. Its weights sum to 1
+        over them, less the share of a learned sink, and are 0 elsewhere. Attention of the most
+        recent rows is cached per event; a larger window serves a smaller one.
 
         Args:
-            rows: how many recent ones, or which; of many, ask for one block after the other.
+            rows: a number of recent rows, or a range; request many rows block by block.
             group: reduce the query heads of a group: "mean", "max" or "sum"; then [L, H, w, n].
-            log: return logarithms in float64, which do not underflow; -inf where a row does not see
-                an entry.
+            log: return logarithms in float64, which do not underflow; -inf for invisible entries.
         """
         if log:
             return reduce_group(self._logarithms(self._rows(rows)), group)
@@ -276,11 +273,10 @@ class View:
         return z.sub_(total).masked_fill_(hidden, -torch.inf)
 
     def received(self) -> Tensor:
-        """Attention each entry received since the last event that acted on its layer; [L, H, n].
+        """Attention to each entry since the last event that acted on its layer; [L, H, n].
 
-        Summed over those rows and over the query heads of the group. Between two acting events
-        nothing leaves, so each row saw exactly the live entries up to its own position, with keys
-        as they were stored when it attended.
+        Summed over those rows and the query heads of the group. Each row sees the live entries up
+        to its own position, with keys as stored when it attended.
         """
         first = int(self.since.min()) + 1
         if first == self.row:
@@ -291,7 +287,6 @@ class View:
         return self._received(first)
 
     def _received(self, first: int) -> Tensor:
-        """Attention received from row `first` on."""
         example = self.keys
         layers, heads, n = example.shape[:3]
         if first == 0:
@@ -301,7 +296,7 @@ class View:
                 total = since.where(acted.view(-1, 1, 1), total)
             return total
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
-        # a quarter: fewer rows together see fewer entries that only some of them see
+        # a quarter: blocks of fewer rows mask out fewer entries
         step = max(1, LOGIT_BYTES // (4 * per_row * example.element_size()))
         total, attended = example.new_zeros(layers, heads, n), self._rounded_after is not None
         for start in range(first, self.row + 1, step):
@@ -315,7 +310,7 @@ class View:
         return total
 
     def _received_of_all(self) -> Tensor:
-        """Attention received from all rows, in layers from which nothing has left; [L, H, n].
+        """Attention received from all rows, in layers without evictions; [L, H, n].
 
         The order of the sum is the same in any block of layers and at any event.
         """
@@ -345,8 +340,8 @@ class View:
     ) -> Tensor:
         """Attention of rows over the first `seen` slots; [L, H, G, w, seen].
 
-        weigh: False for logits, -inf where an entry is not visible. attended: with keys as they
-        were stored when the row attended, and not as they are now. layers: those of the block.
+        weigh: False for logits, -inf for invisible entries. attended: with keys as stored when the
+        row attended, not as now.
         """
         start, stop = rows.start, rows.stop
         queries = self._source.queries(start, stop)[layers]
@@ -360,7 +355,7 @@ class View:
             exact = gather(self._source.exact_keys, self._entries)[layers, :, :seen]
             after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[layers, :, :seen]
             before = exact.flatten(0, 1), after.flatten(0, 1)
-        # the first slot that may hold an entry which a row is too old to see; positions ascend
+        # the first slot that may hold an entry later than a row; positions ascend
         younger, padded = self._entries.stop - 1 - start, self._padded
         first = min(k.shape[1], max(0, self.pos.shape[-1] - younger))
         out = row_weights(

@@ -1,4 +1,4 @@
-"""Attention weights of blocks of rows, and the blocks in which they are added up."""
+"""Attention weights of blocks of rows, and the blocks for sums over rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from kvsim.core.attention import Formula, softmax
 from kvsim.core.lazy import Tensor, torch
 from kvsim.schema import CHUNK
 
-#: Bytes of logits that a View holds at once where it can work in blocks of rows.
+#: Bytes of logits that a View holds at once in blocks of rows.
 LOGIT_BYTES = 16 << 20
 
-#: Bytes of what passes through several operations at once on a processor, whose cache they fit.
+#: Bytes of a chain of operations on a CPU, which fit its cache.
 CACHE_BYTES = 1 << 20
 
 # Products of fewer rows are slower.
 _LEAST_ROWS = 64
 
-#: Least rows that are added up at once: each such block reads all keys.
+#: Fewest rows summed at once, because each block reads all keys.
 LEAST_ADDED = 16
 
 
@@ -35,9 +35,9 @@ def row_weights(
 ) -> Tensor:
     """Softmax, or logits, of rows q [L * H, G * w, d] over keys k [L * H, n, d]; [L * H, G * w, n].
 
-    row [G * w]: their positions. last [L * H, m]: those of the last keys, which some rows may be
-    too old to see. live [L * H, n]: False on pads. before: other keys, and the row up to which each
-    was there instead [L * H, n].
+    row [G * w]: their positions. last [L * H, m]: positions of the last keys, which may be later
+    than some rows. live [L * H, n]: False on pads. before: earlier keys, and the row up to which
+    each was in place [L * H, n].
     """
     sinks, first = None, k.shape[1] - last.shape[1]
     if weigh and formula.sinks:
@@ -67,10 +67,10 @@ def row_weights(
 
 
 def row_grid(start: int, stop: int, size: int = 0) -> Iterator[tuple[int, int]]:
-    """Blocks of rows start..stop-1 whose borders depend on positions alone.
+    """Blocks of rows start..stop-1 with borders that depend only on positions.
 
-    size: bytes of the weights of a row on one entry, of which a quarter of `LOGIT_BYTES`, and those
-    of `LEAST_ADDED` rows in any case, are held at once.
+    size: bytes of a row's weights on one entry. A block holds a quarter of `LOGIT_BYTES`, and at
+    least `LEAST_ADDED` rows.
     """
     while start < stop:
         end, step = (start // CHUNK + 1) * CHUNK, CHUNK
@@ -82,7 +82,7 @@ def row_grid(start: int, stop: int, size: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def by_heads(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute something of tensors [L, H, ...], as many heads at once as `LOGIT_BYTES` hold.
+    """Apply `compute` to tensors [L, H, ...], as many heads at once as `LOGIT_BYTES` hold.
 
     compute: takes parts of the tensors, [1, h, ...], and returns [1, h, ...].
     """
@@ -95,7 +95,6 @@ def by_heads(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of the first two axes of a tensor that are computed together."""
     first, second = of.shape[:2]
     most = first * second
     if of.device.type == "cpu":

@@ -25,13 +25,13 @@ from kvsim.schema import GUIDE, NEVER
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy's choice at an event, and its inputs. Read it before `Block.apply`.
+    """A policy's choice at an event, and its inputs; valid until `Block.apply`.
 
     Attributes:
-        view: what the policy saw.
-        acts: which layers hold more than their budget, bool [L]; nothing moves in the others.
-        keep: which entries stay, bool [L, H, n].
-        scores: [L, H, n]; None where no layer acts, as protected and plan are.
+        view: the policy's view.
+        acts: layers that hold more than their budget, bool [L]; others are unchanged.
+        keep: entries to keep, bool [L, H, n].
+        scores: [L, H, n]; None, like protected and plan, if no layer acts.
         protected: bool [L, H, n].
         plan: the quotas.
         columns: new values of columns, [L, H, n].
@@ -46,9 +46,9 @@ class Choice:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def recorded(self, internals: bool | Collection[str], positions: NDArray[Any]) -> list[Plans]:
-        """Return the decision as it is recorded; an empty list where there is nothing to record.
+        """Return the decision for a record; empty if there is nothing to record.
 
-        internals: names of notes alone, or everything. positions: of each row in the text.
+        internals: only some notes by name, or everything. positions: of each row in the text.
         """
         view, plan = self.view, self.plan
         if plan is None or self.scores is None or internals is False:
@@ -76,14 +76,14 @@ class Block:
     Args:
         source: keys, values and queries of the layers.
         policy: decides at each event.
-        setting: constants of the events, of which prefill events have their own.
+        setting: constants of the events; prefill events have their own.
         layers: index of each layer in the trace.
 
     Attributes:
         entries: the live entries, with the policy's columns.
         evicted_at: the row after which each entry left, or NEVER; int32 [L, H, T].
         since: the row of the last event that acted on each layer, -1 before the first; int [L].
-        store: what becomes of the numbers of entries.
+        store: the stored numbers of entries.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Block:
         return choice.plan is not None
 
     def choose(self, row: int, *, fires: bool = True) -> Choice:
-        """Append the rows up to `row`, and return what the policy keeps after it.
+        """Append the rows up to `row`, and return the policy's choice after it.
 
         It acts on the layers that hold more than their budget. Layers that share one budget or
         ranking act together.
 
         Args:
             row: the row after which the event fires.
-            fires: False where the policy has no event, so that it keeps everything.
+            fires: False if the policy has no event, so that it keeps everything.
 
         Raises:
-            ScoreError, PolicyError, BudgetError: scores, columns or quotas that cannot be used.
+            ScoreError, PolicyError, BudgetError: invalid scores, columns or quotas.
         """
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
@@ -164,7 +164,7 @@ class Block:
         return Choice(view, acts, keep, scores.values, protected, plan, columns)
 
     def apply(self, choice: Choice, keep: Tensor | None = None) -> None:
-        """Evict all entries but those that the policy keeps, or others in keep, bool [L, H, n]."""
+        """Evict all entries but the policy's choice, or those in keep, bool [L, H, n]."""
         entries, row, acts = self.entries, choice.view.row, choice.acts
         if keep is None and choice.plan is None:
             return
@@ -183,7 +183,7 @@ class Block:
         self.since = self.since.masked_fill(acts.flatten(), row)
 
     def in_source(self, marked: Tensor, row: int) -> Tensor:
-        """Positions before row `row`, bool [L, H, T], where the source has them."""
+        """Positions before row `row`, bool [L, H, T], by their place in the source."""
         if not self.source.compacted:
             return marked
         new = torch.arange(self._next, row, device=marked.device)
@@ -191,7 +191,6 @@ class Block:
         return marked.gather(-1, pos.clamp(min=0)) & (pos >= 0)
 
     def _setting_at(self, row: int) -> Setting:
-        """The setting of the event after a row."""
         setting, policy = self.setting, self.policy
         end = setting.ends[max(0, bisect_right(setting.ends, row + 1) - 1)]
         if end == setting.prompt_len and policy.so_far is None:
@@ -201,10 +200,10 @@ class Block:
         return replace(setting, prompt_len=end, budget=budget, protected=held)
 
     def _set_budgets(self, view: View) -> Tensor:
-        """Set the budgets of the view; return which layers hold more than theirs, bool [L]."""
+        """Set the budgets of the view; return the layers above their budget, bool [L]."""
         policy, budget, heads = self.policy, view.setting.budget, view.pos.shape[1]
         always, live = policy.allocator.effect == "rule", view.count.sum(1)  # [L]
-        if policy.across_layers:  # all of them act, or none
+        if policy.across_layers:  # all layers act, or none
             room = budget * heads * len(live)
             acts = ((live.sum() > room) | always).expand_as(live)
             if not bool(acts.any()):
@@ -224,7 +223,7 @@ def check(policy: Policy, view: View, scores: Scores) -> None:
     if _shape(values) != [*live.shape] or values.dtype not in (torch.float32, torch.float64):
         expected = f"torch.float32 or torch.float64 {[*live.shape]} {entries}"
         raise ScoreError(_misfit(policy, view, "the score", values, expected))
-    # NaN is the largest of all, and below nothing
+    # max propagates NaN, which fails the comparison
     fine = float(values.max()) < torch.inf
     bad = [] if fine else (~(values < torch.inf) & live).nonzero().tolist()
     if bad:
@@ -239,7 +238,7 @@ def check(policy: Policy, view: View, scores: Scores) -> None:
 def _check_plan(policy: Policy, view: View, plan: Any, protected: Tensor) -> None:
     """Raise PolicyError unless quotas are whole numbers, one for each head or group.
 
-    BudgetError where fewer entries may stay than are protected, of a head or a group.
+    BudgetError if the quota of a head or group is below its protected entries.
     """
     heads, quotas = [*protected.shape[:2]], plan.quotas if isinstance(plan, Plan) else None
     shape = _shape(quotas)
@@ -262,7 +261,6 @@ def _check_plan(policy: Policy, view: View, plan: Any, protected: Tensor) -> Non
 
 
 def _check_columns(policy: Policy, view: View, columns: Mapping[str, Tensor]) -> None:
-    """Raise PolicyError unless new values of columns are declared, one for each entry."""
     for name, column in columns.items():
         if name not in policy.columns or _shape(column) != [*view.live.shape]:
             declared = ", ".join(policy.columns) or "none"
@@ -277,7 +275,6 @@ def _shape(given: Any) -> list[int]:
 
 
 def _misfit(policy: Policy, view: View, name: str, given: Any, expected: str) -> str:
-    """Say what a piece of a user's own returned at an event."""
     kind = given if isinstance(given, str) else type(given).__name__
     found = f"{given.dtype} {_shape(given)}" if isinstance(given, Tensor) else kind
     return f"{policy.name}: {name} at row {view.row} is {found}; expected {expected}, see {GUIDE}"

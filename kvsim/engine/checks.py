@@ -1,4 +1,4 @@
-"""A policy set up on a trace, and its errors and remarks before any work is done."""
+"""A policy set up on a trace, with errors and remarks before any work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvsim.policies import as_policy
 from kvsim.policies.fit import remark_of
 from kvsim.schema import NEVER
 
-#: What policies do that not every run can follow, in words.
+#: Features of policies that some runs do not support, in words.
 _DOES: dict[str, Callable[[Policy], object]] = {
     "reads rows of the future": lambda policy: policy.scorer.reads.future,
     "chooses what it reads by rows of the trace": lambda policy: policy.reads.trace,
@@ -46,23 +46,23 @@ ROUNDS, MERGES, REPEATS, PROJECTS, PRUNES, COMPARES = _OTHERS
 
 
 def does(policy: Policy, *which: str) -> str:
-    """Return the first of these that a policy does, in words; empty for none."""
+    """Return the first of these features that a policy has, in words, or an empty text."""
     return next((each for each in which if _DOES[each](policy)), "")
 
 
 def refuse(policy: Policy, *which: str, advice: str) -> None:
-    """Raise PolicyError for a policy that does one of these. advice: why not, and what to do."""
+    """Raise PolicyError for a policy with one of these features. advice: reason and remedy."""
     if words := does(policy, *which):
         raise PolicyError(f"{policy.name}: {words}, {advice}")
 
 
 class Setup:
-    """A policy at a budget on a trace, with a schedule: what replays and live runs begin with.
+    """The start of replays and live runs: a policy at a budget on a trace, with a schedule.
 
     trace: with the layers of one size. policy: with its scaled lengths at the budget. budget: in
     entries per head; share: as requested (`kvsim.core.budgets`), if not in entries. schedule: the
-    policy's own by default; terms replace what they are of it (`Schedule.override`). ends: tokens
-    before each prefill event, ascending. events: the rows after which events fire.
+    policy's own by default; terms override it (`Schedule.override`). ends: tokens before each
+    prefill event, ascending. events: the rows after which events fire.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Setup:
 
     @cached_property
     def by_set(self) -> Trace:
-        """The trace with a KV head for each set that is kept."""
+        """The trace with a KV head for each kept set."""
         return by_query_head(self.trace) if self.policy.per_query_head else self.trace
 
     def setting(self, part: Trace | None = None) -> Setting:
-        """Return the setting of events; part: the trace of the rows that the layers compute."""
+        """Return the setting of events; part: the trace of the layers' rows."""
         trace, policy, part = self.trace, self.policy, part or self.trace
         last = self.ends[-1] if part.n_pos == trace.n_pos else part.prompt_len
         protection = policy.protection(self.budget)
@@ -117,15 +117,15 @@ class Setup:
 
     @cached_property
     def evicting(self) -> int | None:
-        """The first event at which more is held than the budget; None without one."""
+        """The first event at which the cache exceeds the budget, or None."""
         of_row = ((row, budget_at(self.policy, row + 1, self.budget)) for row in self.events)
         return next((row for row, budget in of_row if row >= budget), None)
 
     def checked(self, memory: int | None = None) -> Setup:
-        """Return itself, or raise what a replay would raise, without any work.
+        """Return itself, or raise the errors of a replay, without any work.
 
-        BudgetError: no rule for the budget. NeedsError: an array that the trace lacks. PolicyError:
-        an event before there are enough rows for the scorer. MemoryLimitError.
+        BudgetError: no rule for the budget. NeedsError: a missing array. PolicyError: an event
+        without enough rows for the scorer. MemoryLimitError.
         """
         trace, policy, schedule = self.trace, self.policy, self.schedule
         if schedule.compress.startswith(("context", "both")) and trace.header.context_len is None:
@@ -137,7 +137,7 @@ class Setup:
         self._check_conflicts()
         missing = sorted(name for name in policy.reads.arrays if not trace.has(name))
         if missing:
-            trace.read(missing[0])  # its error says how the array is recorded
+            trace.read(missing[0])  # its error explains how to record the array
         if self.budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
             check_budget(
                 policy,
@@ -162,7 +162,6 @@ class Setup:
         return self
 
     def _check_conflicts(self) -> None:
-        """Raise PolicyError where a part of the policy has no rule for trace or schedule."""
         trace, policy, schedule = self.trace, self.policy, self.schedule
         at_once = replace(schedule, prefill_chunk=None)
         chunks = len(self.ends) > len(at_once.ends(trace.prompt_len, trace.header.context_len))
@@ -188,11 +187,11 @@ class Setup:
                 refuse(policy, *which, advice=advice)
 
     def remarks(self, descent: Descent | None) -> Iterator[str]:
-        """Yield remarks for readers of a Record: on what stays, and on the trace."""
+        """Yield remarks for a Record: on kept entries, and on the trace."""
         trace, policy, schedule = self.trace, self.policy, self.schedule
         budget = self.budget
-        fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
-        fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
+        fires = schedule.prefill or schedule.interval is not None  # except `full`
+        fires &= descent is None or not descent.selection.dropped  # they have their own remark
         if policy.bounded and fires and budget >= trace.n_pos:
             yield (  # without the policy's name, so that it appears once for all policies
                 f"budget {budget} holds all {trace.n_pos} tokens, so that nothing is evicted; give "
@@ -207,7 +206,7 @@ class Setup:
             return
         if of_policy := remark_of(policy, self.first_budget):
             yield of_policy
-        # else rows of the question or of later chunks see what is left
+        # else rows of the question or of later chunks see evictions
         alone = self.ends == [trace.prompt_len]
         if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
             yield (
@@ -231,29 +230,29 @@ def works(
     schedule: Schedule | None = None,
     context_len: int | None = None,
 ) -> bool:
-    """Whether the policy has a rule for the budget: each layer can hold what is protected.
+    """Whether the policy has a rule for the budget: each layer can hold its protected entries.
 
-    schedule: replaces the policy's own. The sizes are those of the trace.
+    schedule: replaces the policy's own. Sizes: of the trace.
     """
     fit, events = policy.at(budget), schedule or policy.schedule
     if budget < (1 if fit.propagation is None else fit.propagation.least_budget):
         return False
     if policy.allocator.effect not in BOUNDED:
         return True
-    end = max(events.ends(prompt_len, context_len), default=0)  # at which most is protected
+    end = max(events.ends(prompt_len, context_len), default=0)  # with the most protected entries
     longest = events.longest(prompt_len, budget, n_pos, context_len)
     of_layers = fit.layer_budgets.planned(budget, n_layers, longest)
     return all(fit.protection(b).size(end) <= b for b in dict.fromkeys(of_layers))
 
 
 def least_budget(policy: Policy, start: int = 1, **sizes: Any) -> int:
-    """The first budget from `start` on that `works`, as do all above it; NEVER + 1 without one."""
+    """The first budget from `start` on from which all budgets `work`; NEVER + 1 without one."""
     key = partial(works, policy, **sizes)
     return bisect_left(range(NEVER + 1), x=True, lo=max(0, start), key=key)
 
 
 def check_budget(policy: Policy, budget: int, **sizes: Any) -> None:
-    """Raise BudgetError for a budget that does not work; sizes as `works` has them."""
+    """Raise BudgetError for a budget that does not work; sizes as in `works`."""
     if not works(policy, budget, **sizes):
         least = least_budget(policy, budget, **sizes)
         way_out = f"the smallest budget that works is {least}" if least <= NEVER else "none works"

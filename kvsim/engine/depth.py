@@ -1,4 +1,4 @@
-"""The prefill in depth order, for policies that propagate only some rows of the prompt."""
+"""The prefill in depth order, for policies that drop rows of the prompt between layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvsim.engine.source import TraceSource
 
 @dataclass(frozen=True)
 class Descent:
-    """Which rows of the prompt are propagated to each layer.
+    """The rows of the prompt that reach each layer.
 
-    rows: for each layer their positions, int [k] ascending, None for all of them; layers with the
-    same rows share one tensor. uncut: so many first layers have caches that are never cut.
+    rows: positions for each layer, int [k] ascending, None for all; layers with the same rows share
+    one tensor. uncut: number of first layers with caches that are never cut.
     """
 
     selection: Selection
@@ -28,17 +28,17 @@ class Descent:
     uncut: int = 0
 
 
-#: Returns the view of a layer at the end of the prefill over rows of the prompt (None for all).
+#: Returns the view of a layer at the end of the prefill over rows of the prompt (None: all).
 Look = Callable[[int, Tensor | None], View]
 
 
 def descend(policy: Policy, n_layers: int, prompt_len: int, look: Look) -> Descent | None:
-    """Ask the policy after each layer, and pass the rows that it selects to the next one.
+    """Call the propagation after each layer, and pass its selected rows to the next one.
 
     None for a policy that drops no rows.
 
-    Layers behind a selection select from what `look` shows there: recorded attention, which had
-    seen all tokens (open loop), or a layer that was computed on these rows alone.
+    Layers after a selection select from `look`: recorded attention over all tokens (open loop), or
+    a layer computed only on these rows.
     """
     propagation = policy.propagation
     if propagation is None:

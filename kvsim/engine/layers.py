@@ -1,4 +1,4 @@
-"""Which layers of a trace are replayed, and which of them together as one block."""
+"""The layers of a trace to replay, and their blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvsim.engine.rows import ROWS
 from kvsim.engine.source import TraceSource, check_unwindowed, read_together, windows
 from kvsim.errors import MemoryLimitError, PolicyError
 
-# Bytes of an entry where layers are scored apart: its position, its score, its place, and masks.
+# Bytes per entry if layers are scored separately: position, score, place, masks.
 _OF_ENTRY = 48
 
 
 def layers_to_replay(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers to replay, as indices in the trace; by default all that see the whole text."""
+    """The layers to replay, as indices in the trace; by default all without a window."""
     if layers is None:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
         if not chosen:
@@ -47,20 +47,20 @@ def layers_to_replay(trace: Trace, layers: Sequence[int] | None) -> tuple[int, .
 
 
 def apart(policy: Policy) -> bool:
-    """Whether layers that share a budget are scored apart, and no more than numbers of each."""
+    """Whether layers share a budget but can be scored one at a time."""
     within = not policy.scorer.across_layers and isinstance(policy.allocator, Uniform)
     return within and policy.storage is None and policy.layer_budgets.shared in ACROSS_LAYERS
 
 
 def _computes(trace: Trace, layer: int) -> dict[str, object]:
-    """What a layer computes that sees the whole text, part by part."""
+    """The computation of a layer without a window, part by part."""
     formula, rope = trace.formulas[layer], trace.ropes[layer]
     parts = {name: getattr(formula, name) for name in ("scale", "softcap", "sinks")}
     return {**parts, "rotary embedding": rope}
 
 
 def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
-    """Raise PolicyError where layers that share a budget or a ranking cannot be one block."""
+    """Raise PolicyError if layers that share a budget or a ranking do not fit one block."""
     first = _computes(trace, chosen[0])
     for layer in chosen:
         for part, value in _computes(trace, layer).items():
@@ -76,7 +76,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
 def replay_bytes(trace: Trace, policy: Policy) -> int:
     """Bytes of the keys and values of a layer and of its events, without those of blocks of rows.
 
-    Keys and values are those of all positions, and as gathered for an event, at most as many.
+    Counts keys and values of all positions, and as gathered for an event.
     """
     scorer, keys = policy.scorer, trace.n_heads * trace.dim
     copies = 0 if scorer.per_row else scorer.reads.copies
@@ -85,8 +85,8 @@ def replay_bytes(trace: Trace, policy: Policy) -> int:
         numbers += 2 * trace.n_heads * trace.value_dim
     if policy.storage is not None:  # overwrites copies
         numbers += 2 * trace.n_heads * (trace.dim + trace.value_dim)
-    # layers that read the entries of one are scored with it; attention of the window, and what it
-    # is reduced to, some of it in float64
+    # layers that share entries are scored together; attention of the window and its reductions,
+    # partly in float64
     rows = min(max(policy.reads.rows, ROWS * scorer.per_row), trace.n_pos) + 8
     numbers += trace.n_qheads * max(map(trace.owners.count, trace.owners)) * rows
     if scorer.reads.future and not trace.has("attn_out"):  # full attention is computed at once
@@ -99,9 +99,9 @@ def replay_bytes(trace: Trace, policy: Policy) -> int:
 
 
 def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
-    """How many layers fit the memory budget with keys, values and working space.
+    """Number of layers that fit the memory budget with keys, values and working space.
 
-    MemoryLimitError where not even one does.
+    MemoryLimitError if not even one does.
     """
     limit = DEFAULT_MEMORY if memory is None else memory
     layers, subject, fixed = 1, "one layer needs", 4 * LOGIT_BYTES  # a block of rows
@@ -121,8 +121,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 class LayerRun(NamedTuple):
     """Layers that are replayed together.
 
-    trace: the rows that they compute. uncut: nothing is ever evicted. together: how many are held
-    at once.
+    trace: their rows. uncut: nothing is ever evicted. together: number held at once.
     """
 
     layers: tuple[int, ...]
@@ -131,7 +130,7 @@ class LayerRun(NamedTuple):
     together: int
 
     def source(self, device: str, memory: int) -> TraceSource:
-        """Return what a View reads from; of the memory, results for other replays get 1/16."""
+        """Return the source of a View; results for other replays get 1/16 of the memory."""
         trace, places = self.trace, self.layers
         if len(trace.header.readers(places[0])) > 1:
             trace, places = read_together(trace, places[0]), (0,)
@@ -147,11 +146,11 @@ def runs(
     descent: Descent | None = None,
     memory: int | None = None,
 ) -> Iterator[LayerRun]:
-    """Runs of layers that compute alike, on the same rows, as many as the memory budget holds.
+    """Runs of layers with the same formula and rows, as many as the memory budget holds.
 
-    Their layers follow each other in the trace, except where they share a budget or a ranking:
-    these are one run. A layer whose entries others read is a run of its own. Raises PolicyError
-    where they cannot be, and as `layers_per_block`.
+    Layers of a run are consecutive, except that layers with a shared budget or ranking are one run.
+    A layer whose entries others read is its own run. Raises PolicyError where this is impossible,
+    and as `layers_per_block`.
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
@@ -163,7 +162,7 @@ def runs(
     uncut = 0 if descent is None else descent.uncut
 
     def kind(numbered: tuple[int, int]) -> tuple[object, ...]:
-        """What layers have in common that follow each other in one run."""
+        """The properties that consecutive layers of a run share."""
         number, layer = numbered
         alone = layer if trace.owners.count(layer) > 1 else None
         place = None if policy.across_layers else layer - number

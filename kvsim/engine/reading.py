@@ -1,4 +1,4 @@
-"""What sparse attention reads, row by row, among the entries that an eviction leaves.
+"""The reads of sparse attention, row by row, among resident entries.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, P pages, s entries of a
 page, n entries, T tokens, d head dimension.
@@ -23,7 +23,7 @@ from kvsim.schema import GUIDE
 
 #: Rows of a block.
 ROWS = 64
-#: Scores of pages that a block has at most.
+#: Most scores of pages in a block.
 _MOST_SCORES = 1 << 24
 
 
@@ -35,9 +35,9 @@ def read(
     layers: Sequence[int],
     device: str,
 ) -> Reads:
-    """Return which pages the rows after the prompt read.
+    """Return the pages that rows after the prompt read.
 
-    evicted_at [layer, H, T]: what is resident.
+    evicted_at [layer, H, T].
     """
     sparse, first = sparse.at(trace, budget), trace.prompt_len
     bits = account(trace, sparse, layers)
@@ -52,9 +52,9 @@ def read(
 
 
 def account(trace: Trace, sparse: SparseAttention, layers: Sequence[int]) -> NDArray[np.uint8]:
-    """The bits of an account in which nothing is read yet but in layers that read everything."""
+    """The bits of a new account: set only in dense layers."""
     heads = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[sparse.heads]
-    size = ceil(trace.n_pos / sparse.page) // 8 + 1  # one bit is never set where pages are chosen
+    size = ceil(trace.n_pos / sparse.page) // 8 + 1  # sparse layers leave one bit unset
     shape = len(layers), heads, trace.n_pos - trace.prompt_len, size
     bits = np.zeros(shape, np.uint8)
     bits[[at for at, layer in enumerate(layers) if reads_all(trace, sparse, layer)]] = 255
@@ -80,10 +80,10 @@ def chosen_pages(
     budget: int,
     qkv: Iterable[Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of rows after the prompt: the first row, and the pages they read, bool [head, w, P].
+    """Yield blocks of rows after the prompt: first row, and the pages read, bool [head, w, P].
 
-    gone: after which row each entry has left, int [H, T]; qkv: queries [H * G, w, d] of these rows,
-    keys and values [H, T, d], recorded or of a pass. sparse: with its values for this budget.
+    gone: the row after which each entry left, int [H, T]; qkv: queries [H * G, w, d] of these rows,
+    keys and values [H, T, d], recorded or of a pass. sparse: as `at` returns it.
     """
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
     q, k, v = qkv
@@ -99,17 +99,17 @@ def chosen_pages(
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:
-    """Rows start..stop-1 between two events, from row `first` on; gone [H, T] as `evicted_at`."""
+    """Yield rows start..stop-1 between events, from row `first` on; gone [H, T] as `evicted_at`."""
     events = gone.unique().tolist()
     yield from pairwise([first, *(e + 1 for e in events if first <= e < n_pos - 1), n_pos])
 
 
 class Period:
-    """Rows between which nothing leaves, so that entries keep their slots.
+    """Rows without evictions in between, so that entries keep their slots.
 
-    k, v [H, T, d]; resident [H, n]: which of the first n entries are there at the last of the rows.
-    keys, values [H, P, s, d] by page, 0 on pads; live [H, P, s] and pos [H, P, s], where in k an
-    entry is. slots [H, n]: the place of each entry among the resident ones of its head.
+    k, v [H, T, d]; resident [H, n]: among the first n entries, at the last row. keys, values [H, P,
+    s, d] by page, 0 on pads; live and pos [H, P, s], an entry's place in k. slots [H, n]: the index
+    of each entry among the resident ones of its head.
     """
 
     def __init__(self, k: Tensor, v: Tensor, resident: Tensor, page: int) -> None:
@@ -136,7 +136,7 @@ class Period:
         budget: int,
         of_layer: dict[Hashable, Any],
     ) -> Pages:
-        """Return the entries of a layer as sparse attention sees them; of_layer: as in `Pages`."""
+        """Return the pages of a layer; of_layer: as in `Pages`."""
         if sparse.heads == "layer" and (self.slots[:, -1] != self.slots[0, -1]).any():
             raise PolicyError(
                 f"{sparse.label}: heads is 'layer', and the heads of layer {layer} hold different "
@@ -148,7 +148,7 @@ class Period:
 
 
 def choose(sparse: SparseAttention, q: Tensor, pages: Pages, slots: Tensor, budget: int) -> Tensor:
-    """The pages that rows read, bool [head, w, P]; q [H, G, w, d], slots [H, w] of the rows."""
+    """Choose the pages to read, bool [head, w, P]; q [H, G, w, d], slots [H, w] of the rows."""
     here = slots // sparse.page  # the page of each row itself
     begin = torch.arange(pages.live.shape[1], device=q.device) * sparse.page
     entries = (slots.unsqueeze(-1) + 1 - begin).clamp_(0, sparse.page).unsqueeze(1)
@@ -159,7 +159,7 @@ def choose(sparse: SparseAttention, q: Tensor, pages: Pages, slots: Tensor, budg
             f"{sparse.label}: scores of pages are {[*getattr(scores, 'shape', ())]}; expected "
             f"{shape} [KV head, query head of its group, row, page], see {GUIDE}"
         )
-    if sparse.page > 1:  # it holds entries of later rows, which no score may use
+    if sparse.page > 1:  # it holds entries of later rows, hidden from scores
         part = _partial(pages, here, slots % sparse.page)
         of_own = sparse.score(
             q, part, torch.ones_like(visible[..., :1]).expand(-1, -1, -1, len(here[0]))

@@ -40,40 +40,40 @@ def replay(
     internals: bool | frozenset[str] = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Record:
-    """Return what the cache would have kept under `policy` at `budget` entries per KV head.
+    """Replay `policy` at `budget` entries per KV head on a recorded trace.
 
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md).
 
     Args:
         trace: a Trace, its path or URL, or the name of a sample.
-        policy: a Policy, its name, or a scorer alone.
+        policy: a Policy, its name, or a bare scorer.
         budget: entries, a share of the trace's length such as "25%" or of the tokens so far such as
             "25%so-far", or bytes such as "64MiB" (`kvsim.core.budgets`).
         interval: rows between events after the prompt; the policy's own by default.
-        prefill: whether the event that ends the prefill fires; as the policy says by default.
+        prefill: whether the event that ends the prefill fires; by default the policy's choice.
         compress: whether that event fires after the whole prompt, after the context and before the
             question, or after both; and whether events follow the questions of later turns
-            (`kvsim.core.policy.Schedule`); as the policy says by default. What follows the context
-            reads and is stored as what follows the prompt.
+            (`kvsim.core.policy.Schedule`); by default the policy's choice. With a compressed
+            context, rows of the question count as rows after the prompt.
         prefill_chunk: rows of the prompt between events: each chunk is compressed before the next
             one attends. One event by default.
-        layers: indices in the trace; by default all that see the whole text, because a sliding
-            window bounds the cache of the others by itself.
-        device: where to compute.
+        layers: indices in the trace; by default all layers without a sliding window, which bounds
+            the cache by itself.
+        device: for the computation.
         memory: bytes that a block of layers may take, 2 GiB by default; a larger trace is replayed
             block by block.
-        internals: keep scores, quotas and notes of every event; or the notes of these names alone,
+        internals: keep scores, quotas and notes of every event; or only the notes with these names,
             which take little memory.
         progress: called with (layers done, layers).
 
     Returns:
-        When each entry of each head left, int32 [layer, head, pos].
+        A Record: the row after which each entry left, int32 [layer, head, pos].
 
     Raises:
         BudgetError: the policy has no rule for the budget.
         NeedsError: the trace lacks an array or a context that the policy needs.
         PolicyError: the policy has no rule for the trace.
-        ScoreError: a score that is no number below infinity.
+        ScoreError: a score that is NaN or +inf.
         MemoryLimitError: one layer does not fit into `memory`.
 
     Example:
@@ -97,7 +97,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     by_row: bool = True,
 ) -> Record:
-    """`replay` of what has been checked; by_row: an interval of 1 may go in blocks of rows."""
+    """`replay` after the checks; by_row: allow blocks of rows for an interval of 1."""
     trace, policy = setup.trace, setup.policy
     memory = DEFAULT_MEMORY if memory is None else memory
     chosen = layers_to_replay(trace, layers)
@@ -143,7 +143,7 @@ def _replayed(
     *,
     by_row: bool,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
-    """When entries of layers leave that are replayed together, [L, H, T], and the decisions."""
+    """`evicted_at` [L, H, T] of layers replayed together, and their decisions."""
     setting = setup.setting(layer_run.trace)
     block = Block(source, setup.policy, setting, layer_run.layers)
     events, plans = () if layer_run.uncut else setting.events, list[Plans]()
@@ -163,7 +163,7 @@ def as_record(
     descent: Descent | None,
     **more: Any,
 ) -> Record:
-    """The Record of what a policy decided in some layers; more: attributes that differ by run."""
+    """The Record of a policy's decisions; more: attributes that differ by run."""
     trace, policy, schedule = setup.trace, setup.policy, setup.schedule
     return Record(
         evicted_at=evicted_at,

@@ -1,9 +1,9 @@
-"""An interval of 1 in blocks of rows: what `Block.event` does after every row, many times faster.
+"""An interval of 1 in blocks of rows: equal to `Block.event` after every row, much faster.
 
-After the first event that acts, each row appends one entry per head and evicts one. The logits of a
-block of rows against everything that can be live in it come from one matrix product; entries that
-left remain as holes until the block ends, so keys are gathered once per block and never per row.
-Layers with sinks go by `Block.event`.
+After the first event that acts, each row appends one entry per head and evicts one. One matrix
+product computes the logits of a block of rows against all entries that can be live in it. Evicted
+entries remain as holes until the block ends, so keys are gathered once per block. Layers with sinks
+use `Block.event`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvsim.engine.block import Block, check
 #: Rows of a block. More means fewer gathers, and more holes to compute over.
 ROWS = 32
 
-# Below this, the sum of exp(logit - maximum of the block) over the live entries has lost precision,
-# because the maximum belongs to an entry that is gone; the row then gets a maximum of its own.
+# Below this, the sum of exp(logit - maximum of the block) over the live entries loses precision,
+# because the maximum belongs to an evicted entry; the row then uses its own maximum.
 _FAINT = 1e-6
 
 
 def goes_by_rows(block: Block) -> bool:
-    """Whether its policy evicts one entry of each head after each row, by the last row alone."""
+    """Whether its policy evicts one entry per head after each row, by only the last row."""
     policy = block.policy
     return (
         policy.scorer.per_row
@@ -55,7 +55,7 @@ def replay_rows(block: Block, events: Sequence[int]) -> None:
 
 
 def _run(block: Block, start: int, stop: int) -> None:
-    """Rows start..stop-1, each of which appends one entry and evicts one per head."""
+    """Run rows start..stop-1, each of which appends and evicts one entry per head."""
     entries, policy = block.entries, block.policy
     count = entries.pos.shape[-1]
     entries.append(start, stop)
@@ -72,7 +72,7 @@ def _run(block: Block, start: int, stop: int) -> None:
         fixed = ~view.live | stays
         if recent:
             fixed |= pos > row - recent
-        # `select` for one entry: the lowest score, of equal ones the highest position
+        # `select` for one entry: the lowest score, ties to the highest position
         rank = scores.values.masked_fill(fixed, torch.inf)
         slot = rank.flip(-1).argmin(-1, keepdim=True).neg_().add_(last)
         view.close(slot)
@@ -87,15 +87,15 @@ def _run(block: Block, start: int, stop: int) -> None:
 class RowView(View):
     """The View of one row within a block of rows: every slot of the block, the live ones marked.
 
-    Slots are in position order. Those of later rows and of entries that left are not live; unlike
-    pads they have a position, and they can be anywhere.
+    Slots are in position order. Slots of later rows and evicted entries are not live; unlike pads
+    they have a position, and occur anywhere.
     """
 
     def __init__(self, block: Block, start: int, stop: int) -> None:
         how: Any = {"row": start, "since": block.since.clone(), "layers": block.layers}
         super().__init__(block.source, block.entries, block.setting, **how)
         self._block, self._start, self._stop, self._padded = block, start, stop, True
-        # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
+        # exp(logit - maximum) of every row of the block, [L, H, w, G, n], over all slots
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
@@ -110,20 +110,20 @@ class RowView(View):
 
     @property
     def slot(self) -> Tensor:
-        """Place of each entry among the live ones of its head, negative for others; [L, H, n]."""
+        """Index of each entry among the live ones of its head, negative for others; [L, H, n]."""
         return (self.live.cumsum(-1) - 1).masked_fill_(~self.live, -1)
 
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
         self.row, self._attention = row, None
-        self.since.fill_(row - 1)  # every layer acted after the row before
+        self.since.fill_(row - 1)  # every layer acted after the previous row
         self._windows.clear()
         self._gathered.clear()
         self.live.select(-1, slot).fill_(value=True)
         self._open.select(-1, slot).fill_(1.0)
 
     def close(self, slot: Tensor) -> None:
-        """The entries at slot [L, H, 1] have left."""
+        """Mark the entries at slot [L, H, 1] as evicted."""
         self.live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
 
@@ -136,7 +136,7 @@ class RowView(View):
     def attn(
         self, rows: int | range, group: Reduction | None = None, *, log: bool = False
     ) -> Tensor:
-        """`View.attn`; that of the current row alone comes from the product of the whole block."""
+        """`View.attn`; for only the current row, from the product of the whole block."""
         if rows != 1 or log:
             return super().attn(rows, group, log=log)
         if self._attention is None:
@@ -144,13 +144,12 @@ class RowView(View):
         return reduce_group(self._attention.unsqueeze(3), group)
 
     def _softmax(self) -> Tensor:
-        """Softmax over the live entries, [L, H, G, n]."""
         if self._weights is None:
             z = self._block_logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
             self._row_weights = torch.empty_like(self._weights[:, :, 0])
         weight = self._weights[:, :, self.row - self._start]
-        # one buffer for all rows: fresh pages would cost more than the product
+        # one buffer for all rows: allocation would cost more than the product
         weight = torch.mul(weight, self._open.unsqueeze(2), out=self._row_weights)
         total = weight.sum(-1, keepdim=True)
         if float(total.min()) < _FAINT:
@@ -160,7 +159,6 @@ class RowView(View):
 
     @cached_property
     def _slot_keys(self) -> Tensor:
-        """Keys of every slot, whatever is live; [L, H, n, d]."""
         return gather(self._block.source.keys, self._block.entries)
 
     def _block_logits(self, start: int, stop: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A trace as what a View reads from: one block of layers, loaded when first asked for."""
+"""A trace as the source of a View: one block of layers, loaded on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = slice(None)
 
 
 def read_together(trace: Trace, layer: int) -> Trace:
-    """Return the trace of one layer with the query heads of all layers that read its entries.
+    """Return the trace of one layer, with the query heads of all layers that read its entries.
 
     The heads of a group are those of the layer itself, then of each other reader.
     """
@@ -32,7 +32,7 @@ def read_together(trace: Trace, layer: int) -> Trace:
 
 
 def of_layer(trace: Trace, layer: int) -> Header:
-    """Return the header of a trace with one of its layers alone."""
+    """Return the header of a trace of one of its layers."""
     return replace(
         trace.header,
         formulas=(trace.formulas[layer],),
@@ -54,13 +54,12 @@ class TraceSource(Source):
     Args:
         trace: the trace.
         layers: their indices in it.
-        device: where to compute.
-        memo_bytes: what the trace may keep for later replays.
-        together: how many layers are held at once, which `parts` has; all by default.
+        device: for the computation.
+        memo_bytes: memory that the trace may keep for later replays.
+        together: number of layers held at once by `parts`; all by default.
 
     Raises:
-        PolicyError: a layer with entries masked out by its window or chunks, for which a View has
-            no mask.
+        PolicyError: a layer with a window or chunks, for which a View has no mask.
     """
 
     def __init__(
@@ -89,26 +88,24 @@ class TraceSource(Source):
         self._held_together = together or len(layers)
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
-        """An array of the layers on the device, to which it is moved as it is stored."""
         parts = (self._trace.read(name, run, pos, stored=True) for run in self._runs)
         return self._together(parts).to(self._trace.dtype)
 
     def _together(self, parts: Iterable[Tensor]) -> Tensor:
-        """Concatenate arrays of runs of layers on the device; a single run is not copied."""
         moved = [part.to(self._device) for part in parts]
         return moved[0] if len(moved) == 1 else torch.cat(moved)
 
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
-        """Return `compute()`, kept here or, unless keys and values were overwritten, shared."""
+        """Return `compute()`, cached here or, unless keys and values were overwritten, shared."""
         if shared and self._exact_keys is None:
             return self._trace.memo((*key, self._place), compute, self._memo_bytes)
         return super().memo(key, compute, shared=shared)
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[slice, TraceSource]]] | None:
-        """Yields places of layers that are held at once, and their source; None where all are."""
+        """Yield places of layers held at once, and their source; None if all are."""
         return self._parts if self._held_together < len(self._place[0]) else None
 
     def _parts(self) -> Iterator[tuple[slice, TraceSource]]:
@@ -122,7 +119,7 @@ class TraceSource(Source):
 
     @cached_property
     def keys(self) -> Tensor:
-        """[L, H, T, d]; T is 0 where not all layers are held at once, and `parts` have them."""
+        """[L, H, T, d]; T is 0 if `parts` hold the layers."""
         return self._read("k", slice(0, 0) if self.parts else _ALL)
 
     @cached_property
@@ -136,7 +133,7 @@ class TraceSource(Source):
         return self.keys if self._exact_keys is None else self._exact_keys
 
     def writable(self, which: int) -> Tensor:
-        """The keys (0) or values (1) in a copy that this source reads from now on; [L, H, T, d]."""
+        """A writable copy of keys (0) or values (1), which replaces them here; [L, H, T, d]."""
         if self._exact_keys is None:
             self._exact_keys = self.keys
             self.keys, self.values = self.keys.clone(), self.values.clone()
@@ -168,18 +165,18 @@ class TraceSource(Source):
         if name == "chunks" and self._trace.header.chunks:
             return torch.tensor(self._trace.header.chunks)
         array, trace = self._read(name), self._trace
-        if name == "o_proj" and trace.has("gate"):  # its mean over what the first event has seen
+        if name == "o_proj" and trace.has("gate"):  # its mean over the rows before the first event
             seen = slice(0, trace.header.context_len or trace.prompt_len)
             array = array * self._read("gate", seen).mean(2).unsqueeze(-1)
         return self._grouped(array) if AXES[name][1] == "qhead" else array
 
     def sums(self, name: str, stop: int) -> tuple[int, Tensor] | None:
-        """Sums over the rows before the end of those left out, [L, H, G, ...]; None if all are."""
+        """Sums over rows up to the end of the omitted ones, [L, H, G, ...]; None without any."""
         *before, rest = self._trace.header.held("q", range(self._trace.n_pos))
         if not before:
             return None
         if stop < rest.start:
-            self.queries(0, stop)  # its error names the rows that are not held
+            self.queries(0, stop)  # its error names the missing rows
         return rest.start, self._grouped(self._read(name))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -193,11 +190,11 @@ class TraceSource(Source):
         return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
-        """Hold all positions still."""
+        """Keep all positions."""
 
 
 def windows(trace: Trace) -> str:
-    """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
+    """Describe the masks of layers: `a sliding window in layers 0, 2 (4096 tokens)`."""
     by_mask: dict[tuple[str, int | None], list[int]] = {}
     for layer in trace.windowed:
         formula = trace.formulas[layer].within(trace.n_pos)
@@ -210,7 +207,7 @@ def windows(trace: Trace) -> str:
 
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
-    """Raise PolicyError for a layer in which replays do not evict."""
+    """Raise PolicyError for a layer without eviction."""
     if layer in trace.windowed:
         raise PolicyError(
             f"layer {layer} of {trace.name} does not see the whole text, or has heads of another "

@@ -43,7 +43,6 @@ class Calibration(str):  # noqa: SLOT000  has more than its text
 
 
 def _source(policy: str, given: str | Path | Trace | None) -> Calibration:
-    """Parse the calibration of a user. Raises PolicyError naming the policy."""
     if isinstance(given, Calibration):
         return given
     prefix = re.fullmatch(r"prefix:0*([1-9]\d*)", str(given), re.ASCII)

@@ -40,7 +40,6 @@ _AT_320, _AT_512, _AT_2048 = {"window": 320}, {"window": 512}, {"window": 2048}
 
 
 def _windows(how: str, **params: Any) -> Entry:
-    """The global score of G-KV without redundancy."""
     summary = f"what windows attended to, {how} over events"
     params = {"redundancy": False, **params}
     return Entry(summary, "gkv:GKV", EVERY_128, params=params, meant_for=_AT_512)

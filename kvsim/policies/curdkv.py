@@ -49,5 +49,4 @@ class CurDKV(Scorer):
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
-    """x / by, 0 where the sum is 0."""
     return x / by.clamp(min=torch.finfo(x.dtype).tiny)

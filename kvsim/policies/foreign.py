@@ -89,7 +89,6 @@ def _scoring(kind: str, file: str, entry: Entry) -> dict[str, Any]:
 
 
 def _target(name: str) -> Any:
-    """Return the object that `package.module:NAME` names."""
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # the last place to search for the user's file

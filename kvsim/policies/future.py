@@ -68,7 +68,6 @@ def best(
 
 
 def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
-    """Raise MemoryLimitError where the optimum of one layer does not fit."""
     # the mass, its sums, and the costs of each pool; moves between stops
     need = 8 * (3 * entries * (events + 1) + pools * (events + 1) ** 2)
     if need > memory:

@@ -53,7 +53,6 @@ class InfLLM(Ends):
         return queries @ mean.unsqueeze(1).mT
 
     def _mean(self, pages: Pages) -> Tensor:
-        """The mean key of the representatives of each block [H, P, d]."""
         votes = pages.once("votes", lambda: self._votes(pages), of_layer=True)
         of_entry = votes.gather(1, pages.pos.flatten(1)).view_as(pages.pos)
         of_entry = of_entry.masked_fill(~pages.live, -torch.inf)

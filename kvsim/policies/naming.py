@@ -196,7 +196,6 @@ def _innermost(
 def _lengths(
     built: Policy, chain: Sequence[Part], routed: Sequence[Mapping[str, Any]]
 ) -> tuple[Length, ...]:
-    """The lengths of a policy that the user did not set."""
     found: list[Length] = []
     outer, alike = chain[0].entry, isinstance(built.layer_budgets, Even)
     for depth, part in enumerate(chain):
@@ -236,7 +235,6 @@ def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _keys(name: str) -> list[tuple[Part, dict[str, str]]]:
-    """The parts of a name, each with its parameters by name: the keys that `policy` takes."""
     chain, behind = _parse(name)
     keys = [*keyed(part.accepts for part in chain + behind)]
     return [

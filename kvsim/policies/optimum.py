@@ -150,7 +150,6 @@ class _Flow:
         self._refresh(pool, stop)
 
     def _used(self, first: Ints) -> Ints:
-        """Entries kept at each event, [P, M]."""
         begun = np.bincount(first, minlength=self.stops).cumsum()
         ended = [np.bincount(of, minlength=self.stops).cumsum() for of in self.stop]
         used: Ints = (begun - np.stack(ended))[:, :-1]
@@ -176,7 +175,6 @@ class _Flow:
         self.gain[pool, stop] = gain
 
     def run(self) -> None:
-        """Send places along shortest paths until the capacity holds everywhere."""
         while True:
             pool = np.flatnonzero((self.excess > 0).any(1))
             if not len(pool):
@@ -211,7 +209,6 @@ class _Flow:
         return end, before
 
     def _send(self, pool: Ints, end: Ints, before: Ints) -> None:
-        """Move one place along the path to each end."""
         self.excess[pool, end] += 1
         moves: list[tuple[Ints, ...]] = []
         changed: list[Ints] = [end[:0]]

@@ -69,7 +69,6 @@ class Pyramid(LayerBudgets):
 
 @lru_cache(maxsize=1024)  # called at every event and in every search for the smallest budget
 def _planned(pyramid: Pyramid, budget: int, n_layers: int, longest: int) -> tuple[int, ...]:
-    """`Pyramid.planned` of the rule "fixed"."""
     least = min(pyramid.window, budget)  # at least the window is kept
     most = max(longest, budget)
     first = max(budget, min(2 * budget - budget / pyramid.beta, longest - pyramid.window))

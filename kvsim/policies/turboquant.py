@@ -138,5 +138,4 @@ def orthogonal(dim: int, kind: str, seed: int) -> NDArray[np.float64]:
 
 
 def _gaussian(dim: int, seed: int, which: int) -> NDArray[np.float64]:
-    """A matrix [d, d] of standard normal numbers."""
     return np.random.default_rng([seed, dim, which]).standard_normal((dim, dim))

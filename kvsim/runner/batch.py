@@ -129,7 +129,6 @@ class LiveBatch(Batch):
 
 
 def _held(lane: Decoding) -> list[Held]:
-    """What a lane holds in each layer."""
     parts: list[Any] = lane.cache.layers
     return [
         part.source.entries(part.index)

@@ -93,7 +93,6 @@ class Sequences:
         self._write(self.slots(at)[start:], keys, values)
 
     def _unshare(self, at: int, index: int) -> None:
-        """Copy a block of a sequence that others hold too."""
         pool, block = self.pool, self.tables[at][index]
         if pool.counts[block] > 1:
             (new,) = pool.allocate(1)

@@ -148,7 +148,6 @@ class ClosedLoop:
         )
 
     def _prompt(self, decoding: Decoding, first: int | None = None) -> Tensor:
-        """Run the prompt up to its end; returns logits as `run_prompt`."""
         return run_prompt(decoding, self._ids[: self.trace.prompt_len], self._prefix, first)
 
     def _prefix(self, ids: Sequence[int]) -> Prefix:
@@ -316,8 +315,6 @@ class ClosedLoop:
         return self._right(self._full_response[turn], turn)
 
     def _response(self, answers: Sequence[tuple[int, ...]]) -> Response:
-        """Return what was written, of several turns one after the other, next to the full cache."""
-
         def of(answers: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
             texts = [self._text(tokens) for tokens in answers]
             rights = {self._right(tokens, turn) for turn, tokens in enumerate(answers)} - {None}
@@ -330,12 +327,10 @@ class ClosedLoop:
         return None if self._tokenizer is None else response_text(tokens, self._tokenizer)
 
     def _right(self, tokens: Sequence[int], turn: int) -> bool | None:
-        """Whether a response has the right answer; None where the trace does not say what is."""
         value = self._score(tokens, turn)
         return None if value is None else value == 1
 
     def _score(self, tokens: Sequence[int], turn: int) -> float | None:
-        """The score of a response, 1 where it is right; None as for `_right`."""
         check, text = self._checks[turn], self._text(tokens)
         if text is None or check.get("right") is None:
             return None

@@ -123,7 +123,6 @@ class Decoding:
             self._make_blocks()
 
     def _make_blocks(self) -> None:
-        """Build the layers that evict, in blocks of those that compute alike on the same rows."""
         sketch, policy = self.sketch, self.policy
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
@@ -251,7 +250,6 @@ class Decoding:
         return logits
 
     def _check(self, n: int) -> None:
-        """Raise ValueError unless n rows can be added."""
         start, least, most = len(self.tokens), 1, self.sketch.n_pos
         if self._decoder is not None and not start:  # which drops rows of the prompt
             least = self.sketch.prompt_len
@@ -307,13 +305,11 @@ class Decoding:
         return len(self.tokens) - self._back(len(self.tokens))
 
     def _make_room(self) -> None:
-        """Let sources take the rows up to the next event."""
         reads = bool(self._events) or len(self.tokens) < self._prunes
         for _, source in self._blocks:
             source.expect(self.room, reads_queries=reads)
 
     def _end(self) -> None:
-        """Count the held entries, and fire the event after the last row, if there is one."""
         row, prompt_len = len(self.tokens) - 1, self.sketch.prompt_len
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row >= prompt_len:
@@ -358,7 +354,6 @@ class Decoding:
             self._observe(call)
 
     def _mask(self, layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
-        """Return the mask of a layer's kernel: of the block's entries, where it evicts."""
         part = self._evicting.get(layer)
         if not self._busy or part is None or self._paging is not None:
             return given
@@ -366,7 +361,6 @@ class Decoding:
         return part.source.mask(part.index, query, given, added=added, reads=reads)
 
     def _attend(self, layer: int, query: Tensor, *_: object) -> Tensor | None:
-        """Return the attention of new rows over the blocks of a layer that evicts."""
         part = self._evicting.get(layer)
         if not self._busy or part is None:
             return None
@@ -412,7 +406,6 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
 
 
 def _check_layers(policy: Policy, layers: Sequence[int], n_layers: int) -> None:
-    """Raise PolicyError for a policy of the whole model, where only some layers evict."""
     if tuple(layers) != tuple(range(n_layers)):
         advice = f"and layers {list(layers)} of {n_layers} evict; expected all; replay these layers"
         refuse(policy, checks.SLOTS, DROPS, advice=advice)

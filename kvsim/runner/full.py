@@ -129,7 +129,6 @@ def uncompared(running: RunningModel, trace: Trace, schedule: Schedule) -> str:
 
 
 def _most_rows(running: RunningModel, trace: Trace) -> int:
-    """Rows of which 1 GiB holds what is compared."""
     config = running.model.config.get_text_config()
     # predictions of the full cache, those of a run, and a copy of these
     numbers = 3 * config.vocab_size + trace.n_layers * config.hidden_size

@@ -114,7 +114,6 @@ class PagedSource(LiveSource):
         return out.flatten(0, 1).transpose(0, 1)[None]
 
     def _compact(self, slots: Tensor, live: Tensor) -> None:
-        """Keep the entries in slots [L, H, n], in that order; free the blocks of the others."""
         counts, before, empty = live.sum(-1), self.n_slots, 0
         for index, of_heads in enumerate(counts):
             n = int(of_heads.max())

@@ -145,7 +145,6 @@ class Case:
         return 1e-280 if self.q.dtype == np.float64 else 1e-30
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """How Hypothesis shows it: without the arrays."""
         printer.text(repr(self))
 
     def __repr__(self) -> str:

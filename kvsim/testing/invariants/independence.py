@@ -48,7 +48,6 @@ def input_unchanged(trial: Trial) -> None:
 
 
 def _arrays(trace: Trace) -> dict[str, Tensor]:
-    """The arrays of a trace, and its full attention."""
     arrays = {name: trace.read(name) for name in trace.source.shapes}
     return arrays | dict(zip(("attn_out", "lse"), trace.full(), strict=True))
 
@@ -162,7 +161,6 @@ def _as_the_prompt(trial: Trial, what: str, whole: Trial, cut: Trial) -> bool:
 
 
 def _has_rule(trial: Trial) -> bool:
-    """Whether the policy has a rule for the budget, the context and the length of a trial."""
     try:
         trace = trial.case.trace(trial.context_len, trial.questions)
         Setup(trace, trial.policy, trial.budget, trial.schedule).checked()

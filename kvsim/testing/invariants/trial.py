@@ -228,7 +228,6 @@ class Trial:
 
 
 def _apart(at: tuple[int, ...], expected: Ints, found: Ints) -> str:
-    """Where two replays differ."""
     layer, head, pos = at
     rows = ("never" if x[at] == NEVER else f"after row {x[at]}" for x in (found, expected))
     return f"layer {layer}, head {head}, position {pos} leaves {', expected '.join(rows)}"

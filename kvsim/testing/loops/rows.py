@@ -156,7 +156,6 @@ class _Run:
                 self._act(event)
 
     def _share_layers(self) -> None:
-        """Give every layer its budget, where the rule has one for each."""
         if self.rule.layer_budgets is None:
             return
         of_layers, decisions = self.rule.layer_budgets(self.events, self.budget)
@@ -166,7 +165,6 @@ class _Run:
             self._note(self.events[0], None, *decision)
 
     def _protected(self, event: Event) -> Sets:
-        """Positions that the replay and the rule protect whatever the scores are."""
         sink, recent, prompt = self.protect
         sink = max(sink, event.prompt_len) if prompt else sink
         protected = union(first(event, sink), last(event, recent))
@@ -175,7 +173,6 @@ class _Run:
         return protected
 
     def _act(self, event: Event) -> None:
-        """Keep what the allocator keeps; everything else leaves, with its columns."""
         assert self.rule.score is not None  # noqa: S101  no event fires without a scorer
         scored, heads = self.rule.score(event), range(len(event.live))
         protected = union(scored.protected, event.protected)
@@ -210,7 +207,6 @@ class _Run:
 
 
 def _count(event: Event) -> int:
-    """Live entries of a layer."""
     return sum(map(len, event.live))
 
 
