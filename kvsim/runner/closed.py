@@ -1,4 +1,4 @@
-"""A recorded prompt run again on its model, under a policy: the closed loop beside the replay.
+"""A recorded prompt run again on its model under a policy: the live run to compare with a replay.
 
 Two ways. Teacher-forced: the recorded response goes through the model, whatever it would have
 written, so that every row can be compared with that of the full cache. Free: the model writes its

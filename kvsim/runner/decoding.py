@@ -1,4 +1,4 @@
-"""A policy on a running model: rows go through it, and events evict from its cache."""
+"""A policy on a running model: the model runs rows, and events evict from its cache."""
 
 from __future__ import annotations
 

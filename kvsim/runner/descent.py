@@ -1,4 +1,4 @@
-"""The prefill of a running model in depth order, for a policy that drops rows on the way down."""
+"""The prefill of a running model in depth order, for policies that drop rows between layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded sequence on its model with the full cache, the reference of runs under policies."""
+"""A recorded sequence on its model with the full cache: the reference for runs under policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The effect of replays' decisions on their model, in one forward pass over the response.
+"""Teacher-forced effect of replays on their model, in one forward pass over the response.
 
 Records of one trace are applied together. All rows that an eviction can reach go through the model
 at once, those of several records as one sequence; in every layer a row attends to the entries that

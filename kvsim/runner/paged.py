@@ -1,4 +1,4 @@
-"""The cache of a running model in blocks: what a policy keeps is compacted, the rest freed.
+"""The cache of a running model in blocks: kept entries are compacted, other blocks freed.
 
 A block table serves all heads of a layer, as in engines; heads that hold fewer entries are padded.
 """

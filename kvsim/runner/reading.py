@@ -1,4 +1,4 @@
-"""Sparse attention on a running model: the entries of its layer's cache that each row reads."""
+"""Sparse attention on a running model: the entries that each row reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model is the one that a trace was recorded from, and how far its states have moved."""
+"""Checks that a model is the recorded one, and relative changes of its states."""
 
 from __future__ import annotations
 

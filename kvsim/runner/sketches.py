@@ -1,4 +1,4 @@
-"""Sequences that are to be run on a model, as Traces: sizes and formulas, by a short capture."""
+"""Future sequences of a model as Traces: sizes and formulas, from a short capture."""
 
 from __future__ import annotations
 

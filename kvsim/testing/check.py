@@ -72,7 +72,7 @@ def check_policy(
 ) -> Passed:
     """Try every invariant on `policy`, a Policy or the name of one with `params`.
 
-    Returns what has passed, which prints as a line.
+    Returns a one-line report of the invariants that passed.
 
     rule: the policy once more, as a rule of the naive replay (`kvsim.testing.loops`): the policy
     must evict what the rule evicts, in 50 cases and 20 decisions at least. max_examples: generated

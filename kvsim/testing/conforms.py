@@ -1,4 +1,4 @@
-"""`conforms`: a test of what another implementation keeps, reads or rounds."""
+"""`conforms`: a test of another implementation's kept sets, reads or rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of what is read and stored: rows read resident entries, as they are stored then."""
+"""Invariants of reads and storage: rows read resident entries as stored at that time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants that say what a Record does not depend on.
+"""Invariants of what must not change a Record.
 
 Later rows, rows that do not reach a layer, other traces, how it is computed, the
 order of the heads.
