@@ -26,6 +26,9 @@ CROSSES = (
 #: Presets that claims compare, beside which others are left out where a plan has none.
 NEEDED = ("snapkv@gkv", "morphkv@gkv", "ams@release")
 
+#: Presets of engines, which docs/conformance.md compares.
+ENGINES = ("@sparse_vllm", "@sglang", "@per_head", "@union", "@vllm", "@prompt")
+
 #: The two settings of AMS that the papers give, beside the one made for these traces.
 PAPER, RELEASE = "ams, the paper's sizes", "ams@release, the release's sizes"
 
@@ -56,6 +59,8 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
         if kind == "propagation":  # part of the prefill: see across_policies
             continue
         if "@" in name and not plan.presets and name not in NEEDED:
+            continue
+        if name.startswith("openvino") or name.endswith(ENGINES):
             continue
         if kind == "scorer" or name.startswith("ams"):
             out[name] = build(name, calibration)

@@ -83,7 +83,7 @@ def check_policy(
     """
     subject = named(policy, **params) if isinstance(policy, str) else policy
     chosen = set(INVARIANTS) if only is None else set(only)
-    parts = [part.partition("@")[0] for part in subject.name.split("+")]
+    parts = [x for part in subject.name.split("+") for x in {part, part.partition("@")[0]}]
     chosen -= {name for part in parts for name in EXEMPT.get(part, ())} | set(exempt)
     for name in {*chosen, *exempt} - set(INVARIANTS):
         raise PolicyError(

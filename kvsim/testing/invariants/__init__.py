@@ -53,6 +53,9 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "union": {"ragged"},  # one set for all heads is defined while they hold the same entries
     "d2o@release": {"ragged", "heads_merge_apart"},  # its heads share a threshold
     "openvino": {"ragged"},  # the same
+    "h2o@sparse_vllm": {"ragged"},  # the same
+    "snapkv@sparse_vllm": {"ragged"},  # the same
+    "rkv@sparse_vllm": {"ragged"},  # the same
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
     # a fixed number of rows reaches deeper layers even if the prompt just fills the budget
