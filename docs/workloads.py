@@ -114,6 +114,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dropkv + kivi, 4 bits": ("dropkv+kivi", {"scorer__window": 32, "bits_per_number": 4}),
     "openvino, blocks of 8": ("openvino", {"page": 8, "sink": 8, "recent": 16}),
     "openvino@sum, blocks of 8": ("openvino@sum", {"page": 8, "sink": 8, "recent": 16}),
+    "openvino@kvcrush, blocks of 8": ("openvino@kvcrush", {"page": 8, "sink": 8, "recent": 16}),
     "dropkv + quest, pages of 4": ("dropkv+quest", {**_QUEST, "share": 0.5}),
 }
 #: What a new board has, in the order in which it is measured.
