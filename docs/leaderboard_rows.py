@@ -211,11 +211,11 @@ def needs_question(policy: str) -> bool:
     return any(part.partition("@")[0] in needing() for part in parts)
 
 
-def _order(out: Sequence[Row], row: Row) -> tuple[bool, float, float]:
+def _order(out: Sequence[Row], row: Row) -> tuple[bool, float, str, float]:
     of = [x for x in out if x["policy"] == row["policy"]]
     ranked = all(x["rank"] is not None for x in of)
     by = np.mean([x["rank"] if ranked else x["mean"] for x in of])
-    return not ranked, float(by), row["ratio"] or 0
+    return not ranked, float(by), row["policy"], row["ratio"] or 0
 
 
 def _means(rows: pl.DataFrame) -> dict[str, dict[tuple[str, str], Any]]:
