@@ -15,6 +15,7 @@ from study import ROOT
 
 import kvsim
 from claims.plan import PLANS
+from claims.policies import of_engine
 from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.table import COLUMNS
 from kvsim.policies import describe, names
@@ -111,14 +112,13 @@ MOST = 0.75
 #: Classes of policies; those of the first are ranked.
 EVICTION, TWICE, CALIBRATED, BOUND = "eviction", "second pass", "calibrated", "bound"
 SPARSE, QUANTIZER, UNBOUND = "sparse", "quantizer", "no budget"
-#: Rules of engines, on the page of conformance: `openvino`, and these presets.
-ENGINE, PRESETS = "engine", ("@sparse_vllm", "@sglang", "@per_head", "@union", "triattention@vllm")
+ENGINE = "engine"
 
 
 @cache
 def knowing(label: str) -> str:
     """Return whether a policy reads the context twice, was calibrated or is an engine's, or ""."""
-    if label.startswith("openvino") or label.endswith(PRESETS):
+    if of_engine(label):
         return ENGINE
     parts = [describe(x) for x in label.partition(",")[0].split("+") if x in names()]
     if any(part.policy.reads.context_again for part in parts):

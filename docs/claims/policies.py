@@ -26,8 +26,7 @@ CROSSES = (
 #: Presets that claims compare, beside which others are left out where a plan has none.
 NEEDED = ("snapkv@gkv", "morphkv@gkv", "ams@release")
 
-#: Presets of engines, which docs/conformance.md compares.
-ENGINES = ("@sparse_vllm", "@sglang", "@per_head", "@union", "@vllm", "@prompt")
+_ENGINES = ("@sparse_vllm", "@sglang", "@per_head", "@union", "@vllm", "@prompt")
 
 #: The two settings of AMS that the papers give, beside the one made for these traces.
 PAPER, RELEASE = "ams, the paper's sizes", "ams@release, the release's sizes"
@@ -48,6 +47,11 @@ def scaled(sizes: Sizes, name: str, calibration: str | None = None, **params: An
     return policy(name, **params)
 
 
+def of_engine(label: str) -> bool:
+    """Whether a policy is the rule of an engine, which docs/conformance.md compares."""
+    return label.startswith("openvino") or (label in names() and label.endswith(_ENGINES))
+
+
 def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
     """The rows of the tables, each called by its label: the names of the catalogue, and crosses."""
     build = partial(scaled, plan.sizes)
@@ -60,7 +64,7 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
             continue
         if "@" in name and not plan.presets and name not in NEEDED:
             continue
-        if name.startswith("openvino") or name.endswith(ENGINES):
+        if of_engine(name):
             continue
         if kind == "scorer" or name.startswith("ams"):
             out[name] = build(name, calibration)

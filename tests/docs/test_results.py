@@ -15,7 +15,7 @@ from claims import tables as measuring
 from claims.answers import pairs
 from claims.page import cases, claims_page
 from claims.plan import FULL, PLANS, SMALLEST
-from claims.policies import CROSSES, ENGINES, PAPER, RELEASE
+from claims.policies import CROSSES, PAPER, RELEASE, of_engine
 from claims.statistics import read_values, stored_rows
 from claims.tables import measure_prompt
 from claims.traces import ANSWER, ANSWERS, SHEET, record, samples
@@ -51,8 +51,7 @@ def test_every_policy_has_values_that_make_sense(values):
         for name in names()
         if name.partition("@")[0] not in crossed
         and CATALOGUE[name.partition("@")[0]].kind != "propagation"
-        and not name.startswith("openvino")
-        and not name.endswith(ENGINES)
+        and not of_engine(name)
     ]
     across = [f"across: {name}" for name, of in CATALOGUE.items() if of.kind == "propagation"]
     of = partial(found.of, budget=SMALLEST["tiny"].budgets[0])
