@@ -110,6 +110,25 @@ def test_rank_correlations_are_spearmans_of_means():
     assert rank_correlation(x, -x)[0] == pytest.approx(-1)
 
 
+def test_ends_of_an_interval_do_not_depend_on_the_draws():
+    """They are those of other draws, twice as many, within 0.02."""
+    x = validity.matrix("tiny", 96, "output_error", "open")
+    y = validity.matrix("tiny", 96, "response_kl", "closed")
+    rng = np.random.default_rng(8)
+    prompts, policies = rng.integers(0, 30, (20_000, 30)), rng.integers(0, 16, (20_000, 16))
+    a, b = (np.stack([of[:, k][prompts].mean(1) for k in range(16)], axis=1) for of in (x, y))
+
+    def correlation(*sides):
+        ranks = [stats.rankdata(each, axis=1) - 8.5 for each in sides]
+        product, *squares = ((u * v).sum(1) for u, v in (ranks, ranks[:1] * 2, ranks[1:] * 2))
+        return np.arctanh((product / np.sqrt(squares[0] * squares[1])).clip(-0.999, 0.999))
+
+    r, low, high = rank_correlation(x, y)
+    drawn = correlation(*(np.take_along_axis(each, policies, 1) for each in (a, b)))
+    ends = np.quantile(drawn, [0.025, 0.975]) + np.arctanh(r) - np.median(correlation(a, b))
+    assert [low, high] == pytest.approx(np.tanh(ends), abs=0.02)
+
+
 def test_reliability_is_the_share_of_variance_between_policies():
     """By a plain loop; near 1 for policies far apart, low for equal ones."""
     x = skewed(12, 8)
