@@ -32,6 +32,13 @@ def test_sets_hold_a_best_policy_and_ignore_bad_ones(draws):
     assert changed <= above(0.1, 8 * draws)
 
 
+def test_intervals_of_means_hold_less_than_they_say():
+    """In 0.82 of draws of 6 prompts, as the page says."""
+    right = np.mean([of[0]["holds it"] for of in rates.intervals(4, (6,)).values()])
+    assert 0.72 < right < 0.92
+    assert "interval of a mean holds it | 0.82 (" in (rates.DOCS / "compare.md").read_text("utf-8")
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("prompts", rates.PROMPTS)
 def test_other_rates_are_those_of_the_page(prompts):

@@ -19,6 +19,7 @@ import polars as pl
 
 from harness import options, publish
 from kvsim.analysis.significance import best_set, excess, rank_intervals
+from kvsim.analysis.summaries import Interval
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
@@ -196,6 +197,19 @@ def ranked(draws: int, prompts: tuple[int, ...] = PROMPTS) -> dict[str, list[Fig
     return rates
 
 
+def intervals(draws: int, prompts: tuple[int, ...] = PROMPTS) -> dict[str, list[Figures]]:
+    """How often the interval of a policy's mean holds it."""
+    rates: dict[str, list[Figures]] = {}
+    for name, x in panels().items():
+        for n in prompts:
+            rng, each = np.random.default_rng(n), []
+            for _ in range(draws):
+                ends = Interval.of_each([*some(rng, x, n).T])
+                each.append([y.low <= m <= y.high for y, m in zip(ends, x.mean(0), strict=True)])
+            rates.setdefault(f"mean, {name}", []).append({"holds it": float(np.mean(each))})
+    return rates
+
+
 def lines_of(title: str, prompts: tuple[int, ...], rates: dict[str, list[Figures]]) -> list[str]:
     """A table: a row for each case and figure, a column for each number of prompts."""
     wide = max(map(len, rates))
@@ -214,6 +228,7 @@ SECTIONS = {
     "Set of the best": (sets, 1),
     "Within a margin": (margins, 4),
     "Rank intervals": (ranked, 1),
+    "Interval of a mean": (intervals, 1),
 }
 
 
