@@ -3,10 +3,12 @@
 import json
 import re
 
+import numpy as np
 import polars as pl
 import pytest
 import scoring
 import scoring_page
+from scipy import stats
 from scoring_plan import NOTHING, PROMPT
 
 import leaderboard_page
@@ -53,7 +55,9 @@ def test_transfer_of_rankings():
     """As on the leaderboard."""
     table = leaderboard_page.transfer()
 
-    cases = (("0.38 [-0.33, 0.85]", 13), ("0.25 [-0.13, 0.57]", 37), ("0.80", 13))
+    cases = (("0.38 [-0.30, 0.86]", 13), ("0.25 [-0.16, 0.57]", 37), ("0.80", 13))
+    ends = [x.split("[")[1].split(",") for x in table.splitlines() if "[" in x]
+    assert all(float(low) < 0 for low, _ in ends), "no correlation is shown to be positive"
     for text, policies in cases:
         assert f"| {policies} | {text} |" in table
         assert f"{policies} policies" in TEXT[2]
@@ -95,20 +99,29 @@ def test_ranks_of_random():
         assert rows.filter(requested=budget)["rank"].max() == 14
 
 
+def gain(values, protection):
+    """Logarithms of KL of random sets over the geometric mean of scorers, at the middle budget."""
+    kl = {x: np.log(values.kl(protection, x)[:, 1]) for x in values.workload.scorers}
+    return np.log(values.kl(protection, scoring_page.RANDOM)[:, 1]) - np.mean([*kl.values()], 0)
+
+
 def test_scorers_and_protection():
     """Of the stored values of the page on scoring."""
     every = scoring_page.read(scoring.values(scoring.RESULTS))
     answers = [every[name] for name in ("answers", "tiny-answers")]
-    nothing, prompt = (
-        [scoring_page.shown(each, protection) for each in answers]
-        for protection in (NOTHING, PROMPT)
-    )
-    assert [sum(x.count("better") for x in of) for of in (nothing, prompt)] == [18, 12]
-    assert [nothing[0].count(x) for x in ("better", "worse")] == [9, 0]
-    assert prompt[0].count("better") == 9
-    assert [[x.count("better") for x in of] for of in (nothing, prompt)] == [[9, 9], [9, 3]]
-    assert "18 of 24 pairs" in TEXT[4]
-    assert "12 of 24 with the prompt" in TEXT[4]
+    nothing = scoring_page.shown(answers[0], NOTHING)
+    assert [nothing.count(x) for x in ("better", "worse")] == [9, 0]
+    for protection, text in ((NOTHING, "2.9 [2.6, 3.3]"), (PROMPT, "1.6 [1.4, 1.7]")):
+        means = [gain(values, protection).mean() for values in answers]
+        low, high = stats.t.interval(0.95, 23, means[0], stats.sem(gain(answers[0], protection)))
+        assert "{:.1f} [{:.1f}, {:.1f}]".format(*np.exp([means[0], low, high])) == text
+        assert text in TEXT[4]
+        assert means[1] == pytest.approx({NOTHING: 0.435, PROMPT: 4.298}[protection], abs=1e-3)
+    x, y = (answers[0].kl(PROMPT, each)[:, 1] for each in ("h2o", scoring_page.RANDOM))
+    assert f"({x.mean() / y.mean():.2f} [0.44, 0.66] of the KL" in TEXT[5]
+    ends = [x - end * y for end in (0.44, 0.66)]  # whose paired t is that of 2.5 %
+    found = [stats.ttest_1samp(end, 0).statistic for end in ends]
+    assert found == pytest.approx([stats.t.ppf(0.975, 23), stats.t.ppf(0.025, 23)], rel=0.06)
     assert "9 of 12 scorers are better and none is worse" in TEXT[3]
     for values, policy, p in zip(answers, ("h2o", "lagkv"), ("0.003", "0.009"), strict=True):
         verdict, detail = scoring_page.TESTS["R1"][0](values)
@@ -135,7 +148,7 @@ def test_numbers_that_rank():
         assert cell.strip().rpartition(",")[0] in TEXT[8]
     weighted = [x for row in cells("`weighted_error`") for x in row]
     assert f"{min(weighted):.2f} to {max(weighted):.2f}" in TEXT[8]
-    for row in ("0.26 [-0.79, 0.99]", "0.85 [0.23, 1.00]"):
+    for row in ("0.26 [-0.77, 1.00]", "0.85 [0.20, 1.00]"):
         assert row in page
         assert row in TEXT[7]
 
@@ -163,6 +176,7 @@ def test_claims_of_papers():
     ]
     assert [c.verdict for c in contrary] == ["does not hold"] * 3
     assert max(c.n for c in verdicts) == 46
+    assert f"of {sum(c.n <= 12 for c in verdicts)} claims at most 12" in TEXT[9]
 
 
 def test_room_above_policies():
