@@ -213,7 +213,7 @@ class View:
             budgets = self._budget.tolist() if self._reads_budget else None
             return scores.values, *scores.columns.values(), (*scores.columns,), budgets
 
-        looks = setting.events, setting.protected_ends, setting.response
+        looks = setting.ends, setting.events, setting.protected_ends, setting.response
         key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
         values, *columns, names, budgets = self.memo(key, score, shared=True)
         self._reads_budget = before or budgets is not None

@@ -27,6 +27,7 @@ common set, and the replay stops with an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
@@ -55,16 +56,20 @@ class LayerH2O(Scorer):
         return Inputs(rows=self.window, copies=0)
 
     def score(self, view: View) -> Scores:
-        """acc_j + w I_j of the prompt + softmax_j of the largest logit of each row; [L, H, n]."""
+        """acc_j + w I_j of each chunk of the prompt + softmax_j of largest logits; [L, H, n]."""
         check_alike(*_shared(view))
-        acc, prompt = view["acc"].clone(), view.setting.prompt_len
-        first, live = int(view.since.min()) + 1, view.live[:, :1, None]
-        if first < prompt:
-            rows = range(max(first, prompt - self.window), prompt)
-            acc += len(rows) * vote(view.logits(rows), live)
+        acc, live = view["acc"].clone(), view.live[:, :1, None]
+        first, prompt = int(view.since.min()) + 1, view.setting.prompt_len
+        ends = [end for end in view.setting.ends if first < end <= prompt]
+        for start, end in pairwise((first, *ends)):  # chunks of the prompt
+            rows = range(max(start, end - self.window), end)
+            votes = len(rows) * vote(view.logits(rows), live)
+            acc += votes.where((view.since < end - 1)[:, None, None], 0.0)
         for start, stop in row_grid(max(first, prompt), view.row + 1, view.keys[..., 0, 0].nbytes):
             largest = view.logits(range(start, stop)).amax((1, 2)).unsqueeze(1)  # [L, 1, w, n]
-            acc += shares(largest, live).sum(2)
+            row = torch.arange(start, stop, device=acc.device)
+            new = (row > view.since.unsqueeze(-1)).view(len(acc), 1, -1, 1)
+            acc += shares(largest, live).where(new, 0.0).sum(2)
         return Scores(acc, {"acc": acc})
 
     def protection(self, budget: int) -> Protection:

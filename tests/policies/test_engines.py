@@ -6,16 +6,20 @@ import pytest
 import torch
 
 import kvsim
+import reference
 from kvsim.core.policy import Allocator, Plan
 from kvsim.errors import PolicyError
+from kvsim.testing import loops
 from kvsim.testing.strategies import make_case
 
 
-@pytest.fixture(scope="module")
+CASE = make_case("sharp", layers=3, heads=2, group=2, n=60, prompt_len=30, seed=3)
+
+
+@pytest.fixture
 def trace():
     """Three layers of two KV heads, two query heads each."""
-    sizes = {"layers": 3, "heads": 2, "group": 2, "n": 60, "prompt_len": 30, "seed": 3}
-    return make_case("sharp", **sizes).trace()
+    return CASE.trace()
 
 
 def kept(trace, name, budget=36, **params):
@@ -71,3 +75,19 @@ def test_heads_without_a_common_set_are_refused(trace, name, params):
     assert (sets == sets[:, :1]).all()
     with pytest.raises(PolicyError, match="expected one set for all"):
         kvsim.replay(trace, replace(policy, allocator=Ragged()), 16, interval=10)
+
+
+@pytest.mark.parametrize("budgets", ["h2o", "pyramidkv"])
+@pytest.mark.parametrize("prefill", [True, False])
+def test_each_row_votes_once_in_h2o(prefill, budgets):
+    """Chunks that are not cut vote by themselves, and layers start after their own last event."""
+    policy, layers = kvsim.policy("h2o@sparse_vllm", recent=3, window=5), kvsim.policy(budgets)
+    rule, same = reference.rule_of(policy), reference.rule_of(layers)
+    policy = replace(policy, layer_budgets=layers.layer_budgets)
+    rule = replace(rule, layer_budgets=same.layer_budgets)
+
+    for chunk in (None, 8, 13):
+        fires = {"interval": 7, "prefill": prefill}
+        record = kvsim.replay(CASE.trace(), policy, 28, prefill_chunk=chunk, **fires)
+        naive = loops.replay(CASE, rule, budget=28, chunk=chunk, **fires)
+        assert naive.agrees(record.evicted_at, CASE.tolerance)

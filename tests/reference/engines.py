@@ -79,14 +79,15 @@ def _of_layer(
 
 
 def layer_h2o(event: Event) -> Scored:
-    """Votes of the prompt's last rows, and of each later row the softmax of its largest logits."""
+    """Votes of each chunk's last rows, and of later rows the softmax of their largest logits."""
     live, prompt = event.live[0], event.prompt_len
     acc, acted = event.column("acc")[0], event.column("acted")[0]
     start = int(max(acted.values(), default=-1)) + 1
     added = dict.fromkeys(live, 0.0)
-    if start < prompt:
-        rows = range(max(start, prompt - int(event.params["window"])), prompt)
-        for p, a in _votes(event, rows, live).items():
+    chunk = event.chunk or prompt
+    for end in (*range(chunk, prompt, chunk), prompt):
+        rows = range(max((end - 1) // chunk * chunk, end - int(event.params["window"])), end)
+        for p, a in _votes(event, rows, live).items() if end > start else ():
             added[p] += len(rows) * a
     for row in range(max(start, prompt), event.row + 1):
         visible = [p for p in live if p <= row]
