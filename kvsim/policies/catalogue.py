@@ -248,11 +248,11 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         schedule=EVERY_512,
     ),
     "triattention@union": variant(
-        "one set for the model, ranked by the largest score of any head: the released default",
+        "one set for the model, ranked by the largest score of any head",
         target="triattention:EngineTriAttention",
     ),
     "triattention@per_head": variant(
-        "one set per KV head for all layers, by the mean of their scores",
+        "one set per KV head for all layers, by the mean of their scores, as in its scripts",
         target="triattention:EngineTriAttention",
         pruning="per_head",
         over_layers="mean",

@@ -22,9 +22,9 @@ places 0, n // crush, 2 (n // crush) and so on `crush` stay.
 
 So a head holds up to page - 1 entries and `crush` blocks more than the budget. Deviations: the
 engine refuses sizes that are not whole blocks, which here are rounded up (`sink`, `recent`) or down
-(the budget). Of entries with equal s_j the older one gets the bit; in the engine this depends on
-the sorting of the C++ library. Its default anchor, a random one, is left out, and so are Adaptive
-R-KV and rotation of keys (`apply_rotation`). The prompt is one forward.
+(the budget). Of entries with equal s_j the older one gets the bit, and of blocks at equal distance
+the older one is first; the engine leaves this to the C++ library, for blocks if more than 16 leave.
+Its default anchor, a random one, is left out, and so are Adaptive R-KV and `apply_rotation`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ class Blocks(Allocator):
         value, inside, block, place [L, n]: s_j, whether the entry is between the ends, its block
         and its place there. leaves [L, blocks]: the lowest blocks.
         """
-        first = value.masked_fill(~inside, -torch.inf)
-        order = first.argsort(dim=-1, descending=True, stable=True)
+        order = value.masked_fill(~inside, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         number = inside.sum(-1, keepdim=True)
         bits = inside & (order.argsort(-1) < number // 2)
         majority = 2 * sums(bits, place, self.page) > number // self.page
@@ -150,11 +149,10 @@ class Blocks(Allocator):
             "alternating": place % 2 == 1,
         }[self.anchor]
         distance = sums(inside & (bits != anchor), block, leaves.shape[-1])
-        far = distance.masked_fill(~leaves, self.page + 1)
-        order = far.argsort(dim=-1, stable=True).argsort(-1)
+        distance = distance.masked_fill(~leaves, self.page + 1)
+        rank = distance.argsort(dim=-1, stable=True).argsort(-1)  # those that leave first
         step = leaves.sum(-1, keepdim=True) // self.crush
-        every = step.clamp(min=1)
-        return leaves & (step > 0) & (order % every == 0) & (order // every < self.crush)
+        return (rank < step * self.crush) & (rank % step.clamp(min=1) == 0)
 
 
 def _first_counted(view: View, window: int) -> int:

@@ -17,11 +17,11 @@ mean over these rows, maximised over all query heads of a layer:
             below `threshold`. In each row i the last similar entry after i is set to 0, and R is
             the softmax of the row means. It does not evict after the prompt.
 
-Deviations. The engine reads a prompt in chunks, after which H2O cuts to a budget of its own; here
-it is read at once, and with `prefill_chunk` each chunk is cut to the budget. The engine's events
-have the same interval, but begin when the cache exceeds the budget by it; SnapKV's begin when it
-holds twice the competing entries. Under an allocator that gives heads different sets there is no
-common set, and the replay stops with an error.
+Deviations. The engine reads a prompt in chunks, whose last rows vote each, and after which H2O cuts
+to a budget of its own; here it is read at once, and with `prefill_chunk` each chunk is cut to the
+budget. The engine's events come when the cache exceeds the budget by the interval; SnapKV's when it
+holds twice the competing entries. With default sizes its R-KV stops: 4,224 entries compete, of at
+most 4,096.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerH2O(Scorer):
 
     def score(self, view: View) -> Scores:
         """acc_j + w I_j of each chunk of the prompt + softmax_j of largest logits; [L, H, n]."""
-        check_alike(*_shared(view))
+        check_alike("sparse_vllm: heads", view.pos, view.pos[:, :1], "no ams, adakv, criticalkv")
         acc, live = view["acc"].clone(), view.live[:, :1, None]
         first, prompt = int(view.since.min()) + 1, view.setting.prompt_len
         ends = [end for end in view.setting.ends if first < end <= prompt]
@@ -67,8 +67,8 @@ class LayerH2O(Scorer):
             acc += votes.where((view.since < end - 1)[:, None, None], 0.0)
         for start, stop in row_grid(max(first, prompt), view.row + 1, view.keys[..., 0, 0].nbytes):
             largest = view.logits(range(start, stop)).amax((1, 2)).unsqueeze(1)  # [L, 1, w, n]
-            row = torch.arange(start, stop, device=acc.device)
-            new = (row > view.since.unsqueeze(-1)).view(len(acc), 1, -1, 1)
+            row = torch.arange(start, stop, device=acc.device).view(-1, 1)
+            new = row > view.since.view(-1, 1, 1, 1)
             acc += shares(largest, live).where(new, 0.0).sum(2)
         return Scores(acc, {"acc": acc})
 
@@ -93,7 +93,7 @@ class Middle(Scorer):
 
     def middle(self, view: View) -> Tensor:
         """Competing entries, the same in each head; bool [L, 1, n]."""
-        check_alike(*_shared(view))
+        check_alike("sparse_vllm: heads", view.pos, view.pos[:, :1], "no ams, adakv, criticalkv")
         return (view.live & ~protected_by(self.protection, view))[:, :1]
 
 
@@ -157,7 +157,3 @@ def vote(logits: Tensor, among: Tensor) -> Tensor:
     logits [L, H, G, w, n]. among: the entries that the softmax is over, bool [L, 1, 1, n].
     """
     return shares(logits, among.unsqueeze(2)).mean(3).amax((1, 2)).unsqueeze(1)
-
-
-def _shared(view: View) -> tuple[str, Tensor, Tensor, str]:
-    return "sparse_vllm: heads", view.pos, view.pos[:, :1], "no ams, adakv"

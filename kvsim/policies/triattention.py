@@ -15,9 +15,9 @@ key, weighted by the spread of the queries. Scores of a query head are standardi
 
 The released code has three modes and three back ends, which differ in what they rank. Modes
 (`pruning`): one set per KV head and layer (`per_layer_perhead`, the default here), one per KV head
-of all layers (`per_head`), one for the model (`union`, its default). In `union` each query head
-nominates as many entries as stay, and of these the largest score ranks; as the best by the largest
-score are always nominated, that is the ranking by the largest score of any head.
+of all layers (`per_head`, the scripts' default), one for the model (`union`, the class's default,
+there without z-scores). In `union` each query head nominates as many entries as stay; these include
+the best by the largest score of any head, which ranks.
 
                     sets       over layers   z-score over      prompt     recent
     triattention    all        -             the response      stays
@@ -33,8 +33,8 @@ that is larger by the prompt.
 
 Deviations. kvsim adds no noise to break ties. The prompt counts in the budget where it is
 protected; under an allocator or a wrapper it competes like all other entries. Events follow each
-other at one interval from the end of the prompt; the back ends act once the cache is longer than
-the budget by that interval, transformers at multiples of it. Dimensions that the rotary embedding
+other at one interval from the end of the prompt; the scripts and vLLM act once the cache is longer
+than the budget by that interval, SGLang once the response is. Dimensions that the rotary embedding
 does not rotate, for which the released code has no rule, add the product with the mean query.
 """
 
@@ -124,14 +124,15 @@ class EngineTriAttention(TriAttention):
         if self.population == "candidates":
             among = among & ~protected_by(self.protection, view)
         if self.normalise == "kv_heads":
-            scores = standardised(expected.amax(2), among)
-        else:
-            scores = standardised(expected, among.unsqueeze(2)).amax(2)
+            expected = expected.amax(2, keepdim=True)
+        scores = standardised(expected, among.unsqueeze(2)).amax(2)
         if not self.across_layers:
             return scores
         axes = (0, 1) if self.pruning == "union" else (0,)
         first = view.pos[:1, : 1 if self.pruning == "union" else None]
-        check_alike(f"triattention: {self.pruning} heads", view.pos, first, "no ams, adakv")
+        check_alike(
+            f"triattention: {self.pruning} heads", view.pos, first, "no ams, adakv, criticalkv"
+        )
         if self.over_layers == "max":
             return scores.amax(axes, keepdim=True).expand_as(scores)
         return scores.double().mean(axes, keepdim=True).expand_as(scores)

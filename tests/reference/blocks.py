@@ -1,12 +1,9 @@
-"""OpenVINO GenAI once more and naively: sums of pooled attention, whole blocks, and KVCrush.
-
-Written from the description of its rules, entry by entry, in Python floats.
-"""
+"""OpenVINO GenAI entry by entry: sums of pooled attention, whole blocks, and KVCrush."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, unprotected
+from kvsim.testing.loops.event import Decision, Scored, Sets, unprotected
 from reference.allocation import gap
 from reference.event import Event
 
@@ -22,7 +19,7 @@ def openvino(event: Event) -> Scored:
     last[0] = float(event.row)  # the first block stays, and its position 0
     prompt = [row for row in rows if first <= row < event.prompt_len]
     steps = [prompt, *([row] for row in rows if row >= event.prompt_len)]
-    live, sums = event.live[0], _sums(event)
+    live, sums = event.live[0], event.column("sums of openvino")
     assert all(others == live for others in event.live)
     for step in filter(None, steps):
         received = dict.fromkeys(live, 0.0)
@@ -37,11 +34,6 @@ def openvino(event: Event) -> Scored:
     if event.params["aggregation"] == "norm_sum":
         score = {pos: x / (event.row + 1 - max(pos, first)) for pos, x in score.items()}
     return Scored([dict(score) for _ in event.live], unprotected(event), rounded=True)
-
-
-def _sums(event: Event) -> Numbers:
-    """What each entry has summed up so far."""
-    return event.column("sums of openvino")
 
 
 def sizes(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -66,10 +58,9 @@ def blocks(event: Event, scored: Scored, protected: Sets) -> tuple[Sets, list[De
         decisions.append(gap(score[free[number]], score[free[number - 1]]))
     crush = int(event.params["crush"])
     if crush and len(leaves) >= crush:
-        sums = _sums(event)[0]
-        returned, cut = _crush(
-            event.params, [[sums[p] for p in block] for block in between], leaves
-        )
+        sums = event.column("sums of openvino")[0]
+        of_blocks = [[sums[p] for p in block] for block in between]
+        returned, cut = _crush(event.params, of_blocks, leaves)
         leaves = [i for i in leaves if i not in returned]
         decisions.append(cut)
     gone = {p for i in leaves for p in between[i]}
