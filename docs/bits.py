@@ -74,7 +74,7 @@ def part() -> str:
         reach = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / len(logs) ** 0.5
         ends = (float(f"{np.exp(logs.mean() + x):.2g}") for x in (0, -reach, reach))
         lines.append([*cells, "{:,g} [{:,g}, {:,g}]".format(*ends)])
-    return markdown(["", *(f"K{k}V{v}" for k, v in pairs), "ratio"], lines)
+    return markdown(["", *(f"K{k}V{v}" for k, v in pairs), "geometric ratio"], lines)
 
 
 def figure(stored: pl.DataFrame, path: Path) -> None:
