@@ -22,12 +22,12 @@ class Blocks(SplitQuantizer):
 
     `rotated`: llama.cpp's default since April 2026 (pull request 21038). A head of a multiple of 64
     channels is multiplied by a normalized Hadamard matrix before rounding, and back after it: keys
-    in the largest parts that are a power of two, values in parts of 64.
+    in the largest parts that are a power of two, values in parts of 64. llama.cpp does so only if
+    all layers of a cache have heads of one size.
 
     Deviations: the AVX kernel of q8_0 takes 127 / max |x| and rounds halves to even (of 181,248
-    keys one code differs). Kernels on a CPU also round queries to q8_0; here they stay exact. A
-    scale beyond float16 becomes 65,504, not infinity. llama.cpp refuses heads of fewer than 32
-    channels.
+    keys one code differs). On a CPU queries are rounded to q8_0, too; here they stay exact. A scale
+    beyond float16 becomes 65,504, not infinity. llama.cpp refuses heads of under 32 channels.
     """
 
     label: ClassVar[str] = "q8_0"
