@@ -13,6 +13,8 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.studies.conformance import deviations as changes
+from kvsim.studies.conformance import report
 from leaderboard_rows import ENGINE, knowing
 from workloads import KL
 
@@ -44,6 +46,14 @@ def _reason(case: Mapping[str, Any]) -> str:
         return ""
     of_counts = "other sizes of sets" if case["counts"] else "other scores"
     return ", ".join(f"`{each}`" for each in case["explained"]) or of_counts
+
+
+def deviations() -> str:
+    """A row for each deviation that `conform` knows, with the words that it prints."""
+    tried = (changes.CHANGES | changes.ACCESSES).items()
+    known = [*(changes.Deviation(name, x) for name, (x, _) in tried), *report.FOUND]
+    rows = (f"| `{each.name}` | {each.description} |" for each in known)
+    return "\n".join(["| name | the engine differs so |", "| --- | --- |", *rows])
 
 
 def costs() -> str:

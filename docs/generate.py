@@ -222,6 +222,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "needles": needle.part,
     "parameters": rules.parameters,
     "policies": rules.policies,
+    "deviations": conformance_page.deviations,
     "conformance_costs": conformance_page.costs,
     "conformance_engines": conformance_page.engines,
     "conformance_releases": conformance_page.releases,

@@ -13,7 +13,7 @@ from kvsim.core.view import View
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.openvino import Blocks
 from kvsim.policies.pyramidkv import Pyramid
-from kvsim.studies.conformance.definitions import Seeing
+from kvsim.studies.conformance.definitions import Deviating
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def stairs(policy: Policy) -> Policy:
 
 def grouped(policy: Policy) -> Policy:
     """SnapKV whose heads are averaged before pooling (mean-before-pool)."""
-    scorer = Seeing(policy.scorer, lambda view, last: view.attn(last, "mean").unsqueeze(2))
+    scorer = Deviating(policy.scorer, lambda view, rows: view.attn(rows, "mean").unsqueeze(2))
     return replace(policy, scorer=scorer)
 
 

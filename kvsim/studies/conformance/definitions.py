@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
@@ -15,30 +15,14 @@ from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.window import first_of
 
-#: Attention of the last rows of a view, [L, H, G, w, n].
-Weigh = Callable[[View, int], Tensor]
-
-
-class Unprotected(Wrapper):
-    """The scorer inside, without a part of its protection."""
-
-    part: Literal["sink", "recent"]
-
-    def score(self, view: View) -> Scores:
-        """The scores of the scorer inside."""
-        return self.inner(view)
-
-    def protection(self, budget: int) -> Protection:
-        """All but the part."""
-        nothing: dict[str, Any] = {self.part: 0}
-        return replace(self.scorer.protection(budget), **nothing)
+#: Rows of a block of attention that is summed.
+_ROWS = 64
+#: Attention of rows of a view, [L, H, G, w, n].
+Weigh = Callable[[View, range], Tensor]
 
 
 class _Seen:
-    """A view for the scorer inside of a wrapper: other attributes, and attention by a formula.
-
-    weigh: of the view and its last rows, [L, H, G, w, n].
-    """
+    """A view for the scorer inside of a wrapper: other attributes, and attention by a formula."""
 
     def __init__(self, view: View, weigh: Weigh, **changed: Any) -> None:
         self._view, self._weigh = view, weigh
@@ -48,23 +32,25 @@ class _Seen:
         return getattr(self._view, name)
 
     def __getitem__(self, column: str) -> Tensor:
-        return self._view[column]
+        of: Any = vars(self).get("columns", self._view)
+        return of[column]  # type: ignore[no-any-return]
 
     def scored(self, scorer: Scorer) -> Scores:
         return Scores.of(scorer.score(self))  # type: ignore[arg-type]  # not what the plain view knows
 
     def attn(self, rows: int | range, group: Any = None, *, log: bool = False) -> Tensor:
-        if isinstance(rows, range):  # no window of recent rows, which deviations change
-            return self._view.attn(rows, group, log=log)
+        if not isinstance(rows, range):
+            rows = range(first_of(self._view, rows), self._view.row + 1)
         weights = self._weigh(self._view, rows).nan_to_num(0.0)
         return reduce_group(weights.double().log() if log else weights, group)
 
-    def logits(self, last: int) -> Tensor:
-        return self.attn(last, log=True)
+    def logits(self, rows: int | range) -> Tensor:
+        return self.attn(rows, log=True)
 
-
-def _rows(view: View, last: int) -> Tensor:
-    return torch.arange(first_of(view, last), view.row + 1)
+    def received(self) -> Tensor:
+        first, stop = int(self._view.since.min()) + 1, self._view.row + 1
+        blocks = (range(x, min(x + _ROWS, stop)) for x in range(first, stop, _ROWS))
+        return sum((self.attn(rows, "sum").sum(2) for rows in blocks), torch.zeros(()))
 
 
 def products(view: View, queries: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -74,32 +60,37 @@ def products(view: View, queries: Tensor, keys: Tensor | None = None) -> Tensor:
     return products.masked_fill(~view.live[:, :, None, None], -torch.inf)
 
 
-def _causal(view: View, products: Tensor) -> Tensor:
-    """Softmax over the entries that each of the last rows sees."""
-    later = view.pos[:, :, None, None] > _rows(view, products.shape[3])[:, None]
+def _causal(view: View, rows: range, products: Tensor) -> Tensor:
+    """Softmax over the entries that each row sees."""
+    later = view.pos[:, :, None, None] > torch.arange(rows.start, rows.stop)[:, None]
     return products.masked_fill(later, -torch.inf).softmax(-1)
 
 
-def rotated(view: View, last: int) -> Tensor:
+def rotated(view: View, rows: range) -> Tensor:
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
     if view.is_prompt:  # there every query has its position
-        return view.attn(last)
-    rows = _rows(view, last)
-    plain = view.queries(range(int(rows[0]), view.row + 1), rotated=False)
-    return _causal(view, products(view, view.rope.rotate(plain, torch.full_like(rows, view.row))))
+        return view.attn(rows)
+    at = torch.full((len(rows),), view.row)
+    queries = view.rope.rotate(view.queries(rows, rotated=False), at)
+    return _causal(view, rows, products(view, queries))
 
 
-def unrotated(view: View, last: int) -> Tensor:
+def plain_keys(view: View) -> Tensor:
+    """Keys before RoPE."""
+    return view.rope.unrotate(view.keys, view.pos.clamp(min=0))
+
+
+def unrotated(view: View, rows: range) -> Tensor:
     """Queries and keys before RoPE."""
-    keys = view.rope.unrotate(view.keys, view.pos.clamp(min=0))
-    return _causal(view, products(view, view.queries(last, rotated=False), keys))
+    plain = view.queries(rows, rotated=False)
+    return _causal(view, rows, products(view, plain, plain_keys(view)))
 
 
-def interleaved(view: View, last: int) -> Tensor:
+def interleaved(view: View, rows: range) -> Tensor:
     """Query head i with KV head i % H, not with i // G."""
-    queries = view.queries(last)
+    queries = view.queries(rows)
     heads = queries.flatten(1, 2).unflatten(1, queries.shape[2:0:-1]).transpose(1, 2)
-    return _causal(view, products(view, heads))
+    return _causal(view, rows, products(view, heads))
 
 
 def regrouped(weights: Tensor) -> Tensor:
@@ -107,25 +98,48 @@ def regrouped(weights: Tensor) -> Tensor:
     return torch.unflatten(weights.transpose(1, 2).flatten(1, 2), 1, weights.shape[1:3])
 
 
-def over_heads(view: View, last: int) -> Tensor:
+def over_heads(view: View, rows: range) -> Tensor:
     """Softmax over all query heads of the layer."""
-    logits = view.logits(last)
+    logits = view.logits(rows)
     out: Tensor = logits.flatten(1, 2).softmax(1).unflatten(1, logits.shape[1:3])
     return out
 
 
-def neighbour(by: int, view: View, last: int) -> Tensor:
+def neighbour(by: int, view: View, rows: range) -> Tensor:
     """Attention of each entry moved to its neighbour, 0 at the end."""
-    weights = view.attn(last).roll(by, -1)
+    weights = view.attn(rows).roll(by, -1)
     weights[..., 0 if by > 0 else -1] = 0
     return weights
 
 
-class Seeing(Wrapper):
-    """The scorer inside on another view of the window; pooled: with the window's own columns."""
+def counted(row: int, times: int, view: View, rows: range) -> Tensor:
+    """Attention in which the first row (0) or the row of the event (-1) counts so many times."""
+    weights = view.attn(rows).clone()
+    if row == 0 or rows.stop > view.row:
+        weights[..., row, :] *= times
+    return weights
 
-    weigh: Weigh
-    pooled: bool = False
+
+def reduced(over: str, axes: tuple[int, ...], view: View, rows: range) -> Tensor:
+    """Attention as of the heads of these axes together, or of the first; of axis 3, its sum."""
+    x = view.attn(rows).sum(3, keepdim=True) if 3 in axes else view.attn(rows)
+    if over == "first":
+        return x[:, : 1 if 1 in axes else None, :1].expand(-1, view.pos.shape[1], -1, -1, -1)
+    heads = (1, 2) if 1 in axes or over == "all" else (2,)
+    x = x.mean(heads, keepdim=True) if over == "all" else x.amax(heads, keepdim=True)
+    return x.expand(-1, view.pos.shape[1], -1, -1, -1)
+
+
+class Deviating(Wrapper):
+    """The scorer inside on another view, with other scores, or with another protection.
+
+    weigh: attention of the view; other: attributes of it by name; change: of scores and the view.
+    """
+
+    weigh: Weigh = View.attn
+    other: Callable[[View], dict[str, Any]] | None = None
+    change: Callable[[Tensor, View], Tensor] = lambda scores, _: scores
+    protects: Callable[[Protection], Protection] = lambda protection: protection
 
     scale: ClassVar[Any] = property(attrgetter("scorer.scale"))
     reads: ClassVar[Any] = property(
@@ -135,44 +149,17 @@ class Seeing(Wrapper):
     )
 
     def __post_init__(self) -> None:
-        """Take logarithms, too: nothing is computed with the scores."""
+        """Take logarithms, too."""
 
     def score(self, view: View) -> Scores:
-        """The scores of the scorer inside, of the other view."""
-        size = getattr(self.scorer, "window", 0)
-        older = {"pos": view.pos.clamp(max=first_of(view, size) - 1)} if self.pooled else {}
-        seen: Any = _Seen(view, self.weigh, **older)
-        return self.inner(seen)
-
-
-class Rescored(Wrapper):
-    """Other scores, of those of the scorer inside and the view."""
-
-    change: Callable[[Tensor, View], Tensor]
-
-    def score(self, view: View) -> Scores:
-        """Scores by `change`, and the columns."""
-        scores = self.inner(view)
+        """The scores of the scorer inside, of the other view and changed; and the columns."""
+        seen: Any = _Seen(view, self.weigh, **(self.other(view) if self.other else {}))
+        scores = self.inner(seen)
         return Scores(self.change(scores.values, view), scores.columns)
 
-
-class Reduced(Wrapper):
-    """The scorer inside for each query head, and another reduction over them."""
-
-    over: Literal["max", "first", "all"]
-
-    def score(self, view: View) -> Tensor:
-        """Of each query head by itself, then over them; [L, H, n]."""
-        group = view.queries(1).shape[2]
-        names = ("pos", "live", "keys", "values", "count")
-        heads = {name: getattr(view, name).repeat_interleave(group, 1) for name in names}
-        seen: Any = _Seen(view, lambda x, last: x.attn(last).flatten(1, 2).unsqueeze(2), **heads)
-        each: Tensor = self.inner(seen).values.unflatten(1, (-1, group))  # [L, H, G, n]
-        if self.over == "max":
-            return each.amax(2)
-        if self.over == "first":
-            return each[:, :, 0]
-        return each.mean((1, 2)).unsqueeze(1).expand_as(each[:, :, 0])
+    def protection(self, budget: int) -> Protection:
+        """Change that of the scorer inside."""
+        return self.protects(self.scorer.protection(budget))
 
 
 class Scrambled(Wrapper):
@@ -199,8 +186,8 @@ class Scrambled(Wrapper):
             for name, x in (("keys", view.keys), ("values", view.values))
         }
 
-        def weigh(view: View, last: int) -> Tensor:
-            weights = view.attn(last)
+        def weigh(view: View, rows: range) -> Tensor:
+            weights = view.attn(rows)
             return weights.gather(-1, order[:, :, None, None].expand_as(weights))
 
         seen: Any = _Seen(view, weigh, pos=view.pos.gather(-1, order), **rows)

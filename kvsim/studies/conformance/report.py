@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvsim.policies import as_policy
 from kvsim.schema import first_of, numbered, plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.conformance.accesses import Difference, accesses
-from kvsim.studies.conformance.deviations import Deviation, by_chance, explains, guess, hypotheses
+from kvsim.studies.conformance.deviations import Deviation, explained
 from kvsim.studies.conformance.dump import Dump, read_dump
 from kvsim.studies.conformance.judging import DumpCase
 
@@ -32,6 +31,12 @@ _CHANCE = Deviation(
     "after a softmax over rows, or of other queries and keys (another head, layer or position)",
 )
 _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
+#: Deviations that follow from the differences; no definition is changed.
+FOUND = _HIGHEST, _RETURN, _KEEPS, _CHANCE
+
+
+#: So large a share of the entries that chance exchanges is as by chance.
+_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Conformance:
                 text.append(f"{ties} more differ in entries tied at the cut")
         text += [f"explained by {each.name}: {each.description}" for each in self.deviations]
         if apart and not self.deviations:
-            text.append("no known deviation explains it by itself; two together may")
+            text.append("no known deviation explains it, nor a pair of those that come near")
         return [*text, *self.remarks]
 
     def document(self) -> dict[str, Any]:
@@ -206,20 +211,27 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
         return [_HIGHEST] * all(each.highest for each in differences)
     if not kinds - {"tie"}:
         return []
-    most = sum(len(each.extra + each.missing) for each in differences) - 1
-    deviations = [deviation for deviation, changed in hypotheses(case) if explains(changed, most)]
-    names = {each.name for each in deviations}
-    # a part of a combination is enough
-    deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
-    if not deviations and kinds <= {"tie", "choice", "bits"}:
-        deviations = [*islice(guess(case, most / 2), 1)]
+    deviations = explained(case, differences)
     if "return" in kinds:
         deviations.append(_RETURN)
     elif kinds - {"tie"} == {"no eviction"} and not deviations:
         deviations.append(_KEEPS)
-    elif not deviations and kinds <= {"tie", "choice"} and by_chance(case, differences):
+    elif not deviations and kinds <= {"tie", "choice"} and _by_chance(case, differences):
         deviations.append(_CHANCE)
     return deviations
+
+
+def _by_chance(case: DumpCase, differences: Sequence[Difference]) -> bool:
+    """Whether the first sets are as large as by definition, and agree with them as by chance."""
+    row = min(case.kept, default=-1)
+    first = [each for each in differences if each.row == row]
+    if not case.kept or any(len(each.extra) != len(each.missing) for each in first):
+        return False
+    protected = case.policy.protection(case.budget).size(row + 1)
+    n, sets = row + 1 - protected, case.kept[row][..., 0].size
+    free = case.kept[row].sum() / sets - protected
+    exchanged = sum(len(each.extra) for each in first) / sets
+    return bool(free > 0 and exchanged > _SHARE * free * (1 - free / max(n, free)))
 
 
 #: What the implementation does, and what it does not, with each kind of set.

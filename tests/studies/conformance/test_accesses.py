@@ -55,16 +55,20 @@ def pages_of(trace, path, kind=""):
                 score = {
                     "own-page-always": [*score[:own], math.inf],
                     "own-page-never": [*score[:own], -math.inf],
+                    "own-page-on-top": [*score[:own], -math.inf],
                 }.get(kind, score)
                 best = np.argsort(-np.array(score), kind="stable")
-                best = best[: BUDGET // PAGE] - int(kind == "pages-low")
+                count = BUDGET // PAGE + {"page-more": 1, "page-fewer": -1}.get(kind, 0)
+                best = best[:count] + {"pages-low": -1, "pages-from-1": 1}.get(kind, 0)
+                best = np.append(best, own) if kind == "own-page-on-top" else best
                 chosen.append(np.unique(best.clip(min=0)))
             out.read(layer, row, chosen)
     out.save(path)
     return read_dump(path)
 
 
-KINDS = ["", "own-page-always", "own-page-never", "pages-low", "min-for-max", "mean-key"]
+KINDS = ["", "own-page-always", "own-page-never", "own-page-on-top", "pages-low", "pages-from-1"]
+KINDS += ["page-more", "page-fewer", "min-for-max", "mean-key"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +78,7 @@ def test_pages_are_those_of_a_plain_loop(trace, tmp_path, kind):
     assert report.compared == 2 * 4 * (N - PROMPT)
     assert report.equal is not bool(kind)
     assert [each.name for each in report.deviations] == [kind] * bool(kind)
-    if kind.startswith("own"):
+    if kind in ("own-page-always", "own-page-never"):
         first = report.apart[0]
         q = trace.read("q")[first.layer, first.head, first.row].double().numpy()
         score = bounds(q, trace.read("k")[first.layer, first.head // 2].double().numpy(), first.row)
@@ -92,14 +96,15 @@ def test_other_pages_and_heads_are_parameters(trace, tmp_path):
         assert explained in [each.name for each in report.deviations]
 
 
-def bits_of(trace, path, late=0, bits=(6.0, 8.0)):
+def bits_of(trace, path, late=(0, 0), bits=(6.0, 8.0), kind=""):
     """Write what KIVI has rounded after each row: keys by windows of 16, values behind 16."""
     out = Dump(heads=2, budget=N)
     for layer in range(2):
         for row in range(PROMPT - 1, N):
-            n = row + 1 - late
+            n, m = row + 1 - late[0], row + 1 - late[1]
             for pos in range(row + 1):
-                key, value = pos < n - n % 16, pos < n - 16
+                key, value = pos < n - n % 16, pos < m - 16
+                value = key if kind == "values-as-keys" else value
                 widths = [x if is_so else 32 for x, is_so in zip(bits, (key, value), strict=True)]
                 out.stored(layer, row, [pos], *widths)
     out.save(path)
@@ -115,7 +120,22 @@ def test_bits_are_those_of_a_plain_loop(trace, tmp_path):
     report = kvsim.conform(bits_of(trace, path, bits=(10.0, 12.0)), KIVI, trace=trace)
     assert [each.name for each in report.deviations] == ["bits_per_number=8"]
     with pytest.raises(AssertionError, match="leaves exact values of 13"):
-        conforms(bits_of(trace, path, late=1), KIVI, trace=trace)
+        conforms(bits_of(trace, path, late=(1, 1)), KIVI, trace=trace)
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        ("rounded-late", (1, 1)),
+        ("values-late", (0, 1)),
+        ("values-early", (0, -1)),
+        ("values-as-keys", (0, 0)),
+    ],
+)
+def test_clocks_of_a_quantizer_are_tried(trace, tmp_path, kind, late):
+    """Rounding a row too late or too early, and values rounded when keys are."""
+    report = kvsim.conform(bits_of(trace, tmp_path / "d.npz", late, kind=kind), KIVI, trace=trace)
+    assert [each.name for each in report.deviations] == [kind]
 
 
 @pytest.mark.parametrize(
