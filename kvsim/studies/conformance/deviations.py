@@ -64,7 +64,7 @@ def explained(case: DumpCase, differences: Sequence[Difference]) -> list[Deviati
 
     Else a pair that explains kept sets: one of the nearest at the first event, and any other.
     """
-    most = sum(len(each.extra + each.missing) for each in differences) / 2
+    most = sum(len(each.extra + each.missing) for each in differences) - 1
     named = [*_named(case)]
     tried = [*named, *_policies(case, _presets)]
     ties = [_tied(changed, most) for _, changed in tried]
@@ -75,7 +75,7 @@ def explained(case: DumpCase, differences: Sequence[Difference]) -> list[Deviati
     named += (others := [*_policies(case, _parameters)])
     row = next(each.row for each in differences if each.kind != "tie")
     pairs = _pairs(case, named, row) if case.kept else ()
-    both = (x for x, changed in chain(others, pairs) if _tied(changed, most) < math.inf)
+    both = (x for x, changed in chain(others, pairs) if _tied(changed, most / 2) < math.inf)
     return [*islice(both, 1)]
 
 
@@ -414,7 +414,7 @@ CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
         _seen(lambda view, rows: (view.logits(rows) / view.formula.scale).softmax(-1))),
     "no-softmax": ("logits are taken instead of attention",
         _seen(lambda view, rows: view.logits(rows).nan_to_num(neginf=0.0))),
-    "softmax-over-heads": ("the softmax is over heads", _seen(see.over_heads)),
+    "softmax-over-heads": ("the softmax is over heads", _of_window(see.over_heads)),
     "shifted-left": ("each entry has the attention of the next", _seen(partial(see.neighbour, -1))),
     "shifted-right": ("each entry has that of the one before", _seen(partial(see.neighbour, 1))),
     "lowest-scores": ("the lowest scores stay", _seen(change=lambda x, _: -x)),
