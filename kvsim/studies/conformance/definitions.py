@@ -121,8 +121,9 @@ def counted(row: int, times: int, view: View, rows: range) -> Tensor:
 
 
 def reduced(over: str, axes: tuple[int, ...], view: View, rows: range) -> Tensor:
-    """Attention as of the heads of these axes together, or of the first; of axis 3, its sum."""
-    x = view.attn(rows).sum(3, keepdim=True) if 3 in axes else view.attn(rows)
+    """Attention as of the heads of these axes together, or of the first; of axis 3, its mean."""
+    x = view.attn(rows)
+    x = x.mean(3, keepdim=True).expand_as(x) if 3 in axes else x
     if over == "first":
         return x[:, : 1 if 1 in axes else None, :1].expand(-1, view.pos.shape[1], -1, -1, -1)
     heads = (1, 2) if 1 in axes or over == "all" else (2,)

@@ -385,7 +385,7 @@ CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "window-short": ("the first row of the window is not read",
         _of_window(partial(see.counted, 0, 0))),
     "window-of-one": ("only the last row of the window is read (kvpress, eager)",
-        _of_window(lambda view, rows: view.attn(rows[-1:]))),
+        _of_window(lambda view, rows: view.attn(rows[-1:]).expand(-1, -1, -1, len(rows), -1))),
     "window-pooled": ("attention of the window's own entries is pooled, too", _of_window()),
     "max-of-heads": ("the maximum over query heads instead of the mean", _reduced("max")),
     "first-head": ("the first query head of each group alone", _reduced("first")),
