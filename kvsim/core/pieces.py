@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
@@ -98,15 +99,27 @@ class Piece(Parametrised):
         return Inputs()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Name the class in errors. Raise PolicyError for an attribute outside its contract."""
+        """Name the class in errors. Raise PolicyError for a name outside its contract.
+
+        Of methods, only for one that is close to a member.
+        """
         super().__init_subclass__(**options)
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
+        members = [name for name in dir(cls.__mro__[1]) if name[0] != "_"]
+
+        def misspelt(name: str) -> bool:
+            ours = cls.__module__.startswith("kvsim.")
+            return not ours and bool(get_close_matches(name, members, cutoff=0.75))
+
         for name, value in vars(cls).items() if ABC not in cls.__bases__ else ():
-            fits = hasattr(value, "__get__") or hasattr(super(cls, cls), name)
-            if not (fits or name[0] == "_" or name.isupper() or name in known):
+            method = hasattr(value, "__get__")
+            fits = name[0] == "_" or name.isupper() or name in known
+            fits = fits or hasattr(super(cls, cls), name) or (method and not misspelt(name))
+            if not fits:
+                other = f"_{name}" if method else f"a parameter, `{name}: {type(value).__name__}`"
                 raise PolicyError(
-                    f"{cls.__name__} declares {name}{suggest(name, dir(cls.__mro__[1]))}; "
-                    f"expected a member of the contract, see {GUIDE}, or a parameter"
+                    f"{cls.__name__} declares {name}{suggest(name, members)}; expected a member of "
+                    f"the contract, see {GUIDE}, or {other}"
                 )
         if not vars(cls).get("label"):
             package, _, file = cls.__module__.rpartition(".")

@@ -117,11 +117,17 @@ def test_what_is_no_allocator_in_front_is_refused(name, message):
 
 
 def test_a_member_that_no_contract_has_is_refused():
-    """A misspelt one, or of an earlier version; a parameter may have such a name."""
-    for name, message in (("clairvoyant", ""), ("colums", "; did you mean 'columns'")):
+    """A misspelt one, or of an earlier version; a parameter or a helper may have such a name."""
+    for name, value, message in (
+        ("clairvoyant", True, "; .*, or a parameter, `clairvoyant: bool`"),
+        ("colums", True, "; did you mean 'columns'"),
+        ("protects", lambda _: None, r"; did you mean 'protection'\?; .*, or _protects"),
+        ("reeds", property(lambda _: None), "; did you mean 'reads'"),
+    ):
         with pytest.raises(PolicyError, match=f"^Mine declares {name}{message}"):
-            type("Mine", (Scorer,), {name: True})
+            type("Mine", (Scorer,), {name: value})
     assert type("Rows", (Scorer,), {"__annotations__": {"rows": int}, "rows": 3}).rows == 3
+    assert type("Helped", (Scorer,), {"weigh": lambda _: 3}).weigh(None) == 3
 
 
 @pytest.mark.parametrize(
