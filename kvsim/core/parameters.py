@@ -169,6 +169,11 @@ def _as_dataclass(kind: type) -> None:
         dataclass(frozen=True)(kind)
 
 
+def of_a_user(kind: type) -> bool:
+    """Whether a class is user code."""
+    return not kind.__module__.startswith("kvsim.")
+
+
 def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyError) -> None:
     """Raise `error` for a field of a dataclass with a value that its annotation excludes."""
     for name, parameter in parameters(type(piece)).items():

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import AtLeast, AtMost, Parametrised
+from kvsim.core.parameters import AtLeast, AtMost, Parametrised, of_a_user
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import GUIDE, NEVER, REPETITION, Compress, Spans
@@ -108,8 +108,7 @@ class Piece(Parametrised):
         members = [name for name in dir(cls.__mro__[1]) if name[0] != "_"]
 
         def misspelt(name: str) -> bool:
-            ours = cls.__module__.startswith("kvsim.")
-            return not ours and bool(get_close_matches(name, members, cutoff=0.75))
+            return of_a_user(cls) and bool(get_close_matches(name, members, cutoff=0.75))
 
         for name, value in vars(cls).items() if ABC not in cls.__bases__ else ():
             method = hasattr(value, "__get__")

@@ -16,6 +16,7 @@ from kvsim.core.attention import Reduction, reduce_group
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.moments import SINKS, moments
+from kvsim.core.parameters import of_a_user
 from kvsim.core.setting import Scores, Setting, Source
 from kvsim.core.weights import LOGIT_BYTES, row_grid, row_weights
 from kvsim.errors import PolicyError
@@ -201,7 +202,7 @@ class View:
             parts = [part.scored(scorer) for part in self.parts()]
             of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
             return Scores(torch.cat([part.values for part in parts]), of_all)
-        foreign = not type(scorer).__module__.startswith("kvsim.")
+        foreign = of_a_user(type(scorer))
         if foreign or not self._entries.complete:
             self._reads_budget |= foreign  # or any other input
             return Scores.of(scorer.score(self))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvsim.core.budgets import sharing
 from kvsim.core.lazy import torch
@@ -129,13 +129,13 @@ class LayerRun(NamedTuple):
     uncut: bool
     together: int
 
-    def source(self, device: str, memory: int) -> TraceSource:
+    def source(self, device: str, memory: int, *, copied: bool = False) -> TraceSource:
         """Return the source of a View; results for other replays get 1/16 of the memory."""
         trace, places = self.trace, self.layers
         if len(trace.header.readers(places[0])) > 1:
             trace, places = read_together(trace, places[0]), (0,)
-        on = torch.device(device)
-        return TraceSource(trace, places, on, memo_bytes=memory // 16, together=self.together)
+        more: Any = {"memo_bytes": memory // 16, "together": self.together, "copied": copied}
+        return TraceSource(trace, places, torch.device(device), **more)
 
 
 def runs(

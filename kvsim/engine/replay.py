@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
+from kvsim.core.parameters import of_a_user
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Plans, Record, facts_of
 from kvsim.core.shared_results import DEFAULT_MEMORY
@@ -104,14 +105,14 @@ def run(
     owners = [trace.owners[layer] for layer in chosen]
     evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
     plans, reads, done = list[Plans](), None, 0
+    copied = any(of_a_user(type(piece)) for level in policy.levels for piece in level)
     with torch.inference_mode():
         look = recorded(trace, setup.setting(), device)
         descent = descend(policy, trace.n_layers, trace.prompt_len, look)
         unique = [*dict.fromkeys(owners)]
         for layer_run in runs(setup.by_set, unique, policy, descent=descent, memory=memory):
-            of_block, decisions = _replayed(
-                setup, layer_run, layer_run.source(device, memory), internals, by_row=by_row
-            )
+            source = layer_run.source(device, memory, copied=copied)
+            of_block, decisions = _replayed(setup, layer_run, source, internals, by_row=by_row)
             plans += decisions
             for layer, of_layer in zip(layer_run.layers, of_block, strict=True):
                 evicted_at[[owner == layer for owner in owners]] = of_layer

@@ -57,6 +57,7 @@ class TraceSource(Source):
         device: for the computation.
         memo_bytes: memory that the trace may keep for later replays.
         together: number of layers held at once by `parts`; all by default.
+        copied: read copies of a trace in memory, for a user's policy, which may write to them.
 
     Raises:
         PolicyError: a layer with a window or chunks, for which a View has no mask.
@@ -70,6 +71,7 @@ class TraceSource(Source):
         *,
         memo_bytes: int = MEMO_BYTES,
         together: int | None = None,
+        copied: bool = False,
     ) -> None:
         for layer in layers:
             check_unwindowed(trace, layer)
@@ -85,11 +87,12 @@ class TraceSource(Source):
         self._memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._place, self._memo_bytes = (tuple(layers), str(device)), memo_bytes
-        self._held_together = together or len(layers)
+        self._held_together, self._copied = together or len(layers), copied
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         parts = (self._trace.read(name, run, pos, stored=True) for run in self._runs)
-        return self._together(parts).to(self._trace.dtype)
+        read = self._together(parts).to(self._trace.dtype)
+        return read.clone() if self._copied else read
 
     def _together(self, parts: Iterable[Tensor]) -> Tensor:
         moved = [part.to(self._device) for part in parts]
@@ -112,10 +115,8 @@ class TraceSource(Source):
         layers = self._place[0]
         for first in range(0, len(layers), self._held_together):
             part = slice(first, first + self._held_together)
-            yield (
-                part,
-                TraceSource(self._trace, layers[part], self._device, memo_bytes=self._memo_bytes),
-            )
+            more: Any = {"memo_bytes": self._memo_bytes, "copied": self._copied}
+            yield part, TraceSource(self._trace, layers[part], self._device, **more)
 
     @cached_property
     def keys(self) -> Tensor:

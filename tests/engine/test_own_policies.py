@@ -116,6 +116,25 @@ def test_what_is_no_allocator_in_front_is_refused(name, message):
         kvsim.policy(name.format(__name__))
 
 
+class InPlace(Scorer):
+    """The norms of keys, by a scorer that writes to all that it reads."""
+
+    def score(self, view):
+        """Norms before the change."""
+        norms = view.keys.norm(dim=-1)
+        for read in (view.keys, view.values, view.queries(8)):
+            read.mul_(2)
+        return norms
+
+
+def test_a_policy_that_writes_to_its_view_changes_no_other():
+    """The trace in memory, which replays of other policies and metrics read, stays as it is."""
+    trace = strategies.make_case("normal", layers=3, heads=2, n=40, prompt_len=25).trace()
+    before = {name: trace.read(name).clone() for name in "qkv"}
+    kvsim.replay(trace, InPlace(), 8, interval=5)
+    assert all(torch.equal(trace.read(name), was) for name, was in before.items())
+
+
 def test_a_member_that_no_contract_has_is_refused():
     """A misspelt one, or of an earlier version; a parameter or a helper may have such a name."""
     for name, value, message in (

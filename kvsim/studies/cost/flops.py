@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from kvsim.core.parameters import of_a_user
 from kvsim.core.policy import Policy, Wrapper, chain_of
 from kvsim.policies import triattention
 from kvsim.policies.kvzip import chunk_lengths
@@ -141,7 +142,7 @@ def pieces_of(policy: Policy) -> list[Any]:
 def flops_of(piece: Any, event: Event) -> float | None:
     """FLOPs of the products of a piece at an event; None for an unknown piece."""
     kind, rows = type(piece), min(piece.reads.rows, event.seen)
-    if not kind.__module__.startswith("kvsim."):
+    if of_a_user(kind):
         return None
     if (formula := _FORMULAS.get(kind.__name__)) is not None:
         return formula(piece, replace(event, w=rows))
