@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from kvsim.analysis.results import by_model
+from kvsim.analysis.results import by_model, results
 from kvsim.analysis.table import COLUMNS, TYPES, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import sync, sync_tree, unbroken
-from kvsim.schema import is_url, plural
+from kvsim.schema import is_url, plural, schedule
 from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.store.records import write_records
 
@@ -38,6 +38,9 @@ CONFIG = "grid.json"
 #: Largest difference of two judged values of a cell, relative to the larger one, or to `_LEAST`:
 #: logits of float32 are rounded by 1e-6, which moves a KL of 1e-3 nats by some 1e-8.
 TOLERANCE, _LEAST = 1e-5, 1e-3
+
+#: How the remark of a run begins whose policies have one schedule that nobody gave.
+ONE_SCHEDULE = "all policies act on one schedule"
 
 _AGAIN = "give the command that wrote it again, which continues"
 
@@ -286,6 +289,18 @@ def runs_of(given: Tabular) -> list[Saved]:
     return [read_run(path) for path in paths]
 
 
+def _differing_schedules(table: pl.DataFrame) -> str:
+    """A remark on policies that act at different rows; empty if all act at the same."""
+    by_schedule: dict[str, dict[str, None]] = {}
+    for result in results(table).values():
+        after = schedule(result.interval, prefill=bool(result.prefill))
+        by_schedule.setdefault(after, {})[result.policy] = None
+    if len(by_schedule) < 2:
+        return ""
+    each = "; ".join(f"{', '.join(names)}: {after}" for after, names in by_schedule.items())
+    return f"schedules differ ({each}), which changes all values; replay with one --interval"
+
+
 def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     """Return the Table of several runs, without duplicate rows, and their remarks.
 
@@ -315,6 +330,8 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     of_value = ("model", "value", "chance", "fidelity")
     place = [name for name in table.columns if name not in of_value]
     kept = table.unique(place, keep="first", maintain_order=True)
+    if len(runs) > 1 and (remark := _differing_schedules(table)):
+        remarks = [remark, *(x for x in remarks if not x.startswith(ONE_SCHEDULE))]
     if kept.height == table.height:
         return table, remarks
     pairs = table.join(kept, on=place, suffix="_first", nulls_equal=True)

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from kvsim.analysis.folder import ONE_SCHEDULE
 from kvsim.analysis.measuring import available, check_arrays, choose
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
@@ -189,7 +190,7 @@ def shared_terms(
     ends = compress or "prompt"
     after = schedule(rows, prefill=prefill, compress=ends, prefill_chunk=chunk)
     remark = (
-        f"all policies act on one schedule ({after}); --interval N changes it, --interval paper "
+        f"{ONE_SCHEDULE} ({after}); --interval N changes it, --interval paper "
         "lets each policy follow its paper"
     )
     return (rows, prefill, compress, chunk), remark * (interval is None)

@@ -150,6 +150,21 @@ def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):
     assert re.search(r"^other .* 1 of 1 ", out, re.MULTILINE), out
 
 
+def test_schedules_that_differ_between_runs_are_named(run, tmp_path):
+    """A policy that was replayed by itself has its own, and no run speaks for the others."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for out, policies in ((one, "tova,h2o"), (two, "keydiff")):
+        terms = ["--budget", 48, "--metric", "output_error", "--out", out]
+        assert run("replay", "sample", "--policy", policies, *terms)[0] == 0
+
+    alone, both = run("compare", one)[1], run("compare", one, two)[1]
+
+    assert "all policies act on one schedule (the prompt, every 32 rows)" in alone
+    assert "all policies" not in both
+    schedules = "(tova, h2o: the prompt, every 32 rows; keydiff: the prompt)"
+    assert f"Note: schedules differ {schedules}, which changes all values" in both
+
+
 def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
     """Its run has the values of the first one, in all commands; rounding is named, more is not."""
     one, two = tmp_path / "one", tmp_path / "two"
