@@ -127,9 +127,10 @@ def stand(new: pl.DataFrame, values: Path) -> None:
         rows = pl.concat(
             [others, new.with_columns(pl.col("value").cast(pl.Float32))], how="diagonal_relaxed"
         )
-    for row in rows_of(table(board, rows)):
+    of_board = rows_of(table(board, rows))
+    for row in of_board:
         if row["policy"] in labels:
-            print(f"{board}: {said_of(row)}")
+            print(f"{board}: {said_of(row, of_board)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from claims.policies import of_engine
 from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.table import COLUMNS
 from kvsim.policies import describe, names
-from kvsim.schema import rounded
+from kvsim.schema import plural, rounded
 from workloads import BYTES, KL, SEEN, WORKLOADS, called
 
 DOCS = ROOT / "docs"
@@ -257,18 +257,25 @@ def value(row: Row | None, *, whole: bool = True) -> str:
     return f"{text} {place(row)}".rstrip() if whole else text
 
 
-def said_of(row: Row) -> str:
-    """Return where a policy stands, as a line."""
+def said_of(row: Row, rows: Sequence[Row]) -> str:
+    """Return where a policy stands among the rows of its board, as a line."""
+    ranked = [x for x in rows if x["budget"] == row["budget"] and x["rank"] is not None]
+    ranked.sort(key=lambda x: float(x["mean"]))
     of = f", possible ranks {place(row)}" if place(row) else ""
     held = f"; holds {row['held']:.0%} of the bytes, reads {row['read']:.0%}" if row["held"] else ""
     right = f"; right {row['right']}" if row["right"] else ""
     best = "; could be the best" * bool(row["could_be_best"])
-    rank = "no rank" if row["rank"] is None else f"rank {row['rank']}{of}"
-    text = value(row, whole=True).replace("*", "")
-    text = text.removesuffix(place(row)).strip()
-    return (
-        f"{row['policy']} ({row['class']}) at {row['budget']}: KL {text}, {rank}{best}{held}{right}"
-    )
+    rank = f"rank {row['rank']} of {len(ranked)}{of}{best}" if row in ranked else "no rank"
+    if len(ranked) > 1 and row in ranked:
+        at = ranked.index(row)
+        near = ranked[max(0, at - 1) : at] + ranked[at + 1 : at + 2]
+        each = [f"{x['policy']} ({value(x, whole=False).strip('*')})" for x in near]
+        rank += f"; next to {' and '.join(each)}"
+    elif row in ranked:
+        rank += " (nothing else is stored for this board)"
+    text = value(row, whole=True).replace("*", "").removesuffix(place(row)).strip()
+    where = f"{row['policy']} ({row['class']}) at {row['budget']}, {plural(row['n'], 'prompt')}"
+    return f"{where}: KL {text}, {rank}{held}{right}"
 
 
 def quarter(rows: Sequence[Row]) -> str:

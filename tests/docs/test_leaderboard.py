@@ -1,5 +1,7 @@
 """docs/leaderboard.py: the page follows from one file, whose values are those of the studies."""
 
+import re
+
 import numpy as np
 import polars as pl
 import pytest
@@ -94,7 +96,9 @@ def test_policies_are_measured_on_frozen_prompts(policies, tmp_path, capsys, mon
             (known,) = expected.filter(metric=metric, requested=budget)["value"]
             assert value == pytest.approx(known, rel=1e-4)
         shown = [line for line in printed if line.startswith(f"tiny-needles: {policies[0]} ")]
-        assert sum(f" at {budget}: KL " in line for line in shown) == 2
+        of_budget = [line for line in shown if f" at {budget}, 1 prompt: KL " in line]
+        assert len(of_budget) == 2
+        assert all(re.search(r"rank \d of 2.*; next to random \(", line) for line in of_budget)
     pl.read_parquet(values).with_columns(prompt=pl.lit("another")).write_parquet(values)
     with pytest.raises(SystemExit, match="prompt 0 of needles has digest"):
         leaderboard.main([*common, "tova"])
