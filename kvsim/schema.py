@@ -131,16 +131,24 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return remarks once, a line for those that differ only in the name before a colon.
+    """Return remarks once, a line for those that differ only in the name before a colon or budget.
 
     remarks: each may have several lines.
     """
-    names: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
     for line in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
         name, colon, text = line.partition(": ")
-        of_text = names.setdefault(text if colon else line, [])
-        of_text += [name] if colon else []
-    return [f"{first_of(each)}: {text}" if each else text for text, each in names.items()]
+        before, *found = re.split(r"\bbudget (\d+)\b", text if colon else line, maxsplit=1)
+        names, budgets = groups.setdefault((before, "".join(found[1:])), ([], []))
+        names += [name] if colon and name not in names else []
+        budgets += map(int, found[:1])
+    out = []
+    for (before, after), (names, budgets) in groups.items():
+        ends = sorted({*budgets})
+        at = " to ".join(map(str, ends[:: len(ends) - 1 or 1]))
+        text = f"{before}budget{'s' * (len(ends) > 1)} {at}{after}" if ends else before
+        out.append(f"{first_of(names)}: {text}" if names else text)
+    return out
 
 
 def rounded(value: float, form: str) -> str:

@@ -47,7 +47,7 @@ def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suf
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        ("middle_coverage --policy ams+tova,tova --budget 16,24 --interval 8", 2),
+        ("middle_coverage --policy ams+tova,tova --budget 16,24 --interval 8", 1),
         ("mass_curve --policy ams+tova --budget 16 --interval 8", 1),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_remark_on_traces_is_made_once_for_all_policies():
     windows = [remark for remark in remarks if "do not see the whole text" in remark]
     assert len(windows) == 1
     assert windows[0].startswith("2 of 5 layers do")
-    assert len(remarks) == 3  # of two of the policies as well
+    assert len(remarks) == 2  # of lengths of one policy, at both budgets, as well
 
 
 def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
