@@ -90,6 +90,9 @@ def _scoring(kind: str, file: str, entry: Entry) -> dict[str, Any]:
 
 def _target(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        module = module_name.removesuffix(".py")
+        raise PolicyError(f"{name!r} has a file; expected its module, {module}:{attribute}")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # the last place to search for the user's file
     with _explained(f"cannot import {attribute!r} of {module_name!r} for policy {name!r}"):

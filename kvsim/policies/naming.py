@@ -286,7 +286,8 @@ def written_parts(name: str) -> list[Part]:
         base, at, preset = part.partition("@")
         if base not in CATALOGUE and base not in ACCESS:
             module, _, last = base.rpartition(".")
-            hint = f"; a policy of your own is {module}:{last}" if module else ""
+            own = f"{module}:{'NAME' if last == 'py' else last}"
+            hint = f"; a policy of your own is {own}" if module else ""
             shown = f"{base!r}{suggest(base, [*CATALOGUE, *ACCESS])}" if base else f"'' in {name!r}"
             raise PolicyError(f"unknown policy {shown}{hint}; `kvsim policies` lists all")
         entry = CATALOGUE[base] if base in CATALOGUE else ACCESS[base]

@@ -116,6 +116,8 @@ def test_parameters_of_an_eviction_with_sparse_attention_make_it_again(behind):
         ("qfilter", {"calibration": "no/such/trace"}, "'no/such/trace'"),
         ("qfilter", {"calibration": "b@0123456789ab"}, "'b@0123456789ab'"),
         ("no.such.module:NAME", {}, "'no.such.module'"),
+        ("mine.py", {}, "a policy of your own is mine:NAME"),
+        ("mine.py:Mine", {}, "expected its module, mine:Mine"),
         ("math:no_such_policy", {}, "'no_such_policy'"),
         ("math:pi", {}, "float"),
         ("builtins:dict", {"sink": 1}, "dict"),
