@@ -401,8 +401,6 @@ CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "last-row-twice": ("the row of the event counts twice", _seen(partial(see.counted, -1, 2))),
     "prompt-row-twice": ("the last row of the prompt counts twice",
         _seen(lambda view, rows: see.counted(-1, 1 + view.is_prompt, view, rows))),
-    "prompt-ignored": ("rows of the prompt do not count",
-        _seen(lambda view, rows: view.attn(rows) * (not view.is_prompt))),
     "mean-before-pool": ("heads of a group are averaged before pooling, not after (RocketKV)",
         _seen(lambda view, rows: view.attn(rows, "mean").unsqueeze(2))),
     "heads-interleaved": ("query head i has KV head i % H, not i // G", _seen(see.interleaved)),
