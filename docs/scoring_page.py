@@ -308,38 +308,38 @@ def claims(every: Mapping[str, Values]) -> str:
     return "\n".join(lines)
 
 
+def gain(values: Values, protection: str) -> Floats:
+    """Log of the KL of random sets over the geometric mean of scorers, middle budget [prompt]."""
+    kl = [values.kl(protection, each) for each in (RANDOM, *values.workload.scorers)]
+    by_policy = np.log([each[:, each.shape[1] // 2] for each in kl])
+    return np.asarray(by_policy[0] - by_policy[1:].mean(0))
+
+
 def opening(every: Mapping[str, Values]) -> str:
-    """The answer: what is shown of scorers and random sets under each protection."""
-    sentences, most = [], []
+    """The answer: KL of random sets over that of scorers, and what is shown, by protection."""
+    always, sometimes, lines = list[str](), list[str](), list[str]()
     for protection, called in CALLED.items():
-        verdicts = [
-            verdict
-            for values in every.values()
-            if protection in values.workload.protections
-            for verdict in shown(values, protection)
-        ]
-        if not verdicts:
+        of = [values for values in every.values() if protection in values.workload.protections]
+        if not of:
             continue
-        numbers = {each: verdicts.count(each) for each in (BETTER, WORSE, SAME, OPEN)}
-        most.append(next((name for name, n in numbers.items() if 2 * n > len(verdicts)), OPEN))
-        better = f"{numbers[BETTER]} of {len(verdicts)}"
-        if not sentences:
-            better += " pairs of a scorer and a workload are better than random sets at all budgets"
-        sentences.append(
-            f"With {called} protected, {better} ({numbers[WORSE]} worse, {numbers[SAME]} "
-            f"equivalent, {numbers[OPEN]} not decided)."
-        )
-    prompts = [values.prompts for values in every.values()]
-    planned = max(each.prompts for each in WORKLOADS.values())
-    if len(every) < len(WORKLOADS) or min(prompts) < planned:
-        sentences.append(
-            f"Measured so far: {len(every)} of {len(WORKLOADS)} workloads, at least {min(prompts)} "
-            f"of {planned} prompts each; results may still change."
-        )
-    first = {BETTER: "It does here.", WORSE: "It harms here.", SAME: "It hardly does here."}
-    alike = len({*most}) == 1
-    answer = first.get(most[0], "That is not decided.") if alike else "It depends on protection."
-    return " ".join([answer, *sentences])
+        ends = np.exp([gain(values, protection).mean() for values in of])
+        (always if ends.min() > 1 else sometimes).append(called)
+        times = " to ".join(dict.fromkeys(format(x, ".2g") for x in (ends.min(), ends.max())))
+        verdicts = [verdict for values in of for verdict in shown(values, protection)]
+        numbers = [f"{verdicts.count(each)} {each}" for each in (WORSE, SAME, OPEN)]
+        better = f"{verdicts.count(BETTER)} of {len(verdicts)} better ({', '.join(numbers)})"
+        lines.append(f"* {called[0].upper()}{called[1:]} protected: {times} times; {better}")
+    does = [f"on all workloads with {' or '.join(always)} protected"] * bool(always)
+    does += [f"not on all with {' or '.join(sometimes)} protected"] * bool(sometimes)
+    answer = (
+        f"On average over scorers it does {', and '.join(does)}. The list has the KL of random "
+        "sets over that of scorers (geometric means at the middle budget, the lowest and the "
+        "highest of a workload), and pairs of a scorer and a workload that are better at all "
+        "budgets."
+    )
+    if len(every) < len(WORKLOADS):
+        answer += f" Measured so far: {len(every)} of {len(WORKLOADS)} workloads."
+    return "\n".join([answer, "", *lines])
 
 
 def figure(every: Mapping[str, Values], path: Path) -> None:

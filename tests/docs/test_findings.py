@@ -94,12 +94,6 @@ def test_ranks_of_random():
         assert rows.filter(requested=budget)["rank"].max() == 14
 
 
-def gain(values, protection):
-    """Logarithms of KL of random sets over the geometric mean of scorers, at the middle budget."""
-    kl = {x: np.log(values.kl(protection, x)[:, 1]) for x in values.workload.scorers}
-    return np.log(values.kl(protection, scoring_page.RANDOM)[:, 1]) - np.mean([*kl.values()], 0)
-
-
 def test_scorers_and_protection():
     """Of the stored values of the page on scoring."""
     every = scoring_page.read(scoring.values(scoring.RESULTS))
@@ -107,8 +101,9 @@ def test_scorers_and_protection():
     nothing = scoring_page.shown(answers[0], NOTHING)
     assert [nothing.count(x) for x in ("better", "worse")] == [9, 0]
     for protection, text in ((NOTHING, "2.9 [2.6, 3.3]"), (PROMPT, "1.6 [1.4, 1.7]")):
-        means = [gain(values, protection).mean() for values in answers]
-        low, high = stats.t.interval(0.95, 23, means[0], stats.sem(gain(answers[0], protection)))
+        gains = [scoring_page.gain(values, protection) for values in answers]
+        means = [gain.mean() for gain in gains]
+        low, high = stats.t.interval(0.95, 23, means[0], stats.sem(gains[0]))
         assert "{:.1f} [{:.1f}, {:.1f}]".format(*np.exp([means[0], low, high])) == text
         assert text in TEXT[4]
         assert means[1] == pytest.approx({NOTHING: 0.435, PROMPT: 4.298}[protection], abs=1e-3)

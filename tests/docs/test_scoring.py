@@ -1,5 +1,6 @@
 """The study of scores and protection: the page follows from its values, and its tests decide."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -63,6 +64,20 @@ def test_bounds_of_a_ratio_are_those_of_fieller():
         for bound, side in ((high, "less"), (low, "greater")):
             p = scipy.stats.ttest_1samp(x - bound * y, 0, alternative=side).pvalue
             assert p == pytest.approx(0.05, rel=1e-6)
+
+
+def test_the_gain_of_scorers_is_a_geometric_mean():
+    """Of random sets over scorers, for each prompt, by a loop; 1 where all are equal."""
+    of = values(WORKLOADS["answers"], random=3.0, h2o=2.0, tova=0.5)
+    shown = page.gain(of, NOTHING)
+    for i in range(24):
+        logs = [math.log(of.kl(NOTHING, x)[i, 1]) for x in of.workload.scorers]
+        expected = math.log(of.kl(NOTHING, "random")[i, 1]) - sum(logs) / len(logs)
+        assert shown[i] == pytest.approx(expected)
+    assert page.gain(values(WORKLOADS["answers"]), NOTHING) == pytest.approx(0, abs=0.05)
+    text = page.opening({"answers": of})
+    assert text.startswith("On average over scorers it does on all workloads with nothing or both")
+    assert "* Nothing protected: 3 times; 12 of 12 better" in text
 
 
 def test_a_scorer_is_better_worse_or_equivalent_by_all_budgets():
