@@ -178,6 +178,7 @@ def test_a_dump_returns_from_its_file(trace, tmp_path):
             assert all((other[name] == x).all() for name, x in (mine or {}).items())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["qfilter", "adakv+qfilter", "h2o+double_sparsity", "finch"])
 def test_sets_that_differ_under_a_calibration_are_reported(name):
     """Presets and parameters are tried with it; a policy may weight the rows of its window."""

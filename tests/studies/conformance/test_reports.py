@@ -10,15 +10,26 @@ from conformance.cases import FOLDER, RESULTS, case_of, ruled
 
 RELEASES = json.loads(RESULTS.read_text("utf-8"))
 CASES = {each["dump"]: each for facts in RELEASES.values() for each in facts["cases"]}
+#: A dump of each release that is equal, and one that differs.
+FIRST = {
+    next((each["dump"] for each in facts["cases"] if bool(each["apart"]) == differs), "")
+    for facts in RELEASES.values()
+    for differs in (False, True)
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+def others_deep(names, quick):
+    """Parameters of a test, of which those that are not quick run with `-m deep`."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.deep) for x in names]
+
+
+@pytest.mark.parametrize("name", others_deep(CASES, FIRST))
 def test_a_ruling_is_reached_again(name):
     """`kvsim conform` says of a dump what the page says: sets, first difference, explanation."""
     assert ruled(case_of(CASES[name])) == CASES[name]
 
 
-@pytest.mark.parametrize("name", ["snapkv-64", "h2o-32", "gkv", "ams"])
+@pytest.mark.parametrize("name", others_deep(["snapkv-64", "h2o-32", "gkv", "ams"], ["gkv"]))
 def test_one_exchanged_entry_is_seen(name):
     """A dump in which one head keeps another entry differs there, and no deviation explains it."""
     case = case_of(CASES[name])
