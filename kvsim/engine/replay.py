@@ -97,15 +97,21 @@ def run(
     internals: bool | frozenset[str] = False,
     progress: Callable[[int, int], None] | None = None,
     by_row: bool = True,
+    copied: bool | None = None,
 ) -> Record:
-    """`replay` after the checks; by_row: allow blocks of rows for an interval of 1."""
+    """`replay` after the checks.
+
+    by_row: allow blocks of rows for an interval of 1. copied: read copies of a trace in memory; by
+    default for a policy with pieces of a user, which may write to them.
+    """
     trace, policy = setup.trace, setup.policy
     memory = DEFAULT_MEMORY if memory is None else memory
     chosen = layers_to_replay(trace, layers)
     owners = [trace.owners[layer] for layer in chosen]
     evicted_at = np.empty((len(chosen), setup.by_set.n_heads, trace.n_pos), dtype=np.int32)
     plans, reads, done = list[Plans](), None, 0
-    copied = any(of_a_user(type(piece)) for level in policy.levels for piece in level)
+    if copied is None:
+        copied = any(of_a_user(type(piece)) for level in policy.levels for piece in level)
     with torch.inference_mode():
         look = recorded(trace, setup.setting(), device)
         descent = descend(policy, trace.n_layers, trace.prompt_len, look)

@@ -57,7 +57,7 @@ class TraceSource(Source):
         device: for the computation.
         memo_bytes: memory that the trace may keep for later replays.
         together: number of layers held at once by `parts`; all by default.
-        copied: read copies of a trace in memory, for a user's policy, which may write to them.
+        copied: read copies of a trace in memory, which a policy may write to.
 
     Raises:
         PolicyError: a layer with a window or chunks, for which a View has no mask.
