@@ -63,7 +63,8 @@ def declared(tmp_path, monkeypatch):
     assert METRICS["wipeout"]  # scanned before, as all tests need it
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_installed", registry.entry_points)
-    return lambda *point, **package: declare(tmp_path, *point, **package)
+    yield lambda *point, **package: declare(tmp_path, *point, **package)
+    sys.modules.pop("rival", None)  # of this test's folder
 
 
 def metrics(**own):
@@ -168,11 +169,10 @@ def test_a_function_that_declares_no_figure_is_refused(declared, tmp_path, text,
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_an_object_that_is_no_metric_is_refused(declared, tmp_path, monkeypatch, text, message):
+def test_an_object_that_is_no_metric_is_refused(declared, tmp_path, text, message):
     """Anything that a package's module may do or hold ends in one line."""
     declared("metrics", "gain", "rival:gain")
     (tmp_path / "rival.py").write_text(text)
-    monkeypatch.delitem(sys.modules, "rival", raising=False)
 
     with pytest.raises(kvsim.KvsimError) as error:
         _ = metrics()["gain"]
