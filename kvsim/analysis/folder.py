@@ -39,7 +39,7 @@ CONFIG = "grid.json"
 #: logits of float32 are rounded by 1e-6, which moves a KL of 1e-3 nats by some 1e-8.
 TOLERANCE, _LEAST = 1e-5, 1e-3
 
-#: How the remark of a run begins whose policies have one schedule that nobody gave.
+#: Start of a remark: the policies of a run share a schedule, which no option gave.
 ONE_SCHEDULE = "all policies act on one schedule"
 
 _AGAIN = "give the command that wrote it again, which continues"

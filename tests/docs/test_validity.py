@@ -101,7 +101,7 @@ def test_rank_correlations_are_spearmans_of_means():
 
 
 def test_ends_of_an_interval_do_not_depend_on_the_draws():
-    """They are those of other draws, twice as many, within 0.02."""
+    """Twice as many other draws give the same ends within 0.02."""
     x = validity.matrix("tiny", 96, "output_error", "open")
     y = validity.matrix("tiny", 96, "response_kl", "closed")
     rng = np.random.default_rng(8)

@@ -70,7 +70,7 @@ def scores(trace, name, layer, head, live, last, row, sums, bug):
 
 
 def dumped(trace, name, bug):
-    """What a port with the bug writes."""
+    """Return the dump of a port with the bug."""
     lines, budget = [], BUDGET + ("one-more" in bug) - ("one-fewer" in bug)
     recent = {"snapkv": WINDOW, "h2o": budget // 2}.get(name, 0)
     recent += {"protected-fewer": -1, "protected-more": 1}.get(bug, 0)
