@@ -68,7 +68,8 @@ class Comparison:
     table: rows by budget, task and rank, with the columns listed at `compare`. verdicts: one per
     budget with two policies. better: the direction in which `metric` is better. scale: the margin,
     and whether it and `worse_by` are shares or in the unit of the metric. traces: the prompts of
-    any mean. remarks: limits of the comparison. unranked: candidates without a value of `metric`.
+    any mean. remarks: limits of the comparison and of its runs. unranked: candidates without a
+    value of `metric`.
     """
 
     table: pl.DataFrame
@@ -138,7 +139,7 @@ def compare(
         [('h2o', 1), ('tova', 2)]
     """
     runs, remarks = runs_of(table), list[str]()
-    table = together(runs)
+    table, of_runs = together(runs)
     if remark := mixed(table):
         raise PolicyError(remark)
     if metric is None:
@@ -215,7 +216,7 @@ def compare(
         against=against,
         scale=scale,
         traces=tuple(sorted({trace for budget in budgets for trace in budget.traces})),
-        remarks=tuple(remarks),
+        remarks=tuple(dict.fromkeys([*remarks, *of_runs])),
         unranked=tuple(name for name in measured if name not in names and name not in outside),
     )
 

@@ -264,12 +264,12 @@ Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
 
 def as_table(given: Tabular) -> pl.DataFrame:
     """Return a Table: itself, that of a run, or that of run folders together; see `runs_of`."""
-    return together(runs_of(given))
+    return together(runs_of(given))[0]
 
 
-def together(runs: Sequence[Saved]) -> pl.DataFrame:
-    """The Table of runs."""
-    return runs[0].table if len(runs) == 1 else joined(runs)[0]
+def together(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
+    """The Table of runs, and their remarks."""
+    return (runs[0].table, runs[0].remarks) if len(runs) == 1 else joined(runs)
 
 
 def runs_of(given: Tabular) -> list[Saved]:
@@ -279,7 +279,7 @@ def runs_of(given: Tabular) -> list[Saved]:
     """
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
-        return [Saved(Path(), {}, table)]
+        return [Saved(Path(), {"remarks": getattr(given, "remarks", ())}, table)]
     places = listed(given)
     paths = [place for place in places if isinstance(place, str | Path)]
     if not paths or len(paths) < len(places):

@@ -163,6 +163,9 @@ def test_schedules_that_differ_between_runs_are_named(run, tmp_path):
     assert "all policies" not in both
     schedules = "(tova, h2o: the prompt, every 32 rows; keydiff: the prompt)"
     assert f"Note: schedules differ {schedules}, which changes all values" in both
+    remarks = [kvsim.compare(runs).remarks for runs in (one, [one, two])]
+    assert [sum("schedule" in line for line in each) for each in remarks] == [1, 1]
+    assert f"Note: {remarks[1][-1]}." in both
 
 
 def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
