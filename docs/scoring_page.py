@@ -322,13 +322,14 @@ def opening(every: Mapping[str, Values]) -> str:
         of = [values for values in every.values() if protection in values.workload.protections]
         if not of:
             continue
-        ends = np.exp([gain(values, protection).mean() for values in of])
-        (always if ends.min() > 1 else sometimes).append(called)
-        times = " to ".join(dict.fromkeys(format(x, ".2g") for x in (ends.min(), ends.max())))
+        by_size = sorted((gain(values, protection).mean(), title(values.workload)) for values in of)
+        (always if by_size[0][0] > 0 else sometimes).append(called)
+        ends = dict.fromkeys((by_size[0], by_size[-1]))
+        times = " to ".join(f"{np.exp(size):.2g} times ({name})" for size, name in ends)
         verdicts = [verdict for values in of for verdict in shown(values, protection)]
         numbers = [f"{verdicts.count(each)} {each}" for each in (WORSE, SAME, OPEN)]
         better = f"{verdicts.count(BETTER)} of {len(verdicts)} better ({', '.join(numbers)})"
-        lines.append(f"* {called[0].upper()}{called[1:]} protected: {times} times; {better}")
+        lines.append(f"* {called[0].upper()}{called[1:]} protected: {times}; {better}")
     does = [f"on all workloads with {' or '.join(always)} protected"] * bool(always)
     does += [f"not on all with {' or '.join(sometimes)} protected"] * bool(sometimes)
     answer = (
@@ -363,7 +364,7 @@ def figure(every: Mapping[str, Values], path: Path) -> None:
                 ax.plot(mean, place, "o", color=COLOURS[at], ms=3)
         ax.set_xscale("log")
         ax.set_xlim(0.01, 12)
-        ax.set_title(f"{title(values.workload)} ({values.prompts})".replace("`", ""), fontsize=9)
+        ax.set_title(f"{title(values.workload)} ({values.prompts})".replace("`", ""), fontsize=8.5)
         ax.tick_params(labelsize=8)
         ax.grid(axis="y", color="0.95")
     for ax in axes[len(every) :]:

@@ -77,7 +77,7 @@ def test_the_gain_of_scorers_is_a_geometric_mean():
     assert page.gain(values(WORKLOADS["answers"]), NOTHING) == pytest.approx(0, abs=0.05)
     text = page.opening({"answers": of})
     assert text.startswith("On average over scorers it does on all workloads with nothing or both")
-    assert "* Nothing protected: 3 times; 12 of 12 better" in text
+    assert "* Nothing protected: 3 times (answers, SmolLM2); 12 of 12 better" in text
 
 
 def test_a_scorer_is_better_worse_or_equivalent_by_all_budgets():
