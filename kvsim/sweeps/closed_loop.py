@@ -35,7 +35,7 @@ from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces
 from kvsim.sweeps.driver import Plan, describe, refusals
 from kvsim.sweeps.folder import Run
-from kvsim.sweeps.grid import described, grid_of, params_of
+from kvsim.sweeps.grid import EVERYTHING, described, grid_of, params_of
 from kvsim.sweeps.tasks import Cell, Outcome, Progress, Task, compute, tasks_of
 
 
@@ -96,6 +96,8 @@ def plan_live(load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any
     """
     grid = grid_of(of=Experiment, where="live", **options)
     given = {**grid.options, "records": True}
+    if given["metrics"] == EVERYTHING:
+        given["metrics"] = None
     (terms, shared), *more = grid.schedules()
     if more:
         raise PolicyError(f"interval has {1 + len(more)} values; expected one for a running model")

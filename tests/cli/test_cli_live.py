@@ -46,7 +46,7 @@ def test_recorded_prompts_run_again(run, printed, trace, tmp_path, no_layout):
 
 
 def test_a_run_is_continued(run, trace, tmp_path):
-    """The same command finds all of it done, and says so; it also takes the older option."""
+    """The same command finds all of it done, and says so; all metrics are the usual ones."""
     options = ("--model", "tiny", "--policy", "tova", "--budget", "40", "--interval", "8")
     command = ("live", trace, *options, "--max-new-tokens", "24", "--out", tmp_path / "run")
     document = json.loads(run(*command, "--json")[1])
@@ -56,7 +56,7 @@ def test_a_run_is_continued(run, trace, tmp_path):
     (response,) = document["responses"]
     assert response["tokens"] <= 24
     before = read_run(tmp_path / "run").table
-    status, _, err = run(*command)
+    status, _, err = run(*command, "--metric", "all")
     assert (status, "has results of 1 cell; continuing" in err) == (0, True)
     assert read_run(tmp_path / "run").table.equals(before)
 
