@@ -270,7 +270,8 @@ def workloads(every: Mapping[str, Values]) -> str:
             in_set += sum(bool(best_set(x)[1][0]) for x in matrices)
         lines.append(line)
     table = markdown(["workload", "prompts", "tokens", *CALLED.values()], lines)
-    best = f"`random` could be the best of all policies (95 %) at {in_set} of {cells} budgets."
+    best = f"`random` could be the best of all policies (95 %) in {in_set} of {cells} cases "
+    best += "(a workload, a protection and a budget)."
     return f"{table}\n\n{best}"
 
 
@@ -333,10 +334,10 @@ def opening(every: Mapping[str, Values]) -> str:
     does = [f"on all workloads with {' or '.join(always)} protected"] * bool(always)
     does += [f"not on all with {' or '.join(sometimes)} protected"] * bool(sometimes)
     answer = (
-        f"On average over scorers it does {', and '.join(does)}. The list has the KL of random "
-        "sets over that of scorers (geometric means at the middle budget, the lowest and the "
-        "highest of a workload), and pairs of a scorer and a workload that are better at all "
-        "budgets."
+        f"On average scorers are better than random sets {', and '.join(does)}. The list has the "
+        "KL of random sets over that of scorers (geometric mean at the middle budget, lowest and "
+        "highest workload), and in how many pairs of a scorer and a workload the scorer is better "
+        "at all budgets."
     )
     if len(every) < len(WORKLOADS):
         answer += f" Measured so far: {len(every)} of {len(WORKLOADS)} workloads."

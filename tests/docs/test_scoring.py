@@ -76,7 +76,7 @@ def test_the_gain_of_scorers_is_a_geometric_mean():
         assert shown[i] == pytest.approx(expected)
     assert page.gain(values(WORKLOADS["answers"]), NOTHING) == pytest.approx(0, abs=0.05)
     text = page.opening({"answers": of})
-    assert text.startswith("On average over scorers it does on all workloads with nothing or both")
+    assert text.startswith("On average scorers are better than random sets on all workloads with")
     assert "* Nothing protected: 3 times (answers, SmolLM2); 12 of 12 better" in text
 
 
