@@ -44,14 +44,15 @@ _READ = {
 
 def metrics() -> str:
     """Return a table of the metrics for each kind of what they read."""
-    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - loads torch; --help doesn't
+    from kvsim.analysis.live.metrics import KL_TOKENS  # noqa: PLC0415 - loads torch; --help doesn't
+    from kvsim.analysis.registry import METRICS  # noqa: PLC0415
 
     parts = []
     for kind, read in _READ.items():
         of_kind = {name: entry for name, entry in METRICS.items() if entry.kind == kind}
-        named = [f"`{name}`" for name, entry in of_kind.items() if not entry.default]
-        those = "all of them" if len(named) == len(of_kind) else ", ".join(named)
-        by_name = f" Only with `--metric`: {those}." if named else ""
+        asked = [x for x, y in of_kind.items() if not y.default or y.beside]
+        named = ", ".join(f"`{name}`" for name in (asked if kind != "live" else [KL_TOKENS]))
+        by_name = f" Only with `--metric`: {named}." if named else ""
         head = ["| metric | value | unit | source |", "| --- " * 4 + "|"]
         parts += [f"## {kind.capitalize()}", f"Computed from {read}.{by_name}"]
         parts += ["\n".join([*head, *starmap(_metric, of_kind.items())])]

@@ -30,7 +30,7 @@ class Common(TypedDict, total=False):
         int | str | Sequence[int | str] | None,
         Help(
             "Rows between events, the same for all policies, one event after the prompt; or "
-            "paper: each as its paper says. Default: 32, of one policy paper.",
+            "paper: each as its paper says. Default: 32; for a single policy, paper.",
             "N|paper[,...]",
         ),
     ]
@@ -74,7 +74,7 @@ class Common(TypedDict, total=False):
     metrics: Annotated[
         str | Sequence[str] | None,
         Help(
-            "What to measure (`kvsim metrics`), or all.",
+            "What to measure (`kvsim metrics`), or all but those on request.",
             "NAME[,...]",
             flag="--metric",
         ),

@@ -120,8 +120,7 @@ def _kvsim(
 ) -> None:
     """Record a model's attention once, replay any KV-cache eviction policy over it, offline.
 
-    `kvsim help COMMAND` shows the options of a command, `kvsim study --help` what policies cost
-    and which masks train for them.
+    `kvsim help COMMAND` shows the options of a command, `kvsim study --help` lists cost and masks.
     """
 
 

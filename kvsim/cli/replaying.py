@@ -29,7 +29,7 @@ _TRACES = 8
 @takes(
     *("policies", "budgets", "interval", "compress", "metrics", "judge", "device", "jobs"),
     *("out", "overwrite"),
-    metrics="all with --out, else the table's",
+    metrics="all with --out, else (and of a grid) the table's",
 )
 def replay(
     source: Annotated[

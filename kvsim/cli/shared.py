@@ -164,11 +164,11 @@ Runs = Annotated[
 ]
 PoliciesOfRuns = Annotated[
     list[str] | None,
-    several("NAME[,NAME...]", "Policies; of runs all by default."),
+    several("NAME[,NAME...]", "Policies; for runs, all by default."),
 ]
 BudgetsOfRuns = Annotated[
     list[str] | None,
-    several("N|P%[,...]", "Budgets; of runs all by default."),
+    several("N|P%[,...]", "Budgets; for runs, all by default."),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")

@@ -123,9 +123,9 @@ class Options:
     probe: Annotated[
         str | None,
         Help(
-            "Record rows that repeat the context too, which `kvzip` scores by: 'repeat', or "
-            "'repeat:N' for chunks of N tokens, 2048 by default. The model reads the context a "
-            "second time for them.",
+            "Record rows that repeat the context too, which `kvzip` and `kvcompose` score by: "
+            "'repeat', or 'repeat:N' for chunks of N tokens, 2048 by default. The model reads the "
+            "context a second time for them.",
             "repeat[:N]",
         ),
     ] = None

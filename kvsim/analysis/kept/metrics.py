@@ -108,7 +108,7 @@ def _needle(name: Literal["recall", "wipeout"]) -> Values:
 #: Metrics of the positions of kept and evicted entries.
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
-        "share of text regions of which (almost) nothing is left, per event",
+        "share of text regions of which (almost) nothing is left, after the last event",
         "sets", "share", "lower", "named by AMS, defined here", _heads(_wipeout),
         over_events="last", main="length=32,threshold=0"),
     "retained_iou": Metric(
