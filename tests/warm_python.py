@@ -145,6 +145,8 @@ def serve(listener: socket.socket) -> None:
                 clients.pop(process).close()
             elif client in ready:  # closed: it was killed
                 os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)  # the next program finds no lock of it
+                clients.pop(process).close()
         if listener in ready:
             client, _ = listener.accept()
             if process := start(client, (listener, ended, wake, *clients.values())):
