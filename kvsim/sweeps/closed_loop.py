@@ -138,12 +138,7 @@ def plan_live(load: Callable[[Sequence[Trace]], tuple[Any, Any]], **options: Any
     return Plan(
         traces=traces,
         cells=cells,
-        tasks=tasks_of(
-            [cell for cell in cells if cell.number not in refused],
-            names,
-            {"records": True},
-            together=1,
-        ),
+        tasks=tasks_of(cells, names, {"records": True}, refused, together=1),
         metrics=names,
         parameters={**parameters, "batch": given["batch"]},
         options=given,

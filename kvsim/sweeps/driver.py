@@ -172,7 +172,7 @@ class Plan:
         return Plan(
             traces=traces,
             cells=cells,
-            tasks=tasks_of([x for x in cells if x.number not in refused], names, options),
+            tasks=tasks_of(cells, names, options, refused),
             metrics=names,
             parameters=parameters,
             description=describe(traces, grid.policies, names, of_all),
@@ -221,7 +221,7 @@ class Plan:
 
         Raises the error of the first cell where no cell can be computed.
         """
-        if not self.tasks and self.refused:
+        if len(self.refused) == len(self.cells):
             raise next(iter(self.refused.values()))
         out = self.options["out"]
         if out is not None and self.options["overwrite"]:

@@ -49,8 +49,7 @@ _TOGETHER, _FLOPS = 64, 2e13
 class Cell(NamedTuple):
     """A policy at a budget on a trace, and the schedule of its events.
 
-    share: the budget as it was given, if not in entries. layers: those that are replayed, all if
-    None.
+    share: the budget as it was given, if not in entries. layers: those that are replayed.
     """
 
     number: int
@@ -59,7 +58,7 @@ class Cell(NamedTuple):
     budget: int
     share: str | None
     schedule: Schedule
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -306,17 +305,20 @@ def tasks_of(
     cells: Sequence[Cell],
     metrics: Sequence[str],
     options: Mapping[str, Any],
+    refused: Collection[int] = (),
     *,
     together: int | None = None,
 ) -> list[Task]:
-    """Cut cells into tasks of `together` cells of a trace; options: the executor's."""
+    """Cut cells into tasks of `together` cells of a trace; options: the executor's.
+
+    refused: numbers of cells that are in no task, and change the number of none.
+    """
     of_trace = tuple(name for name in metrics if METRICS[name].kind == "trace")
     of_records = tuple(name for name in metrics if METRICS[name].kind != "trace")
     tasks: list[Task] = []
     for _, group in itertools.groupby(cells, lambda cell: cell.trace.name):
         of_group = list(group)
         trace, layers = of_group[0].trace, of_group[0].layers
-        layers = layers or tuple(range(trace.n_layers))
         parts = [*_parts(of_group, layers, options, together)]
         parts += [([], layers)] * bool(of_trace)
         tasks += [
@@ -333,7 +335,7 @@ def tasks_of(
             )
             for place, (part, block) in enumerate(parts)
         ]
-    return tasks
+    return [rest for task in tasks if (rest := task.without(refused))]
 
 
 def _parts(

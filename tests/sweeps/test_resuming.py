@@ -216,6 +216,20 @@ def test_the_run_of_another_grid_is_refused(tmp_path, change):
     run(tmp_path / "x", memory=10**9)  # values do not depend on it
 
 
+def test_a_run_that_lacked_memory_is_continued_with_more(tmp_path):
+    """Cells of a trace too large for the first limit come in; parts stay with their tasks."""
+    given = {"policies": ["tova", "knorm"], "budgets": 16, "interval": 8, "out": tmp_path / "x"}
+    given |= {"traces": [make_trace("a", 400), make_trace("b", 50)]}
+    given |= {"metrics": ["wipeout", "sparsity"]}
+    first = replay_all(**given, memory=(64 << 20) + 100_000)
+    assert ({x.trace for x in first.failures}, len(first.records)) == ({"a"}, 2)
+
+    whole = replay_all(**given)
+
+    assert same(whole, replay_all(**given | {"out": None}))
+    check(tmp_path / "x", whole)
+
+
 def test_what_computes_and_where_does_not_matter(paths, tmp_path, replays):
     """A sweep goes on with a replay of the same grid, and the other way round."""
     given = {"traces": paths, "policies": ["tova", "knorm"], "budgets": [16, "25%"]}
