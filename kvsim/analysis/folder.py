@@ -269,7 +269,7 @@ def as_table(given: Tabular) -> pl.DataFrame:
 
 def together(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
     """The Table of runs, and their remarks."""
-    return (runs[0].table, runs[0].remarks) if len(runs) == 1 else joined(runs)
+    return (runs[0].table, _remarks(runs)) if len(runs) == 1 else joined(runs)
 
 
 def runs_of(given: Tabular) -> list[Saved]:
@@ -279,7 +279,8 @@ def runs_of(given: Tabular) -> list[Saved]:
     """
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
-        return [Saved(Path(), {"remarks": getattr(given, "remarks", ())}, table)]
+        facts = {"remarks": getattr(given, "remarks", ()), "traces": getattr(given, "digests", {})}
+        return [Saved(Path(), facts, table)]
     places = listed(given)
     paths = [place for place in places if isinstance(place, str | Path)]
     if not paths or len(paths) < len(places):
@@ -287,6 +288,17 @@ def runs_of(given: Tabular) -> list[Saved]:
             f"table is {reprlib.repr(given)}; expected a Table, a run, or the folder of one"
         )
     return [read_run(path) for path in paths]
+
+
+def _remarks(runs: Sequence[Saved]) -> list[str]:
+    """The remarks of runs, and one on prompts that were recorded under several names."""
+    names: dict[str, list[str]] = {}
+    traces = dict(chain(*(run.parameters.get("traces", {}).items() for run in runs)))
+    for name, digest in traces.items():
+        names.setdefault(str(digest).partition("+")[0], []).append(name)
+    again = [", ".join(x) for digest, x in names.items() if digest and len(x) > 1]
+    of_runs = [remark for run in runs for remark in run.remarks]
+    return [*of_runs, *(f"{x} are the same prompt, which counts more than once" for x in again)]
 
 
 def _differing_schedules(table: pl.DataFrame) -> str:
@@ -311,7 +323,7 @@ def joined(runs: Sequence[Saved]) -> tuple[pl.DataFrame, list[str]]:
         PolicyError: runs have different values for the same row, or replayed different traces of
             one name.
     """
-    remarks = [remark for run in runs for remark in run.remarks]
+    remarks = _remarks(runs)
     sources: dict[str, tuple[str, Saved]] = {}
     for run in runs:
         for name, digest in run.parameters.get("traces", {}).items():

@@ -140,6 +140,20 @@ def test_tasks_come_first_where_the_order_depends_on_them(each):
     assert ". other: " not in answer(tasks(values, labels), ["output_error"])[1][0]
 
 
+def test_a_prompt_whose_turns_are_of_several_tasks_is_one_prompt():
+    """It is of none of them; the others keep theirs."""
+    values = {"tova": HARD * 1.3, "h2o": HARD}
+    turns = [tasks(values, [name] * 24).with_columns(turn=i) for i, name in enumerate("ab", 1)]
+    mixed = pl.concat([turns[0], turns[1].filter(pl.col("trace").is_in(["t0", "t1"]))])
+
+    comparison = compare(mixed)
+
+    rows = comparison.table.filter(policy="h2o").select("task", "n", "mean").rows()
+    a, other = HARD[2:].mean(), HARD[:2].mean()
+    expected = [(None, 24, (a + other) / 2), ("a", 22, a), ("other", 2, other)]
+    assert rows == [(*row[:2], pytest.approx(row[2])) for row in expected]
+
+
 def test_the_average_comes_first_where_no_order_is_shown():
     """Tasks are not said to agree; a mean over tasks of unequal size counts each the same."""
     labels = ["chat"] * 18 + ["code"] * 6

@@ -168,6 +168,24 @@ def test_schedules_that_differ_between_runs_are_named(run, tmp_path):
     assert f"Note: {remarks[1][-1]}." in both
 
 
+def test_a_prompt_under_two_names_is_said_to_count_twice(run, tmp_path):
+    """By the command and in Python, of one run and of several."""
+    trace = kvsim.open_trace("sample")
+    for name in ("one", "two"):
+        copy = derived(trace, trace.source, replace(trace.header, name=name), path=None)
+        kvsim.save_trace(copy, tmp_path / f"{name}.zarr")
+    terms = ["--policy", "tova,h2o", "--budget", 48, "--metric", "output_error", "--out"]
+    runs = {"both": ["one", "two"], "first": ["one"], "second": ["two"]}
+    for out, names in runs.items():
+        run("replay", *(tmp_path / f"{x}.zarr" for x in names), *terms, tmp_path / out)
+
+    said = "one, two are the same prompt, which counts more than once"
+    assert f"Note: {said}." in run("compare", tmp_path / "both")[1]
+    for given in ([tmp_path / "both"], [tmp_path / "first", tmp_path / "second"]):
+        assert said in kvsim.compare(given).remarks
+    assert said not in kvsim.compare(tmp_path / "first").remarks
+
+
 def test_a_policy_that_is_judged_later_joins_the_others(run, tmp_path):
     """Its run has the values of the first one, in all commands; rounding is named, more is not."""
     one, two = tmp_path / "one", tmp_path / "two"
