@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final, get_args
 
 from kvsim.core import setting
 from kvsim.core.lazy import Tensor, torch
@@ -104,6 +104,12 @@ class Piece(Parametrised):
         Of methods, only for one that is close to a member.
         """
         super().__init_subclass__(**options)
+        for base in cls.__bases__:
+            if vars(base).get("__final__"):
+                raise PolicyError(
+                    f"{cls.__name__} is a subclass of {base.__name__}, by whose class replays take "
+                    f"shortcuts; expected one of {base.__base__.__name__}, see {GUIDE}"
+                )
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
         members = [name for name in dir(cls.__mro__[1]) if name[0] != "_"]
 
@@ -360,6 +366,7 @@ class Allocator(Sizing, ABC):
         """Quotas for scores [L, H, n]; together at least the head's protected entries."""
 
 
+@final
 class Uniform(Allocator):
     """Every head keeps the budget of its layer."""
 
@@ -368,6 +375,7 @@ class Uniform(Allocator):
         return Plan(view.budget.expand_as(view.count))
 
 
+@final
 class Everything(Allocator):
     """Every head keeps all its entries at any budget."""
 
@@ -397,6 +405,7 @@ class LayerBudgets(Sizing, ABC):
         """The budget of each layer at an event, int [L]; `budget` is the policy's."""
 
 
+@final
 class Even(LayerBudgets):
     """Every layer gets the budget."""
 

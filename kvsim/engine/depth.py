@@ -77,13 +77,14 @@ def descend(policy: Policy, n_layers: int, prompt_len: int, look: Look) -> Desce
     return Descent(selection, tuple(of_layer), uncut)
 
 
-def recorded(trace: Trace, setting: Setting, device: str) -> Look:
+def recorded(trace: Trace, setting: Setting, device: str, *, copied: bool = False) -> Look:
     """Return views of recorded queries, keys and values, restricted to the rows of a layer."""
     on = torch.device(device)
 
     def look(layer: int, rows: Tensor | None) -> View:
         part = trace if rows is None else of_rows(trace, rows)
-        return prompt_view(TraceSource(part, [layer], on), setting, layer, part.prompt_len)
+        source = TraceSource(part, [layer], on, copied=copied)
+        return prompt_view(source, setting, layer, part.prompt_len)
 
     return look
 

@@ -34,10 +34,12 @@ def read(
     budget: int,
     layers: Sequence[int],
     device: str,
+    *,
+    copied: bool = False,
 ) -> Reads:
     """Return the pages that rows after the prompt read.
 
-    evicted_at [layer, H, T].
+    evicted_at [layer, H, T]. copied: score copies of the queries, which a piece may write to.
     """
     sparse, first = sparse.at(trace, budget), trace.prompt_len
     bits = account(trace, sparse, layers)
@@ -45,7 +47,8 @@ def read(
         if not reads_all(trace, sparse, layer):
             only, gone = slice(layer, layer + 1), torch.from_numpy(evicted_at[at]).to(device)
             q = trace.read("q", only, slice(first, None))
-            qkv = [x[0].to(device) for x in (q, trace.read("k", only), trace.read("v", only))]
+            k, v = trace.read("k", only)[0].to(device), trace.read("v", only)[0].to(device)
+            qkv = q[0].to(device, copy=copied), k, v
             for start, chosen in chosen_pages(trace, layer, sparse, gone, budget, qkv):
                 note(bits[at], chosen, start - first)
     return Reads.of(sparse, bits, first, trace.dim)

@@ -113,7 +113,7 @@ def run(
     if copied is None:
         copied = any(of_a_user(type(piece)) for level in policy.levels for piece in level)
     with torch.inference_mode():
-        look = recorded(trace, setup.setting(), device)
+        look = recorded(trace, setup.setting(), device, copied=copied)
         descent = descend(policy, trace.n_layers, trace.prompt_len, look)
         unique = [*dict.fromkeys(owners)]
         for layer_run in runs(setup.by_set, unique, policy, descent=descent, memory=memory):
@@ -127,7 +127,8 @@ def run(
                 progress(done, len(chosen))
         if policy.sparse is not None:
             behind = ended(trace, setup.ends[0])
-            reads = read(behind, policy.sparse, evicted_at, setup.budget, chosen, device)
+            of_policy: Any = policy.sparse, evicted_at, setup.budget, chosen, device
+            reads = read(behind, *of_policy, copied=copied)
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
     return as_record(

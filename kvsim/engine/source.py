@@ -57,7 +57,7 @@ class TraceSource(Source):
         device: for the computation.
         memo_bytes: memory that the trace may keep for later replays.
         together: number of layers held at once by `parts`; all by default.
-        copied: read copies of a trace in memory, which a policy may write to.
+        copied: read copies of a trace in memory, which a policy may write to, and share no results.
 
     Raises:
         PolicyError: a layer with a window or chunks, for which a View has no mask.
@@ -101,8 +101,8 @@ class TraceSource(Source):
     def memo(
         self, key: tuple[Hashable, ...], compute: Callable[[], T], *, shared: bool = False
     ) -> T:
-        """Return `compute()`, cached here or, unless keys and values were overwritten, shared."""
-        if shared and self._exact_keys is None:
+        """Return `compute()`, cached here or, unless the policy may have changed it, shared."""
+        if shared and self._exact_keys is None and not self._copied:
             return self._trace.memo((*key, self._place), compute, self._memo_bytes)
         return super().memo(key, compute, shared=shared)
 

@@ -1,7 +1,7 @@
 """Policies of the user's own: how they are named, and mistakes in what they return."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import pytest
@@ -9,7 +9,18 @@ import torch
 
 import kvsim
 from kvsim.core.parameters import Between
-from kvsim.core.pieces import Allocator, Plan, Scorer, Scores, Wrapper
+from kvsim.core.pieces import (
+    Allocator,
+    Even,
+    Everything,
+    Plan,
+    Scorer,
+    Scores,
+    Uniform,
+    Wrapper,
+)
+from kvsim.core.propagation import Propagation, Step, dropped_after
+from kvsim.core.reading import SparseAttention
 from kvsim.errors import PolicyError
 from kvsim.sweeps import replay_all
 from kvsim.testing import strategies
@@ -127,12 +138,65 @@ class InPlace(Scorer):
         return norms
 
 
-def test_a_policy_that_writes_to_its_view_changes_no_other():
+class Negated(Wrapper):
+    """The opposite scores, by a wrapper that writes to those inside."""
+
+    def score(self, view):
+        """Negate in place."""
+        inner = self.inner(view)
+        inner.values.neg_()
+        return inner
+
+
+class Scaling(SparseAttention):
+    """The largest logits, by a piece that writes to queries."""
+
+    def score(self, queries, pages, visible):
+        """Before the change."""
+        scores = queries @ pages.keys.flatten(1, 2).unsqueeze(1).mT
+        queries.mul_(2)
+        return scores
+
+
+class Shortened(Propagation):
+    """Half of the rows go on behind the first layer, by a piece that writes to keys."""
+
+    def after(self, view, memory):
+        """The first half."""
+        view.keys.mul_(2)
+        return Step(torch.arange(view.row // 2), done=True)
+
+    def forecast(self, budget, prompt_len, n_layers, layer=None):
+        """As `after`."""
+        return dropped_after(0, (prompt_len - 1) // 2, prompt_len, n_layers)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scorer": InPlace()},
+        {"scorer": Negated(kvsim.policy("snapkv", window=4).scorer)},
+        {"sparse": Scaling()},
+        {"propagation": Shortened()},
+    ],
+    ids=lambda x: next(iter(x)) + type(next(iter(x.values()))).__name__,
+)
+def test_a_policy_that_writes_to_its_view_changes_no_other(changes):
     """The trace in memory, which replays of other policies and metrics read, stays as it is."""
+    plain = kvsim.policy("snapkv", window=4)
     trace = strategies.make_case("normal", layers=3, heads=2, n=40, prompt_len=25).trace()
     before = {name: trace.read(name).clone() for name in "qkv"}
-    kvsim.replay(trace, InPlace(), 8, interval=5)
+    expected = kvsim.replay(trace, plain, 8, interval=5).evicted_at
+    kvsim.replay(trace, replace(plain, **changes), 8, interval=5)
     assert all(torch.equal(trace.read(name), was) for name, was in before.items())
+    assert (kvsim.replay(trace, plain, 8, interval=5).evicted_at == expected).all()
+
+
+def test_classes_that_replays_know_have_no_subclasses():
+    """A shortcut for equal quotas would pass over a subclass with others."""
+    for base, of in ((Uniform, "Allocator"), (Everything, "Allocator"), (Even, "LayerBudgets")):
+        with pytest.raises(PolicyError, match=f"is a subclass of {base.__name__}, .* one of {of},"):
+            type("Mine", (base,), {})
 
 
 def test_a_member_that_no_contract_has_is_refused():
