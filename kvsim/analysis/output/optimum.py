@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvsim.core.checks import resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.parts import by_query_head
 from kvsim.core.pieces import ACROSS_LAYERS, Even
@@ -77,7 +78,7 @@ def _solved(
     parts: list[Optimum] = []
     with torch.inference_mode():
         for run in runs(whole, record.layers, _OPTIMUM, memory=memory):
-            source = TraceSource(whole, run.layers, torch.device(device))
+            source = TraceSource(whole, run.layers, torch.device(resolve_device(device)))
             of_run = places[[record.layers.index(layer) for layer in run.layers]]
             start = trace.prompt_len
             parts.append(best(source, events, of_run, start=start, protect=protect, memory=memory))
