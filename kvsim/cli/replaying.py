@@ -135,10 +135,11 @@ def echo_plan(plan: Plan, *, as_json: bool) -> None:
 
     out, again = plan.options["out"], plan.options["overwrite"]
     rest = plan.tasks if again else Parts(out, plan.description).left(plan.tasks)
-    jobs = processes(plan.options["jobs"], plan.flops, len(rest), plan.traces)
+    forecast = plan.forecast(rest)
+    jobs = processes(plan.options["jobs"], plan.flops, len(rest), plan.traces, forecast)
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": len(rest), "jobs": jobs}
-    show.echo_forecast(plan.forecast(rest), out, counts, as_json=as_json)
+    show.echo_forecast(forecast, out, counts, as_json=as_json)
 
 
 def begun(plan: Plan) -> Parts:

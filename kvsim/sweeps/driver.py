@@ -237,7 +237,8 @@ class Plan:
     ) -> Run:
         """Compute the unfinished tasks, and write the whole run into the folder."""
         todo = parts.left(self.tasks)
-        count = processes(self.options["jobs"], self.flops, len(todo), self.traces)
+        of_one = self.forecast(todo)
+        count = processes(self.options["jobs"], self.flops, len(todo), self.traces, of_one)
         if executor is not None and any(trace.path is None for trace in self.traces):
             raise ConfigError(IN_MEMORY)
         total = sum(len(task.cells) for task in self.tasks)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError
 from kvsim.files import end_with_parent
+from kvsim.store.forecast import Forecast
 
 Task = TypeVar("Task")
 #: Each task, and its result or the exception that it raised.
@@ -34,20 +35,31 @@ _AHEAD = 2
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
 
 
-def processes(jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace]) -> int:
+def processes(
+    jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace], each: Forecast
+) -> int:
     """Return the number of processes, with one thread each, that compute the tasks of a sweep.
 
-    jobs: as given; None chooses one for small work and for traces in memory, else one per
-    processor. flops: of the attention. Raises ConfigError for several jobs with a trace in memory.
+    jobs: as given; None chooses one for small work, for traces in memory and on a GPU, else one per
+    processor, as far as they fit the memory of the machine. flops: of the attention. each: of one
+    process. Raises ConfigError for several jobs with a trace in memory.
     """
     in_memory = any(trace.path is None for trace in traces)
     if jobs is None:
         affinity = getattr(os, "sched_getaffinity", None)  # only on Linux
         processors = len(affinity(0)) if affinity else os.cpu_count() or 1
-        jobs = 1 if in_memory or flops < _SMALL else processors
+        alone = in_memory or each.device_memory or flops < _SMALL
+        jobs = 1 if alone else min(processors, int(_memory() // max(1, each.memory)))
     elif jobs > 1 and in_memory:
         raise ConfigError(IN_MEMORY)
     return max(1, min(jobs, tasks))
+
+
+def _memory() -> int:
+    """Bytes of memory of the machine; a large number on Windows, which does not say."""
+    if not hasattr(os, "sysconf"):
+        return 1 << 60
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 #: Why a trace cannot be computed elsewhere.

@@ -18,6 +18,7 @@ from kvsim.analysis.folder import read_run
 from kvsim.core import lazy
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
+from kvsim.store.forecast import Forecast
 from kvsim.sweeps import driver, pool, tasks
 from kvsim.sweeps.driver import Plan, replay_all
 from kvsim.sweeps.grid import grid_of
@@ -246,15 +247,22 @@ def test_workers_end_with_a_killed_driver():
 
 
 def test_processes_are_chosen_by_the_size_of_the_work(paths, monkeypatch):
-    """One for small work and traces in memory, else one per processor; one per task at most."""
-    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    traces = [kvsim.open_trace(path) for path in paths]
+    """One for small work, for traces in memory and on a GPU, else one per processor.
 
-    assert processes(None, 1e9, 100, traces) == 1
-    assert processes(None, 1e14, 100, traces) == 8
-    assert processes(None, 1e14, 3, traces) == 3
-    assert processes(None, 1e14, 100, [make_trace()]) == 1
-    assert processes(5, 1e9, 100, traces) == 5
+    One per task at most, and as many as fit the memory.
+    """
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(pool.os, "sysconf", {"SC_PHYS_PAGES": 4000, "SC_PAGE_SIZE": 10}.get)
+    traces, small = [kvsim.open_trace(path) for path in paths], Forecast(memory=5000)
+
+    assert processes(None, 1e9, 100, traces, small) == 1
+    assert processes(None, 1e14, 100, traces, small) == 8
+    assert processes(None, 1e14, 3, traces, small) == 3
+    assert processes(None, 1e14, 100, [make_trace()], small) == 1
+    assert processes(None, 1e14, 100, traces, Forecast(memory=15_000)) == 2
+    assert processes(None, 1e14, 100, traces, Forecast(memory=50_000)) == 1
+    assert processes(None, 1e14, 100, traces, Forecast(device_memory=1)) == 1
+    assert processes(5, 1e9, 100, traces, small) == 5
 
 
 def test_small_work_uses_one_thread(monkeypatch):
