@@ -78,7 +78,7 @@ def test_no_policy_retains_more(trace, attention):
     """Every policy of the library on its own terms: schedules, budgets of layers, protection."""
     checked = set()
     for policy, record in cells(trace):
-        best = optimum(trace, policy, record)
+        best = optimum(trace, policy, record, device="auto")
         notes = best.internals[0].notes
         pools = notes["places"].shape[1]
         most, retained = (retained_by(attention, x, pools) for x in (best, record))
