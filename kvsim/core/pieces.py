@@ -108,7 +108,7 @@ class Piece(Parametrised):
             if vars(base).get("__final__"):
                 raise PolicyError(
                     f"{cls.__name__} is a subclass of {base.__name__}, by whose class replays take "
-                    f"shortcuts; expected one of {base.__base__.__name__}, see {GUIDE}"
+                    f"shortcuts; expected one of {base.__bases__[0].__name__}, see {GUIDE}"
                 )
         known = {x for base in cls.__mro__ for x in vars(base).get("__annotations__", ())}
         members = [name for name in dir(cls.__mro__[1]) if name[0] != "_"]
