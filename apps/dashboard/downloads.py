@@ -12,15 +12,12 @@ from kvsim.analysis.results import csv_text
 from kvsim.schema import plural
 
 
-def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
+def table(frame: pl.DataFrame, name: str, *, key: str) -> None:
     """Show the table of the picture above, folded, and offer it as CSV and Parquet.
 
-    A file is written when it is asked for.
-
-    what: its title, which must hold no text of a trace or a run. Columns without a value are in the
-    files but not shown.
+    A file is written when it is asked for. Columns without a value are in the files but not shown.
     """
-    with st.expander(f"{what}, {plural(frame.height, 'row')}"):
+    with st.expander(f"Table, {plural(frame.height, 'row')}"):
         shown = [name for name in frame.columns if frame[name].null_count() < frame.height]
         plain = frame.select(shown).with_columns(pl.selectors.enum().cast(pl.String))
         st.dataframe(plain, hide_index=True, key=f"{key}-table")

@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from kvsim.analysis.significance import FEWEST
 from kvsim.schema import FIDELITY_MEANING, plural, visible
 
-#: Cells up to which weights are sent in float32; beyond, in so many parts of 1.
-_FINE, _PARTS = 300 * 300, 10_000
-
 
 def title(name: str, how: str) -> None:
     """Show the page's name, and how to read it."""

@@ -5,10 +5,8 @@ Both act after the prompt too, as on *Retention*, so that every text longer than
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,8 @@ from kvsim.analysis.kept.text import spaced
 from kvsim.analysis.results import csv_text
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.plots import mass_curve, save
+from kvsim.plots import mass_curve
+from kvsim.plots.style import picture
 from kvsim.studies.segments.segments import Segmented, segmented
 
 from .. import cache, controls, cuts, elements, event_charts, readings
@@ -149,8 +148,7 @@ def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> 
         rows = [cut.row for cut in (before, event) if cut is not None]
         place = {"layer": replays.layer, "head": replays.head}
         drawing = mass_curve(replays.trace, replays.ams, **place, events=rows)
-        with tempfile.TemporaryDirectory() as folder:
-            return save(drawing, Path(folder) / "segments.png").read_bytes()
+        return picture(drawing, "png")
 
     table = pl.concat([cuts.table(each) for each in replays.events])
     name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"

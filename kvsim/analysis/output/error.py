@@ -90,8 +90,7 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
 def check_record(trace: Trace, record: Record) -> None:
     """Raise TraceError where the record was not replayed from the trace, if its digests show it."""
     stored = record.digest and trace.path is not None
-    # older versions recorded only the digest
-    same = not stored or record.digest in (trace.fingerprint, trace.digest)
+    same = not stored or record.digest == trace.fingerprint
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
     shape, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
     same &= (record.prompt_len, shape) == (trace.prompt_len, expected)

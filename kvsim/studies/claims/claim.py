@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.significance import ALPHA, FEWEST, at_least
+from kvsim.analysis.significance import ALPHA, ENOUGH, FEWEST, at_least
 from kvsim.schema import plural
 
 HOLDS, NOT, OPEN = "holds", "does not hold", "not decided"
@@ -19,8 +19,6 @@ ALL, MOST = "in all", "in most"
 
 #: The least relevant difference, in the unit of the number; of two settings a share of their mean.
 MATTERS = 0.01
-#: Prompts from which a verdict is not coarse.
-ADVISED = 12
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,11 @@ class Claim:
         """Why nothing can be decided, apart from the numbers; empty otherwise."""
         if not self.n:
             return self.omitted or self.needs
-        if self.n >= ADVISED or self.verdict != OPEN:
+        if self.n >= ENOUGH or self.verdict != OPEN:
             return ""
         if self.n < FEWEST:
-            return f"fewer than {FEWEST} prompts decide nothing; record {ADVISED}"
-        return f"of {self.n} prompts p is at least {0.5**self.n:.2g}; record {ADVISED}"
+            return f"fewer than {FEWEST} prompts decide nothing; record {ENOUGH}"
+        return f"of {self.n} prompts p is at least {0.5**self.n:.2g}; record {ENOUGH}"
 
     @cached_property
     def _reasons(self) -> Counter[str]:

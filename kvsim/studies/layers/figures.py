@@ -34,7 +34,7 @@ from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.layers.ranking import Curve, Ranking, window_attention
 
-LINE, NEVER = "#33608c", "#e4e1da"
+NEVER = "#e4e1da"
 
 #: The marker of a selection layer.
 _CIRCLE: Final[dict[str, Any]] = {"marker": "o", "ms": 9, "mfc": "none", "mew": 1.8, "ls": "none"}
@@ -191,12 +191,10 @@ def rank_pattern(curve: Curve) -> Figure:
     return figure
 
 
-def layer_attention(
-    trace: TraceLike, window: int = 32, *, selected: int | None = None, device: str = "cpu"
-) -> Figure:
+def layer_attention(trace: TraceLike, window: int = 32) -> Figure:
     """Mean attention of the prompt's last rows in every layer; ASL (arXiv 2601.07667), Fig. 3."""
     trace = as_trace(trace)
-    maps = window_attention(trace, window, columns=_PIXELS, device=device)
+    maps = window_attention(trace, window, columns=_PIXELS)
     (layers, height, columns), n = maps.shape, trace.prompt_len
     pooling = -(-n // _PIXELS)
     future = np.arange(columns) * pooling > np.arange(n - height, n)[:, None]
@@ -209,13 +207,10 @@ def layer_attention(
     axis.set_xlim(-0.5, n - 0.5)
     for layer in range(1, layers):
         axis.axhline(layer - 0.5, color="white", lw=0.8)
-    if selected is not None:
-        axis.axhline(selected + 0.5, color=SELECTED, lw=1.6)
     whole_ticks(axis.yaxis)
     name_axes(axis, "position", f"layer, {height} rows each")
     pooled = f", maximum of {pooling} positions" if pooling > 1 else ""
-    line = "" if selected is None else "; red: selected after"
     subject = f"{trace.name}: attention of the prompt's last {height} rows"
-    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}{line}", ["exact"])
+    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
     colour_bar(figure, image, axis, "share of attention", pad=0.015)
     return figure
