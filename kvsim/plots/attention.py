@@ -56,8 +56,9 @@ def overlap_curves(traces: Traces, *, layers: Sequence[int] | None = None) -> Fi
 
     Returns a Figure. Raises TraceError if a trace is too short for four windows.
     """
-    traces = as_traces(traces)
-    panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
+    traces = [trace.part() for trace in as_traces(traces)]
+    every = [layer for layer in traces[0].readable if layer not in traces[0].windowed]
+    panels = [every] if layers is None else [[layer] for layer in layers]
     shares, styles = np.array(_TOPS), series(_BLOCKS)
     figure = Figure((max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150, layout="constrained")
     axes = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
@@ -102,7 +103,7 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
 
     Returns a Figure. Raises PolicyError if the table has neither metric in these layers.
     """
-    table = as_table(table)
+    table = labelled(as_table(table))
     table = table.filter(pl.col("metric").is_in(["sparsity", "sparsity_compressed"]))
     if layers is not None:
         table = table.filter(pl.col("layer").is_in(list(layers)))

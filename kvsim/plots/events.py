@@ -22,7 +22,14 @@ from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.registry import figure
-from kvsim.plots.style import caption, legend_of, name_axes, short_text, single_panel
+from kvsim.plots.style import (
+    caption,
+    legend_of,
+    name_axes,
+    record_labels,
+    short_text,
+    single_panel,
+)
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -88,8 +95,8 @@ def bursts(
     budgets = [record.facts.share or str(record.budget) for record in records]
     several = len({*budgets}) > 1
     names = [
-        short_text(f"{record.policy}, {size}" if several else record.policy, 40)
-        for record, size in zip(records, budgets, strict=True)
+        short_text(f"{name}, {size}" if several else name, 40)
+        for name, size in zip(record_labels(records), budgets, strict=True)
     ]
     axis.set_yticks(range(len(records)), names, parse_math=False)
     name_axes(axis, "position")

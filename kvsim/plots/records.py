@@ -33,6 +33,7 @@ from kvsim.plots.style import (
     caption,
     legend_of,
     name_axes,
+    record_labels,
     short_text,
     single_panel,
 )
@@ -73,15 +74,17 @@ def retention_map(
     needed = (attention >= NEEDED).cpu().numpy()
     needles = trace.header.spans.get("needle", ())
     budgets = sorted({record.budget for record in records})
-    names = list(dict.fromkeys(record.policy for record in records))
+    labels = record_labels(records)
+    names = list(dict.fromkeys(labels))
     size = max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
     for axis in axes.flat:
         axis.set_axis_off()
     colours = ListedColormap(["white", KEPT, UNREAD, GONE, MISSED])
-    for record, result in zip(records, output_error(trace, records, prompt=False), strict=True):
-        axis = axes[budgets.index(record.budget)][names.index(record.policy)]
+    errors = output_error(trace, records, prompt=False)
+    for record, name, result in zip(records, labels, errors, strict=True):
+        axis = axes[budgets.index(record.budget)][names.index(name)]
         axis.set_axis_on()
         index = record_layer(record, layer)
         last = record.evicted_at[index, heads.start if record.per_query_head else head]
@@ -113,11 +116,11 @@ def retention_map(
     if needles:
         handles["needle"] = Patch(color="black")
     legend_of(figure, handles, columns=4)
-    labels = {
+    levels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
-    caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", labels)
+    caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", levels)
     return figure
 
 

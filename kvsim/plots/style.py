@@ -32,8 +32,11 @@ from matplotlib.ticker import (
 )
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval, averages
+from kvsim.analysis.table import OF_RECORD, TYPES, columns_of
+from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.schema import size_in_bytes
@@ -89,6 +92,12 @@ def means_of(table: pl.DataFrame, by: Sequence[str] = (), *, needs: str) -> pl.D
     if not means.height:
         raise PolicyError(f"the table has no {needs}")
     return means
+
+
+def record_labels(records: Sequence[Record]) -> list[str]:
+    """Return a label for each record: its policy, and parameters where several of it differ."""
+    rows = [columns_of(record) for record in records]
+    return labelled(pl.DataFrame(rows, {x: TYPES[x] for x in OF_RECORD}))["policy"].to_list()
 
 
 def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:

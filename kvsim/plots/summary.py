@@ -46,6 +46,7 @@ from kvsim.plots.style import (
     name_axes,
     panels,
     plain,
+    record_labels,
     requested_order,
     series,
     short_text,
@@ -371,10 +372,11 @@ def _per_budget(
     """
     layer, head = place
     check_models(traces)
+    traces = [trace.part() for trace in traces]
     by_name = {trace.name: trace for trace in traces}
     values: dict[tuple[str, str], list[Floats]] = {}
     fidelities: set[str] = set()
-    for record in records:
+    for record, name in zip(records, record_labels(records), strict=True):
         if record.trace not in by_name:
             raise TraceError(
                 f"a record of {record.trace!r}, but the traces are {', '.join(by_name)}; give "
@@ -387,7 +389,7 @@ def _per_budget(
         array = value(list(gone.values()))
         if array is not None:
             budget = record.facts.share or str(record.budget)
-            values.setdefault((record.policy, budget), []).append(array)
+            values.setdefault((name, budget), []).append(array)
             fidelities |= {fidelity(trace, record, "sets", at) for at in gone}
     if not values:
         raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")

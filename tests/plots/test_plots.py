@@ -52,6 +52,21 @@ def test_the_retention_map_shows_what_each_row_sees(trace, records):
     assert (cells[missed] == 4).all()
 
 
+def test_variants_of_a_policy_are_apart(trace):
+    """In panels and lines of figures of records; a line over prompts counts each once."""
+    policies = [kvsim.policy("snapkv", window=window) for window in (4, 8)]
+    of_both = [kvsim.replay(trace, policy, 16, interval=5) for policy in policies]
+    names = ["snapkv (window=4)", "snapkv (window=8)"]
+
+    figure = plots.retention_map(trace, of_both, layer=1, head=1)
+    assert [axis.get_title() for axis in figure.axes] == names
+    strips = plots.bursts(trace, of_both, layer=1, head=1).axes[0]
+    assert [label.get_text() for label in strips.get_yticklabels()] == names
+    for figure in (plots.position_density(trace, of_both), plots.middle_coverage(trace, of_both)):
+        assert {*names} <= {*figure.axes[0].get_legend_handles_labels()[1]}
+        assert "mean over one prompt" in figure.get_suptitle().replace("\n", " ")
+
+
 def test_the_retention_map_shows_what_is_held_and_not_read(trace):
     """2 where no query head of the group reads a held entry; the legend names it."""
     policy = kvsim.policy("snapkv+quest", window=4, page=2, share=0.5, dense_layers=0)
