@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvsim.core.policy import Policy
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import policy as named
-from kvsim.schema import plural
+from kvsim.schema import NEVER, plural
 from kvsim.testing.invariants import EXEMPT, INVARIANTS
 from kvsim.testing.invariants.trial import Broken, Trial, smallest_budget
 from kvsim.testing.loops import Rule
@@ -90,7 +90,7 @@ def check_policy(
             f"unknown invariant {name!r}{suggest(name, INVARIANTS)}; known: {', '.join(INVARIANTS)}"
         )
     phases = set(Phase) - ({Phase.explain} if shrink else {Phase.explain, Phase.shrink})
-    counts, decisions = list[int](), 0  # generated cases
+    counts, decisions, evicting = list[int](), 0, 0  # generated cases
 
     def attempt(tested: Collection[str], examples: int) -> None:
         counts.append(0)
@@ -105,7 +105,7 @@ def check_policy(
         )
         @given(trials(subject, rule, max_n))
         def one(trial: Trial) -> None:
-            nonlocal decisions
+            nonlocal decisions, evicting
             for name in tested:
                 try:
                     INVARIANTS[name](trial)
@@ -115,14 +115,17 @@ def check_policy(
                         f"{subject.name} {verb} the invariant {name!r}: {error}\n  {trial}"
                     ) from error
             counts[-1] += 1
+            evicting += bool((trial.record.evicted_at != NEVER).any())
             decisions += trial.against_rule[1] if tested == [RULED] else 0
 
         # the same cases every time, but others for every policy
         (seed(zlib.crc32(subject.name.encode()))(one) if settings().derandomize else one)()
 
-    passed = [name for name in INVARIANTS if name in chosen]
     ruled = rule is not None and rule.score is not None and RULED in chosen
-    if unruled := [name for name in passed if name != RULED or not ruled]:
+    passed = [name for name in INVARIANTS if name in chosen and (ruled or name != RULED)]
+    if not passed:
+        raise PolicyError(f"no invariant is left to try; {RULED} compares with a rule, give one")
+    if unruled := [name for name in passed if name != RULED]:
         attempt(unruled, max_examples)
     if ruled:
         attempt([RULED], max(max_examples, LEAST_CASES))
@@ -131,4 +134,9 @@ def check_policy(
                 f"{subject.name}: {plural(decisions, 'decision')} among entries compared with the "
                 f"rule, expected at least {LEAST_DECISIONS}; raise max_examples or max_n"
             )
+    if counts and not evicting and subject.bounded:
+        raise InvariantError(
+            f"{subject.name}: nothing was evicted in {plural(sum(counts), 'case')} of at most "
+            f"{max_n} tokens, which its smallest budgets hold; raise max_n or protect fewer"
+        )
     return Passed(subject.name, tuple(passed), min(counts, default=0), decisions)

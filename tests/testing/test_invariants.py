@@ -1,12 +1,15 @@
 """Every policy and preset satisfies every invariant."""
 
+import math
+
 import pytest
 
 import kvsim
 import reference
+from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.errors import PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, names, parameters
-from kvsim.testing import INVARIANTS, check_policy, strategies
+from kvsim.testing import INVARIANTS, InvariantError, check_policy, strategies
 from kvsim.testing.invariants import EXEMPT
 from kvsim.testing.invariants.trial import Trial, smallest_budget
 from reference.strategies import examples
@@ -166,7 +169,7 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
         ("h2o", {"recent": 2}),
         more("h2o", {"recent": 0}),
         ("streaming_llm", {"sink": 0}),
-        ("snapkv", {"window": 9, "pool": "avg", "pool_kernel": 7}),
+        ("snapkv", {"window": 5, "pool": "avg", "pool_kernel": 7}),
         more("snapkv", {"window": 1, "pool_kernel": 1}),
         ("random", {"seed": 2**63}),
         ("ams", {"mode": "reference", "min_segment": 3, "max_segment": 5, "min_quota": 3}),
@@ -212,6 +215,27 @@ def test_unknown_invariant_is_an_error_with_a_suggestion():
         check_policy("tova", only=["causalty"])
     with pytest.raises(PolicyError, match="unknown invariant"):
         check_policy("tova", exempt=["nothing"])
+
+
+class Recent(Scorer):
+    """Protects as many entries as the longest case has, and scores by a NaN."""
+
+    def score(self, view):
+        """Never called."""
+        return view.keys.mean(-1) * math.nan
+
+    def protection(self, budget):
+        """The last 32."""
+        return Protection(recent=32)
+
+
+def test_a_policy_that_never_evicts_and_a_rule_that_is_not_there_pass_nothing():
+    """Cases too short for what a policy protects say nothing of it."""
+    with pytest.raises(InvariantError, match=r"nothing was evicted in 3 cases .* raise max_n"):
+        check_policy(Policy("recent", Recent()), only=["causality"], max_examples=3)
+    assert "naive_replay" not in check_policy("tova", max_examples=1).invariants
+    with pytest.raises(PolicyError, match="naive_replay compares with a rule"):
+        check_policy("tova", only=["naive_replay"])
 
 
 def test_a_pass_says_what_was_tried():
