@@ -8,6 +8,7 @@ Every text from a run or a trace is escaped (`html`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import polars as pl
@@ -17,9 +18,10 @@ from kvsim.analysis.measuring import measure
 from kvsim.analysis.registry import METRICS as ALL
 from kvsim.analysis.registry import metric
 from kvsim.analysis.results import check_distinct, check_models
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
-from kvsim.errors import OutputError, PolicyError, local_path
+from kvsim.errors import NeedsError, OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
@@ -83,7 +85,7 @@ def page(
     if not table["value"].count() and (runs or not traces):
         raise PolicyError("there is nothing to report; give a run with values or a trace")
     check_traces(traces, runs)
-    measured = [_measured(traces, place, progress) for place in range(len(traces))]
+    measured = [_measured(table, traces, place, progress) for place in range(len(traces))]
     table = in_order([table, *measured]) if traces else table
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
@@ -92,14 +94,20 @@ def page(
     return visible(PAGE.format(title=title, body=body))
 
 
-def _measured(traces: Sequence[Trace], place: int, progress: Progress | None) -> pl.DataFrame:
-    names = [name for name, entry in ALL.items() if entry.kind == "trace" and not entry.default]
-
-    def step(done: int, _: int, what: str) -> None:
+def _measured(
+    table: pl.DataFrame, traces: Sequence[Trace], place: int, progress: Progress | None
+) -> pl.DataFrame:
+    """What a Table does not have of a trace, as far as it was recorded."""
+    there = {*table.filter(pl.col("policy").is_null(), trace=traces[place].name)["metric"]}
+    names = [name for name, entry in ALL.items() if entry.kind == "trace" and name not in there]
+    analysis, found = Analysis(traces[place]), []
+    for done, name in enumerate(names):
         if progress is not None:
-            progress(place * len(names) + done, len(traces) * len(names), what)
-
-    return measure(traces[place], metrics=names, progress=step)
+            total, what = len(traces) * len(names), f"{traces[place].name}: {name}"
+            progress(place * len(names) + done, total, what)
+        with suppress(NeedsError):
+            found.append(measure(analysis, metrics=name))
+    return in_order(found)
 
 
 def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:

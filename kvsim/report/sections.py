@@ -129,7 +129,9 @@ def _traces(traces: Sequence[Trace], table: pl.DataFrame) -> str:
         for trace in traces
     ]
     head = ["trace", "model", "tokens", "of the prompt", "layers", "query heads", "digest"]
-    means = averages(table.filter(pl.col("policy").is_null())).with_columns(of=len(traces))
+    names = [trace.name for trace in traces]
+    of_these = table.filter(pl.col("policy").is_null(), pl.col("trace").is_in(names))
+    means = averages(of_these).with_columns(of=len(traces))
     every = _means(means, ("metric", "variant"))
     body = [details(table_of(head, of_traces), "the traces"), details(every, "every metric")]
     return section("What the traces say", note, lines(body))

@@ -14,6 +14,7 @@ from kvsim.core.trace import derived
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, write_report
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
+from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
 from web import Reader
@@ -93,6 +94,21 @@ def test_several_traces_have_intervals_and_are_counted(alone, several):
         assert row[2] == f"{Interval.of_each([by_step[:, i]])[0].text('.3f')} (2 of 3)"
     assert "means over prompts" in found.text
     assert "kvsim report: 3 traces" in found.text
+
+
+def test_a_page_has_what_was_recorded_of_its_traces_alone(tmp_path):
+    """Not other traces of the run, nor metrics of rows that a trace left out."""
+    traces = [changed(settling(3, 90, seed=seed), name=f"t{seed}") for seed in range(2)]
+    run = replay_all(traces, ["tova"], [40], metrics=["wipeout", "layer_entropy"])
+    found = Reader(page([read_run(run.save(tmp_path / "run"))], traces=traces[:1]))
+    alone = kvsim.measure(traces[0], metrics="layer_entropy")["value"].mean()
+    assert found.row(TRACES, "layer_entropy")[2] == f"{alone:.3f}"
+    assert found.row(TRACES, "sparsity")
+
+    (prompt,) = prompts(1, task="walk", facts=160, lines=3, kinds=3)
+    few = kvsim.capture("tiny", None, prompt.prompt, max_new_tokens=16, rows="response+16")
+    assert few.header.left_out is not None
+    assert "repetition" in page([], traces=[few])
 
 
 def test_names_and_texts_of_traces_are_escaped(alone):
