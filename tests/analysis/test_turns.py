@@ -27,6 +27,18 @@ def measured(name, questions=QUESTIONS):
     return record, best, kvsim.measure(trace, record, NAMES, optima=[best])
 
 
+def test_an_answer_repeats_what_it_has_said_itself():
+    """Each turn has its own rate, in which questions do not count."""
+    tokens = np.arange(70)
+    tokens[43:55], tokens[55:60] = 7, tokens[38:43]
+    facts = {"prompt_len": CASE.prompt_len, "rope": CASE.rope, "tokens": tokens}
+    trace = kvsim.Trace.from_arrays(CASE.q, CASE.k, CASE.v, questions=QUESTIONS, **facts)
+
+    found = kvsim.measure(trace, metrics="repetition").filter(variant="n=2")
+
+    assert found.select("turn", "value").rows() == [(1, 0.0), (2, pytest.approx(10 / 11)), (3, 0.0)]
+
+
 @functools.cache
 def attention(layer, qhead, row):
     """Weights of a row of full attention over the entries up to its own, in float64."""

@@ -6,6 +6,7 @@ A metric is one function, which imports the module that computes it, and its ent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -148,9 +149,10 @@ def _repetition(analysis: Analysis) -> Iterator[Cells]:
     from kvsim.analysis.kept.text import NGRAMS, repetition
 
     if (tokens := analysis.trace.tokens) is not None:
-        response = tokens[analysis.trace.prompt_len :].numpy()
-        for n in NGRAMS:
-            yield Cells(None, np.array([repetition(response, n)]), variant=f"n={n}")
+        rows = tokens[analysis.trace.prompt_len :].numpy()
+        for (turn, answer), n in product(analysis.trace.answers, NGRAMS):
+            value = np.array([repetition(rows[answer], n)])
+            yield Cells(None, value, variant=f"n={n}", turn=turn)
 
 
 def _vectors(walk: Literal["value_norm_overlaps", "key_similarities"]) -> Values:
