@@ -112,7 +112,7 @@ def _over_budgets(
         panel = means if by is None else means.filter(pl.col(by) == group)
         at = {"row": place // across + 1, "col": place % across + 1}
         for order, policy in enumerate(policies):
-            part = panel.filter(policy=policy)
+            part = panel.filter(policy=policy).sort(pl.col("requested").cast(pl.Enum(budgets)))
             shift = (order - (len(policies) - 1) / 2) * step
             x = [budgets.index(budget) + shift for budget in part["requested"]]
             figure.add_trace(_line(part, x, policy, of[policy], legend=place == 0), **at)

@@ -285,6 +285,7 @@ def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") 
     """
     keys = [key for key in KEYS[:5] if key in means.columns]  # columns of the result
     sizes = means.filter(metric=cost).select(*keys, seen="mean")
+    sizes = sizes.drop_nulls("seen")
     points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
     better = METRICS[name].better
     best = front(points, higher=better == "higher") & (better is not None)

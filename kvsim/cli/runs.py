@@ -125,7 +125,7 @@ def _echo_results(summary: pl.DataFrame) -> None:
         line = {
             "policy": label,
             "budget": budget if bounded else "-",
-            "evicts after": after if bounded else "never",
+            "evicts after": after if {"held", "heads"} & {*row["bounds"].split(",")} else "never",
         }
         line |= {name: row[name] or "unknown" for name in model}
         line |= {x.replace("_", "\n"): show.number(row[x], show.metric_format(x)) for x in shown}

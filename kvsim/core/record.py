@@ -247,6 +247,11 @@ def bounds_of(policy: Policy) -> tuple[str, ...]:
     return tuple(name for name, bound in bounds.items() if bound)
 
 
+def binds(policy: Policy) -> bool:
+    """Whether the budget bounds what heads hold, all of them or some."""
+    return not {"heads", "held"}.isdisjoint(bounds_of(policy))
+
+
 def facts_of(policy: Policy, schedule: Schedule) -> Facts:
     """Return the facts of a record of a policy under a schedule."""
     changed, access = None, {"read": policy.sparse is not None, "stored": policy.rounds}

@@ -35,7 +35,9 @@ SIZES = [("a", "entries_seen", 10.0), ("b", "entries_seen", 20.0), ("c", "entrie
 )
 def test_the_front_follows_the_direction_of_the_metric(metric, best):
     """No other result is better with as few entries."""
-    table = means([*SIZES, ("a", metric, 0.5), ("b", metric, 0.4), ("c", metric, 0.6)])
+    values = {"a": 0.5, "b": 0.4, "c": 0.6, "d": 0.0}  # d has no cost
+    sizes = [*SIZES, ("d", "entries_seen", None)]
+    table = means([*sizes, *((name, metric, value) for name, value in values.items())])
 
     points = against_entries(table, metric)
 

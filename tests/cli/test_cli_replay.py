@@ -1,6 +1,7 @@
 """`kvsim replay`: its tables, its files, its settings, what it refuses."""
 
 import json
+import re
 import signal
 
 import polars as pl
@@ -24,6 +25,13 @@ def test_replay_prints_one_table(printed, trace):
     assert table == [["full", "-"], ["tova", "16"], ["tova", half], ["h2o", "16"], ["h2o", half]]
     assert "exact" in out
     assert "recorded queries, keys and values" in out
+
+
+def test_a_policy_whose_rows_only_read_less_evicts_never(printed, trace):
+    """Beside its budget, which bounds what rows read."""
+    terms = ["--policy", "quest", "--budget", 16, "--interval", 8, "--metric", "output_error"]
+    out = printed("replay", trace, *terms)
+    assert re.search(r"^quest +16 +never ", out, re.MULTILINE), out
 
 
 def test_replay_writes_a_run_and_json(printed, trace, tmp_path):

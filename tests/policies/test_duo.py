@@ -182,6 +182,8 @@ def test_traces_without_a_response_or_of_two_models_have_no_plan():
         head_plan([trace, other], 8)
     with pytest.raises(PolicyError, match="there are no traces"):
         head_plan([], 8)
+    with pytest.raises(BudgetError, match="budget 20 holds all 20 tokens"):
+        head_plan(trace, 20)
 
 
 def test_a_plan_belongs_to_its_model(folder):

@@ -17,7 +17,7 @@ from kvsim.core.arguments import in_entries
 from kvsim.core.pieces import ACROSS_LAYERS, BOUNDED, Run
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Forecast
-from kvsim.core.record import bounds_of
+from kvsim.core.record import binds
 from kvsim.core.trace import Trace
 from kvsim.engine.checks import check_budget
 from kvsim.engine.replay import replay
@@ -150,7 +150,7 @@ def estimate(
         budget=budget,
         context=context,
         prompt=prompt,
-        bounded="held" in bounds_of(policy),
+        bounded=binds(policy),
         selection_layer=layer,
         selection=source,
         rows=rows,
@@ -330,7 +330,7 @@ def _sizes(policy: Policy, later: int, rows: int, uncut: bool, budget: int) -> t
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
     interval = policy.schedule.interval
-    if "held" not in bounds_of(policy):
+    if not binds(policy):
         size = ""
         if policy.allocator.effect == "rule":
             size = "; its size depends on the text, so the full cache is counted"

@@ -11,7 +11,7 @@ import typer
 from kvsim.cli import shared
 from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_json, echo_notes, echo_rows
-from kvsim.core.record import bounds_of
+from kvsim.core.record import binds
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def cost(
         estimate(model, each, resolve_budget(size, n), n, prompt=prompts.get(n), **options)
         for n in contexts
         for each in policies
-        for size in (budget if "held" in bounds_of(each) else budget[:1])
+        for size in (budget if binds(each) else budget[:1])
     ]
     if as_json:
         echo_json({"model": model.as_dict(), "costs": [cost.as_dict() for cost in costs]})

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.axes import checked_index
-from kvsim.core.trace import Trace
 from kvsim.plots.registry import figure
 from kvsim.plots.style import caption, colour_bar, label, panels
+from kvsim.store.opening import TraceLike, as_trace
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
@@ -23,7 +23,7 @@ FLOOR: Final = 1e-12
 
 @figure(source="Expected Attention, Fig. 10")
 def expected_observed(
-    trace: Trace, *, layers: Sequence[int] | None = None, cut: int | None = None
+    trace: TraceLike, *, layers: Sequence[int] | None = None, cut: int | None = None
 ) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
@@ -38,6 +38,7 @@ def expected_observed(
 
     Returns a Figure. Raises PolicyError without rows before and after the cut, or with windows.
     """
+    trace = as_trace(trace)
     expectation = expected_and_observed(trace, cut)
     count, _, keys = expectation.observed.shape
     wanted = range(count) if layers is None else layers
@@ -67,7 +68,7 @@ def expected_observed(
         name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
         axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
         if step == 0:
-            text = f"layer {layer}, head {head}"
+            text = f"layer {trace.layer_ids[layer]}, head {head}"
             axis.text(0.03, 0.97, text, transform=axis.transAxes, fontsize=7, va="top")
     label(figure, "observed attention (share)", "expected (share of the keys)")
     layout = {"pad": 0.01, "aspect": 40, "shrink": 0.9}

@@ -60,7 +60,7 @@ class Masks:
             )
         names = ("trace", "digest", "policy", "params", "budget", "interval", "prefill")
         document = record_document(record)
-        labels = {name: document[name] for name in (*names, "prompt_len")}
+        labels = {name: document[name] for name in (*names, "prompt_len", "per_query_head")}
         return cls(torch.from_numpy(record.evicted_at.copy()), record.layer_ids, labels)
 
     @property
@@ -79,6 +79,7 @@ class Masks:
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return the function that `create_block_mask` takes; group: query heads per KV head."""
         last = self.last_row[layer]
+        group = 1 if self.labels.get("per_query_head") else group
 
         def visible(_batch: Tensor, head: Tensor, row: Tensor, pos: Tensor) -> Tensor:
             return (pos <= row) & (row <= last[head // group, pos])

@@ -16,13 +16,14 @@ from kvsim.core.policy import Everything, Inputs, Policy, Protection, Schedule, 
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.replay import replay
-from kvsim.errors import PolicyError
+from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.duo import HeadPlan
 from kvsim.policies.expected_attention import quadratic
 from kvsim.policies.foreign import plain_scorer
 from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import common_model
 from kvsim.policies.naming import policy
+from kvsim.schema import NEVER
 from kvsim.store.opening import Traces, as_traces
 
 # Rows whose attention is computed at once.
@@ -42,17 +43,22 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
 
     Raises:
         PolicyError: a trace has no rows after its prompt, or traces are of different models.
-        BudgetError: the budget holds no more than the sinks.
+        BudgetError: the budget holds no more than the sinks, or all of a trace.
     """
     streaming = policy("streaming_llm", sink=sink)
     tables: list[Floats] = []
     traces, training = _answered(traces)
     for trace in traces:
         record = replay(trace, streaming, budget, interval=1)
+        if (record.evicted_at == NEVER).all():
+            raise BudgetError(
+                f"budget {budget} holds all {trace.n_pos} tokens of {trace.name}, so that heads do "
+                "not differ; expected fewer entries"
+            )
         (error,) = output_error(trace, [record], prompt=False)
-        table = np.zeros((trace.n_layers, trace.n_heads))
+        table = np.zeros((trace.n_layers, trace.part().n_heads))
         of_rows = error.error.astype(np.float64).mean(-1)
-        table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
+        table[list(record.layers)] = of_rows.reshape(len(of_rows), table.shape[1], -1).mean(-1)
         tables.append(table)
     return HeadPlan(np.mean(tables, axis=0).tolist(), {**training, "budget": budget, "sink": sink})
 

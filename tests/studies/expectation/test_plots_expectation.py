@@ -15,7 +15,7 @@ from traces import random_trace
 
 def made(seed, name, size=1.0):
     """A small random trace of two layers, two KV heads of two query heads."""
-    return random_trace(seed=seed, name=name, size=size, n=60)
+    return random_trace(seed=seed, name=name, size=size, n=60, layer_ids=[8, 20])
 
 
 def test_a_panel_has_the_attention_of_each_key():
@@ -41,7 +41,7 @@ def test_a_panel_has_the_attention_of_each_key():
         assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
         across, up = panel.lines[0].get_data()
         assert up / across == pytest.approx(1 / observed.sum())
-    assert [text.get_text() for text in panels[4].texts] == [f"layer 1, head {heads[1]}"]
+    assert [text.get_text() for text in panels[4].texts] == [f"layer 20, head {heads[1]}"]
     assert figure.get_supylabel() == "expected (share of the keys)"
     assert figure.get_supxlabel() == "observed attention (share)"
     assert bar.get_ylabel() == "position of the key"

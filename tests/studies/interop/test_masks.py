@@ -52,6 +52,13 @@ def test_dense_masks_are_the_definition(record):
     assert (dense[0] == masks.dense(0).repeat_interleave(2, 0)).all()
 
 
+def test_sets_of_query_heads_are_masks_of_query_heads(trace):
+    """Of a policy that keeps a set for each, whatever the group."""
+    masks = Masks.of(kvsim.replay(trace, kvsim.policy("snapkv@original", window=4), BUDGET))
+    dense = flex.create_mask(masks.mask_mod(0, 2), None, 4, N, N, device="cpu")
+    assert (dense[0] == masks.dense(0)).all()
+
+
 def attention(trace, layer, visible):
     """Softmax attention under a mask, a plain computation in float64; [qhead, n, d]."""
     q, k, v = (trace.read(name)[layer].double() for name in "qkv")
