@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from kvsim.core.checks import DTYPES, as_stored, check_finite, stored_dtype
 from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.files import sync_tree
 from kvsim.schema import PROJECTIONS, axes_of, is_url, object_at, projections_folder
 from kvsim.store.group import create_array, create_group, damaged, open_group, reading, seal_group
 
@@ -130,7 +132,7 @@ def store_projections(
         digest.update(ARRAY, number, layer(number))
     checksums = digest.checksums()[ARRAY]
     facts = Facts.of(shape=[*shape], dtype=name, source_dtype=source_dtype, checksums=checksums)
-    if not (folder / facts.folder).exists():
+    if not _whole(folder / facts.folder):
         path, chunks = draft / facts.folder, (1, *shape[1:])
         group = create_group(path)
         array = create_array(group, ARRAY, tuple(shape), name, chunks, axes_of(ARRAY))
@@ -140,10 +142,22 @@ def store_projections(
     return facts
 
 
+def _whole(path: Path) -> bool:
+    """Whether a folder has projections, with all their files in full length."""
+    try:
+        open_group(path, KEY)
+    except TraceError:
+        return False
+    return True
+
+
 def move_projections(draft: Path, folder: Path) -> None:
-    """Move the projections in a draft to the folder of its trace, unless they exist."""
+    """Move the projections in a draft to the folder of its trace, unless they exist undamaged."""
     for path in filter(lambda path: PROJECTIONS.fullmatch(path.name), list(draft.iterdir())):
         target = folder / path.name
+        sync_tree(path)
+        if target.exists() and not _whole(target):  # by a copy that broke off, or a loss of power
+            shutil.rmtree(target)
         try:
             path.rename(target)
         except OSError:

@@ -137,6 +137,19 @@ def test_changed_projections_are_refused_when_they_are_read(trace, tmp_path):
     assert "'o_proj/c/1/0/0/0' is damaged" in verify(trace.path).problems[0]
 
 
+def test_projections_with_a_missing_part_are_written_again(trace, tmp_path):
+    """By the next capture of the model, so that traces that name them can be read."""
+    (tmp_path / folders(tmp_path)[0] / "o_proj/c/1/0/0/0").write_bytes(b"")
+    with pytest.raises(TraceError, match="has 0 bytes"):
+        open_trace(trace.path)
+
+    capture(small(), words_tokenizer(), "w1 w5", max_new_tokens=5, out=tmp_path / "b.zarr")
+
+    assert verify(trace.path, deep=True).ok
+    assert torch.equal(open_trace(trace.path).read("o_proj"), weights())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 def test_other_projections_are_found_by_verify(trace, tmp_path):
     """By the checksum that the trace names; another array is refused when the trace is opened."""
     folder = tmp_path / folders(tmp_path)[0]
