@@ -112,3 +112,8 @@ def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
         token = getattr(holder, "eos_token_id", None)
         tokens.update([token] if isinstance(token, int) else token or [])
     return frozenset(tokens)
+
+
+def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
+    """Return a later question, without a first token that has already ended the answer."""
+    return [*question[int(len(question) > 1 and question[0] == last and last in stop) :]]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
+from kvsim.recorder.choice import following, stop_tokens
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import context_length
 from kvsim.recorder.prompts import Messages, Prompt, Span, is_chat, naming
@@ -97,10 +98,11 @@ def encode(prompt: Prompt, model: PreTrainedModel, tokenizer: Any, options: Opti
         context_len = tokens_before(end, text, tokenizer, special=special)
     turns = _later(prompt, text, messages, tokenizer, options)
     given, questions = _token_ids(prompt.response, tokenizer, "response"), list[Span]()
+    stop = stop_tokens(model, tokenizer)
     for turn in turns if given else ():
-        start = len(ids) + len(given)
-        questions.append((start, start + len(turn.ids)))
-        given += [*turn.ids, *turn.response]
+        start, question = len(ids) + len(given), following(turn.ids, given[-1], stop)
+        questions.append((start, start + len(question)))
+        given += [*question, *turn.response]
     _check_ids(ids, given or [token for turn in turns for token in turn.ids], model)
     return Encoded(
         ids,

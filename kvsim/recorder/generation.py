@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
-from kvsim.recorder.choice import Choice
+from kvsim.recorder.choice import Choice, following
 from kvsim.recorder.forward import WHOLE, evaluating, full_cache, run_chunks
 from kvsim.recorder.head import Head, Predictions
 from kvsim.recorder.loading import is_tiny
@@ -103,11 +103,6 @@ def generate(
         before_last(len(tokens))
         forward(last=True)
     return out
-
-
-def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
-    """Return a later question, without a first token that has already ended the answer."""
-    return [*question[int(len(question) > 1 and question[0] == last and last in stop) :]]
 
 
 def score(

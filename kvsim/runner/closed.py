@@ -25,9 +25,8 @@ from kvsim.core.record import Record, Response, facts_of
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import GIVEN, Written
-from kvsim.recorder.choice import APPLIED, Choice, stop_tokens
+from kvsim.recorder.choice import APPLIED, Choice, following, stop_tokens
 from kvsim.recorder.forward import WHOLE, evaluating, run_chunks
-from kvsim.recorder.generation import following
 from kvsim.recorder.head import Predictions
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
