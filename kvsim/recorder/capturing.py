@@ -231,6 +231,9 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
             prompts=[each.encoded.ids for each in chosen],
             completed=lambda number, response: chosen[number].completed(response, 0),
         )
+    except KvsimError:  # of one of them, which its own run names
+        first.notes.append("the response was written by itself: another of its batch failed")
+        return
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(
             f"{len(chosen)} responses at once take more memory than the device has free; expected "

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvsim.errors import MemoryLimitError
+from kvsim.errors import CaptureError, MemoryLimitError
 from kvsim.recorder import Prompt, Turn, capture_many, capturing
 from kvsim.store.verification import describe, verify
 from small_model import small, words_tokenizer
@@ -78,6 +78,24 @@ def test_what_a_batch_cannot_hold_is_written_alone_with_a_note(tmp_path):
             assert torch.equal(ours.tokens, theirs.tokens)
             note = f"the response was written by itself, not in a batch: {reason}"
             assert any(note in text for text in describe(str(ours.path))["notes"])
+
+
+def test_a_prompt_that_fails_in_a_batch_is_named_by_itself(tmp_path, monkeypatch):
+    """Those before it are recorded, one by one."""
+    run = capturing.prefilled
+    bad = words_tokenizer()(PROMPTS[1].content)["input_ids"]
+
+    def failing(model, ids, *more):
+        if [*ids] == bad:
+            raise CaptureError("NaN in layer 1")
+        return run(model, ids, *more)
+
+    monkeypatch.setattr(capturing, "prefilled", failing)
+    traces = capture_many(
+        small(), words_tokenizer(), PROMPTS[:2], tmp_path, batch=2, max_new_tokens=4
+    )
+    assert [trace.name for trace in traces] == [prompt.id for prompt in PROMPTS[:2]]
+    assert "another of its batch failed" in describe(str(traces[0].path))["notes"][-1]
 
 
 def test_a_batch_beyond_the_memory_is_refused_in_a_line(tmp_path, monkeypatch):

@@ -101,6 +101,13 @@ def test_turns_of_a_chat_are_rendered_by_the_template():
     assert words == [[7, 3, 9, 8], [9, 7, 20, 21, 9, 8], [9, 7, 22, 9, 8]]
 
 
+def test_a_prompt_of_one_token_may_have_later_turns():
+    """There are no earlier rows from which its forward could continue."""
+    trace = kvsim.capture(small(), None, Prompt("x", [1], turns=[Turn([7, 8])]), max_new_tokens=2)
+    assert trace.prompt_len == 1
+    assert len(trace.header.questions) == 1
+
+
 def test_an_answer_that_ends_itself_is_not_ended_twice():
     """The token that ends an answer is the one that the template would put there."""
     free = kvsim.capture(small(), words_tokenizer(CHAT), "w3", chat=True, max_new_tokens=3)
@@ -118,6 +125,10 @@ def test_an_answer_that_ends_itself_is_not_ended_twice():
             assert trace.tokens[stop - 1] == end
             assert stop == trace.n_pos or trace.tokens[stop] != end
     assert "eos" in [turn["stopped"] for turn in trace.meta["turns"]]
+    answers = [trace.tokens[a:b].tolist() for kind, a, b in trace.segments if kind == "answer"]
+    again = Prompt("", "w3", response=answers[0], turns=[Turn("w20", response=answers[1])])
+    given = kvsim.capture(model, words_tokenizer(chat), again, chat=True)
+    assert given.tokens.tolist() == trace.tokens.tolist()
 
 
 def test_right_answers_and_labels_belong_to_their_turn():
