@@ -52,31 +52,32 @@ def overlap_curves(traces: Traces, *, layers: Sequence[int] | None = None) -> Fi
 
     Args:
         traces: of equally many layers; the mean is over them, with the 95 % interval.
-        layers: a panel each; by default one panel of the mean over all.
+        layers: a panel each; by default one panel of the mean over all without a window.
 
     Returns a Figure. Raises TraceError if a trace is too short for four windows.
     """
-    traces = [trace.part() for trace in as_traces(traces)]
-    every = [layer for layer in traces[0].readable if layer not in traces[0].windowed]
+    found = [trace.part() for trace in as_traces(traces)]
+    every = [layer for layer in found[0].readable if layer not in found[0].windowed]
     panels = [every] if layers is None else [[layer] for layer in layers]
     shares, styles = np.array(_TOPS), series(_BLOCKS)
     figure = Figure((max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150, layout="constrained")
     axes = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for axis, shown in zip(axes, panels, strict=True):
-        values = np.stack([_overlaps(trace, shown) for trace in traces])
+        values = np.stack([_overlaps(trace, shown) for trace in found])
         for place, (name, style) in enumerate(styles.items()):
             mean_line(axis, shares, list(values[:, place]), label=name, lw=1.3, ms=3, **style)
         chance, three = values[:, 5:].mean(0)
         axis.plot(shares, chance, ":", color="black", lw=1.2, label="chance, one set")
         union = styles[_BLOCKS[3]]["color"]
         axis.plot(shares, three, ":", color=union, lw=1.2, label="chance, union")
-        ids = traces[0].layer_ids
-        title = "all layers" if layers is None else f"layer {ids[shown[0]]}"
+        ids = found[0].layer_ids
+        whole = "all layers" if len(every) == len(ids) else "layers without a window"
+        title = whole if layers is None else f"layer {ids[shown[0]]}"
         plain(axis, "share of keys that count as top", title=title)
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     name_axes(axes[0], y="share of the last window's top keys")
-    rows = "/".join(map(str, sorted({default_window(trace.n_pos) for trace in traces})))
-    subject = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
+    rows = "/".join(map(str, sorted({default_window(trace.n_pos) for trace in found})))
+    subject = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(found)])}"
     finish(figure, axes[0], subject, ["exact"], columns=4)
     return figure
 
