@@ -198,11 +198,13 @@ class Plan:
         """Return the forecast of the unfinished tasks, from the shapes of their traces."""
         memory, size = 0, _DOCUMENTS + _TABLE
         for task in rest:
-            trace, cells, layers = self.trace_of(task), len(task.cells), len(task.layers)
-            limit = task.options.get("memory") or DEFAULT_MEMORY
+            whole, cells, layers = self.trace_of(task), len(task.cells), len(task.layers)
+            trace, limit = whole.part(), task.options.get("memory") or DEFAULT_MEMORY
             held = [min(limit, layers * replay_bytes(trace, x.policy)) for x in task.cells]
-            judge = _judge_bytes(trace) if "judge" in task.options else 0
-            memory = max(memory, layers * layer_bytes(trace) + max(held, default=0) + judge)
+            judge = _judge_bytes(whole) if "judge" in task.options else 0
+            loaded = layers * layer_bytes(trace)
+            loaded = loaded if loaded <= limit // 4 else 0  # else read on demand
+            memory = max(memory, loaded + max(held, default=0) + judge)
             rows = layers * trace.n_heads * len(task.metrics)
             size += _TABLE + cells * (rows * _ROW + _CELL)
             if self.options["records"]:
@@ -237,7 +239,7 @@ class Plan:
     ) -> Run:
         """Compute the unfinished tasks, and write the whole run into the folder."""
         todo = parts.left(self.tasks)
-        of_one = self.forecast(todo)
+        of_one = self.forecast(todo) if self.options["jobs"] is None else Forecast()
         count = processes(self.options["jobs"], self.flops, len(todo), self.traces, of_one)
         if executor is not None and any(trace.path is None for trace in self.traces):
             raise ConfigError(IN_MEMORY)

@@ -335,7 +335,8 @@ def tasks_of(
             )
             for place, (part, block) in enumerate(parts)
         ]
-    return [rest for task in tasks if (rest := task.without(refused))]
+    alive = {cell.trace.name for cell in cells if cell.number not in refused}
+    return [rest for x in tasks if x.name in alive and (rest := x.without(refused))]
 
 
 def _parts(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from recorder_models import small
+from sized_models import sized
 
 import kvsim
 from families import ids
@@ -47,6 +48,18 @@ def test_every_policy_can_be_planned():
         assert facts.memory > 0
         planned += 1
     assert planned > 2 * len(CATALOGUE) - 15
+
+
+def test_layers_of_several_sizes_are_planned_replayed_and_drawn():
+    """Those that a policy acts on, which have one size."""
+    trace = kvsim.capture(sized("llama"), None, ids(40), max_new_tokens=6)
+    grid = {"traces": trace, "policies": "tova", "budgets": 16, "records": True}
+    plan = Plan.of(grid_of(grid, defaults={"jobs": None}))
+
+    assert plan.forecast(plan.tasks).memory > 0
+    run = plan.finish(plan.begin())
+    figure = kvsim.plots.position_density(trace, run.records)
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["tova"]
 
 
 def test_turns_that_fill_the_context_of_the_model(tmp_path):

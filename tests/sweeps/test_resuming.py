@@ -222,6 +222,7 @@ def test_a_run_that_lacked_memory_is_continued_with_more(tmp_path):
     given |= {"traces": [make_trace("a", 400), make_trace("b", 50)]}
     given |= {"metrics": ["wipeout", "sparsity"]}
     first = replay_all(**given, memory=(64 << 20) + 100_000)
+    assert {*first.table["trace"]} == {"b"}
     assert ({x.trace for x in first.failures}, len(first.records)) == ({"a"}, 2)
 
     whole = replay_all(**given)
