@@ -122,10 +122,11 @@ def check_policy(
         (seed(zlib.crc32(subject.name.encode()))(one) if settings().derandomize else one)()
 
     ruled = rule is not None and rule.score is not None and RULED in chosen
-    passed = [name for name in INVARIANTS if name in chosen and (ruled or name != RULED)]
+    passed = [name for name in INVARIANTS if name in chosen and (rule or name != RULED)]
     if not passed:
-        raise PolicyError(f"no invariant is left to try; {RULED} compares with a rule, give one")
-    if unruled := [name for name in passed if name != RULED]:
+        hint = f"; {RULED} compares with a rule, give one" * (RULED in chosen)
+        raise PolicyError(f"no invariant is left to try{hint}")
+    if unruled := [name for name in passed if name != RULED or not ruled]:
         attempt(unruled, max_examples)
     if ruled:
         attempt([RULED], max(max_examples, LEAST_CASES))

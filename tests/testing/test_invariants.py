@@ -9,7 +9,7 @@ import reference
 from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.errors import PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, names, parameters
-from kvsim.testing import INVARIANTS, InvariantError, check_policy, strategies
+from kvsim.testing import INVARIANTS, InvariantError, Rule, check_policy, strategies
 from kvsim.testing.invariants import EXEMPT
 from kvsim.testing.invariants.trial import Trial, smallest_budget
 from reference.strategies import examples
@@ -236,6 +236,8 @@ def test_a_policy_that_never_evicts_and_a_rule_that_is_not_there_pass_nothing():
     assert "naive_replay" not in check_policy("tova", max_examples=1).invariants
     with pytest.raises(PolicyError, match="naive_replay compares with a rule"):
         check_policy("tova", only=["naive_replay"])
+    with pytest.raises(InvariantError, match="naive_replay"):
+        check_policy("tova", only=["naive_replay"], rule=Rule(score=None), max_examples=5)
 
 
 def test_a_pass_says_what_was_tried():
