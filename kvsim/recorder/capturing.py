@@ -207,7 +207,7 @@ def _record(
 def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
     """Write the responses of the next sessions in a batch; reason: why one by one instead."""
     first = sessions[0]
-    alike = [each for each in sessions if each.new_tokens and each.written is None]
+    alike = [x for x in sessions if x.new_tokens and x.written is None and not x.alone]
     chosen = [each for each in alike if not each.turns][:count]
     if first not in alike:
         return
@@ -232,7 +232,9 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
             completed=lambda number, response: chosen[number].completed(response, 0),
         )
     except KvsimError:  # of one of them, which its own run names
-        first.notes.append("the response was written by itself: another of its batch failed")
+        for each in chosen:
+            each.alone = True
+            each.notes.append("the response was written by itself: a prompt of its batch failed")
         return
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(

@@ -266,8 +266,8 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class de
         kind = PreTrainedTokenizerFast if stated in _PLAIN else AutoTokenizer
         return kind.from_pretrained(place, **options)
     except Exception as error:
-        if not folder.is_dir():
-            return None  # of a hub, only weights: prompts are then token ids
+        if not (folder / "tokenizer.json").is_file():
+            return None  # only weights: prompts are then token ids
         raise CaptureError(
             f"the tokenizer of {place} cannot be loaded ({error_line(error)}), expected whole "
             "files; download them again, or remove them and give prompts as token ids"

@@ -73,6 +73,7 @@ class Session:
     show: Callable[..., None] | None = None
     label = ""
     begun = False  # after the rows that another session has run
+    alone = False  # because a batch with it failed
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -157,7 +156,8 @@ def move_projections(draft: Path, folder: Path) -> None:
         target = folder / path.name
         sync_tree(path)
         if target.exists() and not _whole(target):  # by a copy that broke off, or a loss of power
-            shutil.rmtree(target)
+            with suppress(FileNotFoundError):  # another process was faster
+                target.rename(draft / f"damaged-{path.name}")
         try:
             path.rename(target)
         except OSError:

@@ -95,7 +95,7 @@ def test_a_prompt_that_fails_in_a_batch_is_named_by_itself(tmp_path, monkeypatch
         small(), words_tokenizer(), PROMPTS[:2], tmp_path, batch=2, max_new_tokens=4
     )
     assert [trace.name for trace in traces] == [prompt.id for prompt in PROMPTS[:2]]
-    assert "another of its batch failed" in describe(str(traces[0].path))["notes"][-1]
+    assert "a prompt of its batch failed" in describe(str(traces[0].path))["notes"][-1]
 
 
 def test_a_batch_beyond_the_memory_is_refused_in_a_line(tmp_path, monkeypatch):

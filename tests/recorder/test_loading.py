@@ -138,15 +138,6 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path, name, content):
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_of_another_file_is_not_taken_for_none(tmp_path):
-    """A damaged `tokenizer.model` says what it is."""
-    path = shutil.copytree(MODELS["tiny"], tmp_path / "part")
-    (path / "tokenizer.json").unlink()
-    (path / "tokenizer.model").write_bytes(b"no vocabulary")
-    with pytest.raises(CaptureError, match=r"the tokenizer of \S+part cannot be loaded"):
-        load_model(path)
-
-
 def test_remote_code_is_not_run(folder, tmp_path):
     """A folder that brings its own code is refused unless it is trusted."""
     path = tmp_path / "custom"
