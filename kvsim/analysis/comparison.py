@@ -250,7 +250,8 @@ def _means_of(table: pl.DataFrame, metric: str) -> pl.DataFrame:
     values = main_variants(table, [metric])
     means = per_prompt(values)
     if "task" in table:  # turns may have several
-        task = pl.when(pl.col("task").n_unique() == 1).then(pl.col("task").first())
+        task = pl.col("task").drop_nulls()
+        task = pl.when(task.n_unique() == 1).then(task.first())
         means = means.join(values.group_by("trace").agg(task), "trace", maintain_order="left")
     means = means.with_columns(pl.col("value").cast(pl.Float64).fill_nan(None)).drop_nulls("value")
     if means.height:

@@ -277,6 +277,8 @@ def runs_of(given: Tabular) -> list[Saved]:
 
     Raises PolicyError for other objects, OutputError for paths that are no run folders.
     """
+    if isinstance(given, Saved):
+        return [given]
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
         facts = {"remarks": getattr(given, "remarks", ()), "traces": getattr(given, "digests", {})}

@@ -122,16 +122,17 @@ def _echo_results(summary: pl.DataFrame) -> None:
         params = json.loads(row["params"])
         given = {name: params[name] for name in PREFILL if name in params}
         after = schedule(row["interval"], prefill=row["prefill"], **given)
+        evicts = {"held", "heads"} & {*(row["bounds"] or "").split(",")}
         line = {
             "policy": label,
             "budget": budget if bounded else "-",
-            "evicts after": after if {"held", "heads"} & {*row["bounds"].split(",")} else "never",
+            "evicts after": after if evicts else "never",
         }
         line |= {name: row[name] or "unknown" for name in model}
         line |= {x.replace("_", "\n"): show.number(row[x], show.metric_format(x)) for x in shown}
         rows.append(line)
-    common = {row["evicts after"] for row in rows} - {"never"}
-    if len(common) == 1:
+    common = {row["evicts after"] for row in rows if row["budget"] != "-"}
+    if len(common) == 1 and common != {"never"}:
         show.echo_text(
             f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n"
         )

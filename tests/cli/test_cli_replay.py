@@ -32,6 +32,9 @@ def test_a_policy_whose_rows_only_read_less_evicts_never(printed, trace):
     terms = ["--policy", "quest", "--budget", 16, "--interval", 8, "--metric", "output_error"]
     out = printed("replay", trace, *terms)
     assert re.search(r"^quest +16 +never ", out, re.MULTILINE), out
+    both = printed("replay", trace, "--policy", "tova,full", *terms[:1], "quest", *terms[2:])
+    assert "Every policy evicts" not in both
+    assert re.search(r"^quest +16 +never ", both, re.MULTILINE), both
 
 
 def test_replay_writes_a_run_and_json(printed, trace, tmp_path):
