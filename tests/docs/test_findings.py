@@ -107,13 +107,27 @@ def test_scorers_and_protection():
         assert "{:.1f} [{:.1f}, {:.1f}]".format(*np.exp([means[0], low, high])) == text
         assert text in TEXT[4]
         assert means[1] == pytest.approx({NOTHING: 0.435, PROMPT: 4.298}[protection], abs=1e-3)
+    large, readme = every["1.5b-answers"], (DOCS.parent / "README.md").read_text("utf-8")
+    shown = scoring_page.shown(large, NOTHING)
+    better = [x for x, y in zip(large.workload.scorers, shown, strict=True) if y == "better"]
+    assert better == ["expected_attention"]
+    assert f"`{better[0]}` alone of {len(shown)} scorers is better at all budgets and " in TEXT[4]
+    assert f" and {shown.count('worse')} are worse" in TEXT[4]
+    said = {NOTHING: "under SmolLM2 and {} times under the 1.5B", PROMPT: "protected, 1.6 and {}."}
+    for protection, form in ((NOTHING, ".2f"), (PROMPT, ".1f")):
+        gain = scoring_page.gain(large, protection)
+        ends = gain.mean(), *stats.t.interval(0.95, 23, gain.mean(), stats.sem(gain))
+        mean, low, high = (format(x, form) for x in np.exp(ends))
+        assert f"{mean} [{low}, {high}] times" in TEXT[4]
+        assert said[protection].format(mean) in readme
     x, y = (answers[0].kl(PROMPT, each)[:, 1] for each in ("h2o", scoring_page.RANDOM))
     assert f"({x.mean() / y.mean():.2f} [0.44, 0.66] of the KL" in TEXT[5]
     ends = [x - end * y for end in (0.44, 0.66)]  # whose paired t is that of 2.5 %
     found = [stats.ttest_1samp(end, 0).statistic for end in ends]
     assert found == pytest.approx([stats.t.ppf(0.975, 23), stats.t.ppf(0.025, 23)], rel=0.06)
     assert "9 of 12 scorers are better and none is worse" in TEXT[3]
-    for values, policy, p in zip(answers, ("h2o", "lagkv"), ("0.003", "0.009"), strict=True):
+    named = (("h2o", "0.003"), ("lagkv", "0.009"), ("expected_attention", "0.023"))
+    for values, (policy, p) in zip((*answers, large), named, strict=True):
         verdict, detail = scoring_page.TESTS["R1"][0](values)
         assert verdict == scoring_page.FAILS
         assert f"p = {p}, `{policy}`" in detail
