@@ -140,8 +140,7 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
     In some families only a forward of one row does, and others start from empty states. Checked on
     the logits of the first few `ids`, up to the rounding of rows that run one by one.
     """
-    if len(ids) < 2:
-        return True
+    ids = [*ids, *ids] if len(ids) == 1 else ids
     half = len(ids[:_FEW]) // 2
     first, rest = [*ids[:half]], [*ids[half:_FEW]]
 
